@@ -153,7 +153,7 @@ def main() -> int:
         f"{topology.hbm_bytes / 1e9:.0f} GB. `{cost}`. {SEQUENCE:,} tokens a sequence, bfloat16, Adam "
         f"({Workload(1, 1).state_bytes} bytes a weight with its gradient and master copy), blocks recompute. Axis "
         "`tp` is the 8 ranks of a host, `dp` the hosts; the names do not bind the planner. Strategies are explained "
-        "in [how the planners decide](../design/shard-spec-planners.md).",
+        "in [the designs](../design/shard-spec.md).",
         "",
     ]
     for case in CASES:

@@ -21,7 +21,7 @@ from shard_spec import (
     Shard,
     UnevenShard,
 )
-from shard_spec.layout.intervals import PlacementSpec
+from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec
 
 MESH = MeshSpec({"dp": 2, "tp": 4})
 NOT_A_PLACEMENT: Any = 0
@@ -44,24 +44,24 @@ def random_sizes(rng: Any, total: Any, count: Any) -> Any:
 def random_layout(rng: Any, shape: Any) -> Any:
     """A layout with any placement on the first axis that cuts a dim, plain and interleaved ones after it."""
     mesh = MeshSpec({f"a{i}": rng.choice((1, 2, 3, 4)) for i in range(rng.randint(1, 3))})
-    specs, used = [], set()
+    specs: list[PlacementSpec] = []
+    used = set()
     for size in mesh.shape:
         dim = rng.randrange(len(shape))
         signed = dim - rng.choice((0, len(shape)))
         kinds = ["R", "S", "B", "C"] if dim in used else ["R", "S", "U", "B", "C", "I", "J"]
         kind = rng.choice(kinds)
         used.add(dim)
-        specs.append(
-            {
-                "R": PlacementSpec("R"),
-                "S": PlacementSpec("S", signed),
-                "U": PlacementSpec("U", signed, random_sizes(rng, shape[dim], size)),
-                "B": PlacementSpec("B", signed, (rng.randint(1, 4), False)),
-                "C": PlacementSpec("B", signed, (rng.randint(1, 4), True)),
-                "I": PlacementSpec("I", signed, random_sizes(rng, shape[dim], rng.randint(1, 3))),
-                "J": PlacementSpec("I", signed, rng.randint(1, 3)),
-            }[kind]
-        )
+        choices: dict[str, PlacementSpec] = {
+            "R": REPLICATE,
+            "S": ShardSpec(signed),
+            "U": UnevenShard(signed, random_sizes(rng, shape[dim], size)),
+            "B": BlockShard(signed, rng.randint(1, 4)),
+            "C": BlockShard(signed, rng.randint(1, 4), cyclic=True),
+            "I": InterleavedShard(signed, random_sizes(rng, shape[dim], rng.randint(1, 3))),
+            "J": InterleavedShard(signed, rng.randint(1, 3)),
+        }
+        specs.append(choices[kind])
     return Layout(mesh, specs)
 
 

@@ -17,6 +17,7 @@ from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
 from shard_spec.distributed.exchange import broadcast_, scatter, take
 from shard_spec.layout.layout import Layout
+from shard_spec.layout.placements import ReplicateSpec
 
 Source: TypeAlias = Literal["scatter", "local", "meta"]
 Initializer: TypeAlias = Callable[[str, torch.Tensor], object]
@@ -38,7 +39,7 @@ def scatter_to_all(
     """
     local = scatter(full, layout, action.shape, action.dtype, device, group, src, primaries=True)
     for axis, spec in enumerate(layout.specs):
-        if spec.kind == "R" and mesh.size(axis) > 1:
+        if isinstance(spec, ReplicateSpec) and mesh.size(axis) > 1:
             broadcast_(local, mesh.get_group(axis), 0)
     return local
 

@@ -17,9 +17,9 @@ from torch import nn
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.hf import from_hf_tp_plan, generic_name
 from shard_spec.convert.parallelize import not_expressible
-from shard_spec.layout.intervals import PlacementSpec
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec
 from shard_spec.plan.metadata import metadata_of
 from shard_spec.plan.resolve import resolve
 
@@ -54,10 +54,10 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
             axes = [name for name in ("ep", "tp", "efsdp", "fsdp") if name in mesh.axis_names]
             layouts[tensor.name] = Layout(mesh, dict.fromkeys(axes, "S(0)"), axes if len(axes) > 1 else None)
             continue
-        spec = along_tp.get(tensor.name, PlacementSpec("R"))
+        spec = along_tp.get(tensor.name, REPLICATE)
         sharded = data if shape else []  # FSDP2 takes no tensor without dims
         placements: dict[str, PlacementSpec] = {"tp": spec} if tp > 1 else {}
-        placements.update(dict.fromkeys(sharded, PlacementSpec("S", 0)))
+        placements.update(dict.fromkeys(sharded, ShardSpec(0)))
         order = [name for name in ("tp", *sharded) if name in placements and placements[name].dim is not None]
         layouts[tensor.name] = Layout(mesh, placements, order if len(order) > 1 else None)
         wanted = Layout(

@@ -22,9 +22,9 @@ from shard_spec.convert.parallelize import (
     tensors_by_module,
     the_axis,
 )
-from shard_spec.layout.intervals import REPLICATE, PlacementSpec
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ShardSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.resolve import Resolution, resolve
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 # Style -> what it does to a tensor of 1 dim and to one of 2 or more. "-2" is the dim of output features, "-1" of input.
 _STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
-    "colwise": (PlacementSpec("S", -1), PlacementSpec("S", -2)),
-    "colwise_gather_output": (PlacementSpec("S", -1), PlacementSpec("S", -2)),
-    "colwise_rep": (PlacementSpec("S", -1), PlacementSpec("S", -2)),
-    "rowwise": (REPLICATE, PlacementSpec("S", -1)),
-    "embedding_rowwise": (PlacementSpec("S", 0), PlacementSpec("S", 0)),
-    "embedding_colwise": (PlacementSpec("S", 0), PlacementSpec("S", 1)),
-    "packed_colwise": (PlacementSpec("S", -1), PlacementSpec("I", -2, 2)),
-    "packed_rowwise": (REPLICATE, PlacementSpec("I", -1, 2)),
+    "colwise": (ShardSpec(-1), ShardSpec(-2)),
+    "colwise_gather_output": (ShardSpec(-1), ShardSpec(-2)),
+    "colwise_rep": (ShardSpec(-1), ShardSpec(-2)),
+    "rowwise": (REPLICATE, ShardSpec(-1)),
+    "embedding_rowwise": (ShardSpec(0), ShardSpec(0)),
+    "embedding_colwise": (ShardSpec(0), ShardSpec(1)),
+    "packed_colwise": (ShardSpec(-1), InterleavedShard(-2, 2)),
+    "packed_rowwise": (REPLICATE, InterleavedShard(-1, 2)),
     "replicate": (REPLICATE, REPLICATE),
 }
 # Styles whose forward does something that no layout of parameters says, and how their parameters lie.
 _FORWARD_STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
-    "rowwise_split_input": (REPLICATE, PlacementSpec("S", -1)),
-    "rowwise_rep": (REPLICATE, PlacementSpec("S", -1)),
+    "rowwise_split_input": (REPLICATE, ShardSpec(-1)),
+    "rowwise_rep": (REPLICATE, ShardSpec(-1)),
     "sequence_parallel": (REPLICATE, REPLICATE),
     "replicated_with_grad_allreduce": (REPLICATE, REPLICATE),
     "mla_kv_a_proj": (REPLICATE, REPLICATE),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_specs
 from shard_spec.layout.layout import Layout
+from shard_spec.layout.placements import ReplicateSpec, ShardSpec, SpecialShard
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.values import is_spec, to_layout
@@ -113,8 +114,9 @@ def to_parallelize_plan(
         cut = {t.name.rsplit(".", 1)[-1]: cut_dim(found.layouts.get(t.name), t, axis) for t in tensors}
         if all(dim is None for dim in cut.values()):
             continue
-        kinds = [found.layouts[t.name].specs[found.layouts[t.name].mesh.axis_index(axis)].kind for t in tensors]
-        wrong = _refusal(path, found.metadata.modules.get(path, ""), cut, kinds, axis)
+        layouts = [found.layouts[t.name] for t in tensors]
+        special = any(isinstance(each.specs[each.mesh.axis_index(axis)], SpecialShard) for each in layouts)
+        wrong = _refusal(path, found.metadata.modules.get(path, ""), cut, special, axis)
         if wrong is not None:
             problems.append(wrong)
             continue
@@ -157,19 +159,19 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
         others = [other for other in layout.sharded_axes if other != axis]
         spec = layout.specs[layout.mesh.axis_index(axis)] if axis in layout.mesh.axis_names else None
         if spec is not None and not others:
-            if spec.kind == "R":
+            if isinstance(spec, ReplicateSpec):
                 return "whole"
-            if spec.kind == "S" and spec.dim == -1:
+            if isinstance(spec, ShardSpec) and spec.dim == -1:
                 return "last"
     name = f"output_plan[{path!r}]"
     raise PlanError(not_expressible(name, f"the output layout {value!s}", "write R, or S(-1), along that axis"))
 
 
-def _refusal(path: str, kind: str, cut: dict[str, int | None], kinds: list[str], axis: str) -> Problem | None:
+def _refusal(path: str, kind: str, cut: dict[str, int | None], special: bool, axis: str) -> Problem | None:
     """Why no style can do this to the module, or None."""
     parts = [f"{name} whole" if dim is None else f"{name} cut in dim {dim}" for name, dim in cut.items()]
     said = f"a {kind or 'module'} with {', '.join(parts)}"
-    if any(letter not in "RS" for letter in kinds):
+    if special:
         return not_expressible(
             path, f"{said}: styles shard as torch.chunk does", "use tp-styles' fused styles", axis=axis
         )

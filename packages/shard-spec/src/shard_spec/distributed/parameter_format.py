@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,17 @@ from shard_spec.distributed.mesh_cache import (
     group_or_default,
     raise_on_all_ranks,
 )
-from shard_spec.layout.intervals import PlacementSpec, sections
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.placements import to_placement
+from shard_spec.layout.placements import (
+    REPLICATE,
+    BlockShard,
+    InterleavedShard,
+    PlacementSpec,
+    ShardSpec,
+    SpecialShard,
+    UnevenShard,
+    to_placement,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +58,9 @@ class ParameterFormat:
     def placements(self) -> tuple[Placement, ...]:
         """One placement of torch's for each mesh axis; the sections of a local parameter are not in them."""
         if self.kind == "local":
-            return tuple(dtensor_placement(PlacementSpec("S", t.dim) if t.kind == "I" else t) for t in self.specs)
+            return tuple(
+                dtensor_placement(ShardSpec(t.dim) if isinstance(t, InterleavedShard) else t) for t in self.specs
+            )
         return tuple(dtensor_placement(spec) for spec in self.specs)
 
 
@@ -66,25 +77,24 @@ def choose_format(
         strided: Whether axes that cut one dim in another order than the mesh has them may become a strided shard.
     """
     plain = layout.canonical(shape)
-    kinds = {spec.kind for spec in plain.specs}
+    special = [at for at, spec in enumerate(plain.specs) if isinstance(spec, SpecialShard)]
     if layout.partial:
         return Problem("partial-value", name, found=str(layout), hint="replicate or shard what is stored")
-    if kinds <= {"R", "S"} and not plain.order:
+    if not special and not plain.order:
         # The axes as written, not canonical ones: an axis of one rank keeps its shard.
         return ParameterFormat("dtensor", tuple(_written(spec, len(shape)) for spec in layout.specs))
-    if kinds <= {"R", "S"}:
+    if not special:
         return _in_order(layout, shape, name, strided)
-    special = [at for at, spec in enumerate(plain.specs) if spec.kind not in "RS"]
     spec = plain.specs[special[0]]
     axis = layout.mesh.axis_names[special[0]]
     if (
         local
-        and spec.kind == "I"
-        and all(other.kind == "R" for at, other in enumerate(plain.specs) if at != special[0])
+        and isinstance(spec, InterleavedShard)
+        and all(other == REPLICATE for at, other in enumerate(plain.specs) if at != special[0])
     ):
-        assert spec.dim is not None
-        return ParameterFormat("local", plain.specs, tuple(size for _, size in sections(spec.arg, shape[spec.dim])))
-    return Problem("not-expressible", name, spec.dim, axis, f"{layout}: {_WHY[spec.kind]}", _hint(spec.kind, local))
+        section_sizes = tuple(size for _, size in spec.section_intervals(shape[spec.dim]))
+        return ParameterFormat("local", plain.specs, section_sizes)
+    return Problem("not-expressible", name, spec.dim, axis, f"{layout}: {_WHY[type(spec)]}", _hint(spec, local))
 
 
 def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
@@ -103,11 +113,11 @@ def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) 
 
 def _written(spec: PlacementSpec, ndim: int) -> PlacementSpec:
     """The cut as it is written, whatever kind of cut it is called."""
-    return PlacementSpec("R") if spec.dim is None else PlacementSpec("S", spec.dim % ndim)
+    return REPLICATE if spec.dim is None else ShardSpec(spec.dim % ndim)
 
 
-def _hint(kind: str, local: bool) -> str:
-    if kind == "I":
+def _hint(spec: PlacementSpec, local: bool) -> str:
+    if isinstance(spec, InterleavedShard):
         return (
             "a fused weight becomes a local parameter where all other axes replicate; or use tp-styles' fused styles"
             if local
@@ -128,12 +138,12 @@ def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[
         plain = layout.canonical(shape)
         pairs = zip(layout.specs, plain.specs, strict=True)
         # Axes of one rank keep their shard as written: canonical() replicates them.
-        kept = [_from_front(spec, len(shape)) if spec.kind == "S" else canon for spec, canon in pairs]
+        kept = [spec.from_front(len(shape)) if isinstance(spec, ShardSpec) else canon for spec, canon in pairs]
         layout = Layout(layout.mesh, kept, plain.order)
     specs = [_equal_sections(spec) for spec in layout.specs]
     for spec in specs:
-        if spec.kind not in "RPS" and not (spec.kind == "I" and isinstance(spec.arg, int)):
-            return (), _WHY[spec.kind]
+        if isinstance(spec, SpecialShard) and not isinstance(getattr(spec, "sections", None), int):
+            return (), _WHY[type(spec)]
     if not layout.order:
         return tuple(specs), None
     if shape is None:
@@ -144,49 +154,41 @@ def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[
     return (), "DTensor cuts in mesh order, and a strided shard puts other rows on some ranks here"
 
 
-def _from_front(spec: PlacementSpec, ndim: int) -> PlacementSpec:
-    assert spec.dim is not None
-    return spec._replace(dim=spec.dim % ndim)
-
-
-_WHY = {
-    "U": "a DTensor cuts as torch.chunk does, not in sizes of your own",
-    "B": "a DTensor cannot keep blocks together",
-    "I": "a DTensor cannot interleave these sections",
+_WHY: dict[type, str] = {
+    UnevenShard: "a DTensor cuts as torch.chunk does, not in sizes of your own",
+    BlockShard: "a DTensor cannot keep blocks together",
+    InterleavedShard: "a DTensor cannot interleave these sections",
 }
 
 
 def _equal_sections(spec: PlacementSpec) -> PlacementSpec:
     """Sections of one size are a number of sections, whatever comes before: torch.chunk cuts them alike."""
-    if spec.kind == "I" and isinstance(spec.arg, tuple) and len(set(spec.arg)) == 1:
-        return PlacementSpec("I", spec.dim, len(list(sections(spec.arg, sum(spec.arg)))))
+    if isinstance(spec, InterleavedShard) and isinstance(spec.sections, tuple) and len(set(spec.sections)) == 1:
+        return InterleavedShard(spec.dim, len(spec.sections))
     return spec
 
 
 def _strided(layout: Layout, specs: list[PlacementSpec]) -> tuple[PlacementSpec, ...] | None:
     """Mesh order, with a strided shard on each axis that cuts after a later one."""
-    if any(spec.kind == "I" for spec in specs):
+    if any(isinstance(spec, InterleavedShard) for spec in specs):
         return None
     names = layout.mesh.axis_names
     found = list(specs)
     for place, axis in enumerate(layout.order):
         at = names.index(axis)
         before = [names.index(other) for other in layout.order[:place]]
-        later = [b for b in before if b > at and specs[b].dim == specs[at].dim]
-        factor = 1
-        for other in later:
-            factor *= layout.mesh.shape[other]
-        if factor > 1:
-            found[at] = PlacementSpec("I", specs[at].dim, factor)
+        dim = specs[at].dim
+        factor = prod(layout.mesh.shape[b] for b in before if b > at and specs[b].dim == dim)
+        if factor > 1 and dim is not None:
+            found[at] = InterleavedShard(dim, factor)
     return tuple(found)
 
 
 def dtensor_placement(spec: PlacementSpec) -> Any:
     """Torch's placement of a spec; an interleaved one has a number of sections."""
-    if spec.kind == "I":
-        assert spec.dim is not None
-        assert isinstance(spec.arg, int)
-        return _torch_compat.strided_shard(spec.dim, spec.arg)
+    if isinstance(spec, InterleavedShard):
+        assert isinstance(spec.sections, int)
+        return _torch_compat.strided_shard(spec.dim, spec.sections)
     return to_placement(spec)
 
 

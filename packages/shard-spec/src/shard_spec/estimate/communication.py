@@ -29,6 +29,7 @@ from shard_spec.estimate.roles import (
 from shard_spec.formatting import communication_parts, joined
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import SpecialShard
 from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
@@ -246,7 +247,7 @@ def _parent(name: str) -> str:
 
 def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int) -> int:
     """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
-    if all(spec.kind in "RSP" for spec in layout.specs):
+    if not any(isinstance(spec, SpecialShard) for spec in layout.specs):
         return prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape)) * item_bytes
     return max(local_numels(layout, tensor.shape)) * item_bytes
 

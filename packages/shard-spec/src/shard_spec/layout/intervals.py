@@ -1,45 +1,14 @@
-"""Placement specs: how one mesh axis shards one dim, as plain tuples that need no torch.
-
-A ``PlacementSpec`` is a placement without its class. A layout computes with specs, so that values and plans work
-without importing ``torch.distributed.tensor`` (1 to 3 seconds); placements are made from specs where someone asks.
-
-A spec is applied to what the axes before it left of the dim on this rank; the result is a list of *intervals*
-``(offset, size)`` of that, in the order in which they lie in the local tensor.
-
-A `Box` is a rectangular part of a global tensor, one interval a dim.
-"""
+"""Intervals ``(offset, size)`` of one dim, in the order in which they lie in the local tensor; and boxes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 Interval = tuple[int, int]
-
-# A rank that would hold more intervals of one dim than this was not meant; a plan from a file must not hang its reader.
-MAX_INTERVALS = 1 << 20
-MAX_SECTIONS = 1 << 16
-
-REDUCE_OPS = ("sum", "avg", "min", "max", "product")
-
-
-class PlacementSpec(NamedTuple):
-    """One placement: its kind, the dim it cuts (None if none), and what else it says.
-
-    ``kind`` is the letter of the text form: R replicate, P partial (arg: op), S shard, U uneven (arg: sizes),
-    B blocks (arg: (block, cyclic)), I interleaved (arg: number of sections, or their sizes).
-    """
-
-    kind: str
-    dim: int | None = None
-    arg: object = None
-
-
-REPLICATE = PlacementSpec("R")
 
 
 def chunk(length: int, count: int, index: int) -> Interval:
@@ -47,86 +16,6 @@ def chunk(length: int, count: int, index: int) -> Interval:
     step = -(-length // count)
     start = min(index * step, length)
     return start, min(step, length - start)
-
-
-def intervals(spec: PlacementSpec, length: int, count: int, index: int) -> list[Interval]:
-    """The intervals of an interval that go to rank ``index`` of ``count`` along the axis; empty ones are left out."""
-    if spec.kind == "S":
-        interval = chunk(length, count, index)
-        return [interval] if interval[1] else []
-    return [interval for interval in _INTERVALS[spec.kind](spec.arg, length, count, index) if interval[1]]
-
-
-def _uneven(arg: object, length: int, count: int, index: int) -> Iterator[Interval]:
-    assert isinstance(arg, tuple)
-    yield sum(arg[:index]), arg[index]
-
-
-def _blocks(arg: object, length: int, count: int, index: int) -> Iterator[Interval]:
-    assert isinstance(arg, tuple)
-    block, cyclic = arg
-    num_blocks = -(-length // block)
-    if cyclic:
-        for at in range(index, num_blocks, count):
-            yield at * block, min(block, length - at * block)
-    else:
-        first, taken = chunk(num_blocks, count, index)
-        start = min(first * block, length)
-        yield start, min(taken * block, length - start)
-
-
-def _interleaved(arg: object, length: int, count: int, index: int) -> Iterator[Interval]:
-    for start, size in sections(arg, length):
-        offset, taken = chunk(size, count, index)
-        yield start + offset, taken
-
-
-_INTERVALS = {"U": _uneven, "B": _blocks, "I": _interleaved}
-
-
-def sections(arg: object, length: int) -> Iterator[Interval]:
-    """The sections of an interleaved dim: of the sizes given, or as ``torch.chunk`` cuts into that many."""
-    if isinstance(arg, int):
-        yield from (chunk(length, arg, at) for at in range(arg))
-        return
-    assert isinstance(arg, tuple)
-    start = 0
-    for size in arg:
-        yield start, size
-        start += size
-
-
-def fits(spec: PlacementSpec, length: int) -> str:
-    """Why ``spec`` cannot cut an interval of ``length``, or ``""`` when it can."""
-    if spec.kind == "I" and isinstance(spec.arg, int) and spec.arg > MAX_SECTIONS:
-        return f"more than {MAX_SECTIONS} sections"
-    if spec.kind == "B":
-        assert isinstance(spec.arg, tuple)
-        if spec.arg[1] and length > spec.arg[0] * MAX_INTERVALS:
-            return f"more than {MAX_INTERVALS} blocks of {spec.arg[0]}"
-    if spec.kind == "U":
-        assert isinstance(spec.arg, tuple)
-        if sum(spec.arg) != length:
-            return f"sizes {list(spec.arg)} add up to {sum(spec.arg)}, there are {length} to share out"
-    if spec.kind == "I" and isinstance(spec.arg, tuple) and sum(spec.arg) != length:
-        return f"sections {list(spec.arg)} add up to {sum(spec.arg)}, there are {length} to share out"
-    return ""
-
-
-def sizes(spec: PlacementSpec, length: int, count: int) -> set[int]:
-    """The different local lengths that the ranks along the axis get from an interval of ``length``."""
-    if spec.kind == "S":
-        step = -(-length // count)
-        if step == 0:
-            return {0}
-        full = length // step
-        found = {step} if full else set()
-        if full < count:
-            found.add(length - full * step)
-            if full + 1 < count:
-                found.add(0)
-        return found
-    return {sum(size for _, size in intervals(spec, length, count, index)) for index in range(count)}
 
 
 def compose(outer: list[Interval], inner: list[Interval]) -> list[Interval]:

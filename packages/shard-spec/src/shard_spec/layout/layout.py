@@ -8,29 +8,28 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.intervals import (
-    REPLICATE,
-    Box,
-    Interval,
-    PlacementSpec,
-    compose,
-    fits,
-    grid,
-    intervals,
-    merge,
-    sizes,
-)
+from shard_spec.layout.intervals import Box, Interval, compose, grid, merge
 from shard_spec.layout.mesh import MeshSpec, unknown_axis
-from shard_spec.layout.placements import PlacementLike, to_placement
+from shard_spec.layout.placements import (
+    REPLICATE,
+    CuttingPlacement,
+    PartialSpec,
+    PlacementLike,
+    PlacementSpec,
+    ReplicateSpec,
+    ShardSpec,
+    UnevenShard,
+    to_placement,
+)
 from shard_spec.layout.text import format_layout, parse_layout, to_placement_spec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-    from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard
+    from shard_spec.layout.placements import SpecialShard
 
 # One axis that cuts one dim: (position of the axis on the mesh, size of the axis, spec).
-Cut = tuple[int, int, PlacementSpec]
+Cut = tuple[int, int, CuttingPlacement]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -100,7 +99,7 @@ class Layout:
     # ---- what it says -----------------------------------------------------------------------------------------
 
     @cached_property
-    def placements(self) -> tuple[Placement | UnevenShard | BlockShard | InterleavedShard, ...]:
+    def placements(self) -> tuple[Placement | SpecialShard, ...]:
         """One placement object for each axis; imports ``torch.distributed.tensor`` for torch's own."""
         return tuple(to_placement(spec) for spec in self.specs)
 
@@ -108,7 +107,7 @@ class Layout:
     def partial(self) -> dict[str, str]:
         """Axes along which the ranks hold parts of one value that still have to be reduced, and with which op."""
         named = zip(self.mesh.axis_names, self.specs, strict=True)
-        return {axis: str(spec.arg) for axis, spec in named if spec.kind == "P"}
+        return {axis: spec.op for axis, spec in named if isinstance(spec, PartialSpec)}
 
     @property
     def sharded_axes(self) -> dict[str, int]:
@@ -119,7 +118,7 @@ class Layout:
     @property
     def is_replicated(self) -> bool:
         """True if every rank of the mesh holds the whole tensor."""
-        return all(spec.kind == "R" for spec in self.specs)
+        return all(isinstance(spec, ReplicateSpec) for spec in self.specs)
 
     # ---- what lies where --------------------------------------------------------------------------------------
 
@@ -195,16 +194,16 @@ class Layout:
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         """The ranks whose local tensor has to equal that of ``rank``, itself included, in mesh order."""
-        return self._along(rank, "R")
+        return self._along(rank, ReplicateSpec)
 
     def contributors(self, rank: int) -> tuple[int, ...]:
         """The ranks whose local tensors are reduced into the value that ``rank`` holds a part of, itself included."""
-        return self._along(rank, "P")
+        return self._along(rank, PartialSpec)
 
     def is_primary(self, rank: int) -> bool:
         """Return whether ``rank`` is the first of its replicas, which writes, counts or sends for all of them."""
         coordinate = self._coordinate(rank)
-        return all(at == 0 for at, spec in zip(coordinate, self.specs, strict=True) if spec.kind == "R")
+        return all(at == 0 for at, spec in zip(coordinate, self.specs, strict=True) if isinstance(spec, ReplicateSpec))
 
     # ---- comparing --------------------------------------------------------------------------------------------
 
@@ -216,14 +215,14 @@ class Layout:
         """
         shape = tuple(shape)
         raise_problems(self.problems(shape))
-        specs = [_plain_dim(spec, len(shape)) for spec in self.specs]
+        specs = [spec if spec.dim is None else spec.from_front(len(shape)) for spec in self.specs]
         specs = [REPLICATE if size == 1 else spec for size, spec in zip(self.mesh.shape, specs, strict=True)]
         for dim, cuts in cuts_by_dim(self, len(shape)):
             real = [cut for cut in cuts if cut[1] > 1]
             if real:
                 at, count, spec = real[0]  # later cuts see intervals of several lengths: left as they are written
-                if spec.kind != "S" and _cuts_like_shard(spec, shape[dim], count):
-                    specs[at] = PlacementSpec("S", dim)
+                if not isinstance(spec, ShardSpec) and _cuts_like_shard(spec, shape[dim], count):
+                    specs[at] = ShardSpec(dim)
         # The order matters only among axes that still cut, and only where they cut the same dim.
         names = self.mesh.axis_names
         cutting = [axis for axis in (self.order or names) if specs[names.index(axis)].dim is not None]
@@ -256,10 +255,10 @@ class Layout:
             found[dim] = tuple(_dim_intervals(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
         return tuple(found)
 
-    def _along(self, rank: int, kind: str) -> tuple[int, ...]:
+    def _along(self, rank: int, kind: type) -> tuple[int, ...]:
         ranks: list[list[int]] = [[]]
         for at, spec, size in zip(self._coordinate(rank), self.specs, self.mesh.shape, strict=True):
-            choices: Sequence[int] = range(size) if spec.kind == kind else (at,)
+            choices: Sequence[int] = range(size) if isinstance(spec, kind) else (at,)
             ranks = [[*head, choice] for head in ranks for choice in choices]
         return tuple(self.mesh.rank_at(coordinate) for coordinate in ranks)
 
@@ -295,12 +294,9 @@ def _axis_problems(
 ) -> list[Problem]:
     problems = [unknown_axis(axis, mesh) for axis in by_axis if axis not in mesh.axis_names]
     for axis, size, spec in zip(mesh.axis_names, mesh.shape, specs, strict=True):
-        if spec.kind == "U":
-            assert isinstance(spec.arg, tuple)
-            if len(spec.arg) != size:
-                found = f"{len(spec.arg)} sizes for {size} ranks"
-                hint = "one size for each rank"
-                problems.append(Problem("argument-count", dim=spec.dim, axis=axis, found=found, hint=hint))
+        if isinstance(spec, UnevenShard) and len(spec.sizes) != size:
+            found, hint = f"{len(spec.sizes)} sizes for {size} ranks", "one size for each rank"
+            problems.append(Problem("argument-count", dim=spec.dim, axis=axis, found=found, hint=hint))
     for axis in order:
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))
@@ -343,12 +339,12 @@ def cuts_by_dim(layout: Layout, ndim: int) -> tuple[tuple[int, tuple[Cut, ...]],
 
 def _dim_intervals(cuts: tuple[Cut, ...], length: int, coordinate: tuple[int, ...]) -> list[Interval]:
     at, count, spec = cuts[0]
-    found = intervals(spec, length, count, coordinate[at])
+    found = spec.cut(length, count, coordinate[at])
     for at, count, spec in cuts[1:]:
         if not found:
             return []
         length = sum(size for _, size in found)
-        found = compose(found, intervals(spec, length, count, coordinate[at]))
+        found = compose(found, spec.cut(length, count, coordinate[at]))
     return merge(found) if len(found) > 1 else found
 
 
@@ -367,13 +363,13 @@ def _fit_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Pro
     for dim, cuts in cuts_by_dim(layout, len(shape)):
         lengths = {shape[dim]}
         for at, count, spec in cuts:
-            wrong = next((why for why in (fits(spec, length) for length in sorted(lengths)) if why), "")
+            wrong = next((why for why in map(spec.misfit, sorted(lengths)) if why), "")
             if wrong:
                 axis = layout.mesh.axis_names[at]
-                code = "shape-mismatch" if spec.kind == "U" else "invalid-sections"
+                code = "shape-mismatch" if isinstance(spec, UnevenShard) else "invalid-sections"
                 problems.append(Problem(code, name, dim, axis, wrong, f"shape is {shape}; correct the sizes"))
                 break
-            lengths = set().union(*(sizes(spec, length, count) for length in lengths))
+            lengths = set().union(*(spec.lengths(length, count) for length in lengths))
     return problems
 
 
@@ -388,14 +384,14 @@ def _owner_coordinate(layout: Layout, index: tuple[int, ...], shape: tuple[int, 
     return fixed
 
 
-def _locate(spec: PlacementSpec, length: int, count: int, position: int) -> tuple[int, int, int]:
+def _locate(spec: CuttingPlacement, length: int, count: int, position: int) -> tuple[int, int, int]:
     """Return the rank that holds ``position``, the offset in its local interval, and the interval's length."""
     candidates: Sequence[int] = range(count)
-    if spec.kind == "S":
+    if isinstance(spec, ShardSpec):
         candidates = (position // -(-length // count),)
     for place in candidates:
         before = 0
-        found = intervals(spec, length, count, place)
+        found = spec.cut(length, count, place)
         for start, size in found:
             if start <= position < start + size:
                 return place, before + position - start, sum(size for _, size in found)
@@ -427,13 +423,8 @@ def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layou
     return Layout(MeshSpec(axes, ranks, mesh.ranks_per_host), [layout.specs[axis] for axis in at])
 
 
-def _plain_dim(spec: PlacementSpec, ndim: int) -> PlacementSpec:
-    return spec if spec.dim is None else spec._replace(dim=spec.dim % ndim)
-
-
-def _cuts_like_shard(spec: PlacementSpec, length: int, count: int) -> bool:
-    plain = PlacementSpec("S", 0)
-    return all(intervals(spec, length, count, at) == intervals(plain, length, count, at) for at in range(count))
+def _cuts_like_shard(spec: CuttingPlacement, length: int, count: int) -> bool:
+    return all(spec.cut(length, count, at) == ShardSpec(0).cut(length, count, at) for at in range(count))
 
 
 def _reductions(layout: Layout, rank: int) -> list[tuple[str, frozenset[int]]]:

@@ -1,28 +1,109 @@
-"""Placements: torch's own, and three that torch has no public name for.
+"""Placements: how one mesh axis lays out one dim. Three are this package's own, three stand for torch's.
 
-``Shard``, ``Replicate`` and ``Partial`` are torch's classes, never copies. Reaching for them imports
-``torch.distributed.tensor``, which takes a second or more; text such as ``"dp:S(0), tp:R"`` says the same without it.
+A layout computes with these six classes, so that values and plans work without importing ``torch.distributed.tensor``
+(1 to 3 seconds): `ReplicateSpec`, `PartialSpec` and `ShardSpec` become torch's ``Replicate``, ``Partial`` and ``Shard``
+where someone asks for those. `UnevenShard`, `BlockShard` and `InterleavedShard` have no public name in torch.
+
+A placement that cuts is applied to what the axes before it left of the dim on this rank; the result is a list of
+intervals ``(offset, size)`` of that, in the order in which they lie in the local tensor. ``str`` of a placement is the
+text that `text.parse_placement` reads.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout.intervals import REDUCE_OPS, REPLICATE, PlacementSpec
+from shard_spec.layout.intervals import Interval, chunk
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 _TORCH_NAMES = ("Partial", "Placement", "Replicate", "Shard")
 
+# A rank that would hold more intervals of one dim than this was not meant; a plan from a file must not hang its reader.
+MAX_INTERVALS = 1 << 20
+MAX_SECTIONS = 1 << 16
+
+REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+
 
 @dataclass(frozen=True)
-class UnevenShard:
+class ReplicateSpec:
+    """Every rank along the axis holds the same."""
+
+    dim = None
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class PartialSpec:
+    """The ranks along the axis hold summands (or what else ``op`` reduces) of one value."""
+
+    op: str
+    dim = None
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+REPLICATE = ReplicateSpec()
+
+
+class CuttingPlacement(ABC):
+    """A placement that shares out ``dim``; a subclass says how in `_shares`."""
+
+    dim: int
+
+    def cut(self, length: int, count: int, index: int) -> list[Interval]:
+        """The intervals of ``length`` indices that go to rank ``index`` of ``count``; empty ones are left out."""
+        return [interval for interval in self._shares(length, count, index) if interval[1]]
+
+    def lengths(self, length: int, count: int) -> set[int]:
+        """The different local lengths that the ranks along the axis get."""
+        return {sum(size for _, size in self.cut(length, count, index)) for index in range(count)}
+
+    def misfit(self, length: int) -> str:
+        """Why it cannot cut ``length`` indices, or ``""`` when it can."""
+        return ""
+
+    def from_front(self, ndim: int) -> Self:
+        """The same with a dim from 0 to ``ndim - 1``."""
+        return self if 0 <= self.dim < ndim else replace(self, dim=self.dim % ndim)  # type: ignore[type-var]  # subclasses are dataclasses
+
+    @abstractmethod
+    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
+        """The intervals of rank ``index``; empty ones too."""
+
+
+@dataclass(frozen=True)
+class ShardSpec(CuttingPlacement):
+    """Cut as ``torch.chunk`` does: all shards but the last are ``ceil(length / count)`` long, some are empty."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
+        yield chunk(length, count, index)
+
+    def lengths(self, length: int, count: int) -> set[int]:
+        """See `CuttingPlacement.lengths`; looks at no rank: the first, the last that is not empty, and the last."""
+        step = max(-(-length // count), 1)
+        last_full = length // step
+        return {chunk(length, count, at)[1] for at in (0, min(last_full, count - 1), count - 1)}
+
+
+@dataclass(frozen=True)
+class UnevenShard(CuttingPlacement):
     """Cut ``dim`` into shards of stated sizes: rank ``i`` along the axis gets ``sizes[i]`` indices.
 
     Args:
@@ -37,9 +118,19 @@ class UnevenShard:
         object.__setattr__(self, "sizes", _whole_numbers("UnevenShard", "sizes", self.sizes, least=0))
         _check_dim("UnevenShard", self.dim)
 
+    def __str__(self) -> str:
+        return f"U({self.dim},{_numbers(self.sizes)})"
+
+    def misfit(self, length: int) -> str:
+        """See `CuttingPlacement.misfit`."""
+        return _missing("sizes", self.sizes, length)
+
+    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
+        yield sum(self.sizes[:index]), self.sizes[index]
+
 
 @dataclass(frozen=True)
-class BlockShard:
+class BlockShard(CuttingPlacement):
     """Cut ``dim`` only at multiples of ``block``: heads, quantization groups and other units stay whole.
 
     The blocks (the last may be short) are shared out as ``torch.chunk`` shares out rows: rank 0 along the axis gets
@@ -62,9 +153,27 @@ class BlockShard:
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "cyclic", bool(self.cyclic))
 
+    def __str__(self) -> str:
+        return f"B({self.dim},{self.block},cyclic)" if self.cyclic else f"B({self.dim},{self.block})"
+
+    def misfit(self, length: int) -> str:
+        """See `CuttingPlacement.misfit`."""
+        too_many = self.cyclic and length > self.block * MAX_INTERVALS
+        return f"more than {MAX_INTERVALS} blocks of {self.block}" if too_many else ""
+
+    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
+        num_blocks = -(-length // self.block)
+        if self.cyclic:
+            for at in range(index, num_blocks, count):
+                yield at * self.block, min(self.block, length - at * self.block)
+        else:
+            first, taken = chunk(num_blocks, count, index)
+            start = min(first * self.block, length)
+            yield start, min(taken * self.block, length - start)
+
 
 @dataclass(frozen=True)
-class InterleavedShard:
+class InterleavedShard(CuttingPlacement):
     """Cut each section of ``dim`` on its own and give rank ``i`` its shard of every section.
 
     This is how a fused weight (q, k and v, or gate and up, in one tensor) lies on tensor-parallel ranks. The local
@@ -87,8 +196,44 @@ class InterleavedShard:
             numbers = _whole_numbers("InterleavedShard", "sections", self.sections, least=0)
             object.__setattr__(self, "sections", numbers)
 
+    def __str__(self) -> str:
+        numbers = self.sections if isinstance(self.sections, int) else _numbers(self.sections)
+        return f"I({self.dim},{numbers})"
 
-PlacementLike: TypeAlias = "Placement | UnevenShard | BlockShard | InterleavedShard | PlacementSpec | str"
+    def misfit(self, length: int) -> str:
+        """See `CuttingPlacement.misfit`."""
+        if isinstance(self.sections, int):
+            return f"more than {MAX_SECTIONS} sections" if self.sections > MAX_SECTIONS else ""
+        return _missing("sections", self.sections, length)
+
+    def section_intervals(self, length: int) -> Iterator[Interval]:
+        """The sections of ``length`` indices: of the sizes given, or as ``torch.chunk`` cuts into that many."""
+        if isinstance(self.sections, int):
+            yield from (chunk(length, self.sections, at) for at in range(self.sections))
+            return
+        start = 0
+        for size in self.sections:
+            yield start, size
+            start += size
+
+    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
+        for start, size in self.section_intervals(length):
+            offset, taken = chunk(size, count, index)
+            yield start + offset, taken
+
+
+SpecialShard: TypeAlias = UnevenShard | BlockShard | InterleavedShard
+PlacementSpec: TypeAlias = ReplicateSpec | PartialSpec | ShardSpec | SpecialShard
+PlacementLike: TypeAlias = "Placement | PlacementSpec | str"
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, values)) + "]"
+
+
+def _missing(what: str, values: Sequence[int], length: int) -> str:
+    total = sum(values)
+    return "" if total == length else f"{what} {list(values)} add up to {total}, there are {length} to share out"
 
 
 def _check_dim(owner: str, dim: object) -> None:
@@ -115,14 +260,8 @@ def placement_spec(placement: object) -> PlacementSpec:
     Raises:
         PlanError: ``wrong-type`` for what is no placement, ``invalid-argument`` for a partial of an unknown op.
     """
-    if isinstance(placement, PlacementSpec):
-        return placement
-    if isinstance(placement, UnevenShard):
-        return PlacementSpec("U", placement.dim, placement.sizes)
-    if isinstance(placement, BlockShard):
-        return PlacementSpec("B", placement.dim, (placement.block, placement.cyclic))
-    if isinstance(placement, InterleavedShard):
-        return PlacementSpec("I", placement.dim, placement.sections)
+    if isinstance(placement, ReplicateSpec | PartialSpec | CuttingPlacement):
+        return placement  # type: ignore[return-value]  # the union is closed: no other class cuts
     return _torch_spec(placement)
 
 
@@ -135,36 +274,26 @@ def _torch_spec(placement: object) -> PlacementSpec:
             if type(placement) is not types.Partial or placement.reduce_op not in REDUCE_OPS:
                 hint = f"a plain Partial of one of {', '.join(REDUCE_OPS)}"
                 raise PlanError(Problem("invalid-argument", found=repr(placement), hint=hint))
-            return PlacementSpec("P", None, placement.reduce_op)
+            return PartialSpec(placement.reduce_op)
         if isinstance(placement, types.Shard):
-            return PlacementSpec("S", placement.dim)
+            return ShardSpec(placement.dim)
         factor = _torch_compat.strided_shard_factor(placement)
         if factor is not None:
-            return PlacementSpec("I", placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
+            return InterleavedShard(placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
     found = f"{placement!r} of type {type(placement).__qualname__}"
     hint = "use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text"
     raise PlanError(Problem("wrong-type", found=found, hint=hint))
 
 
-def to_placement(spec: PlacementSpec) -> Placement | UnevenShard | BlockShard | InterleavedShard:
+def to_placement(spec: PlacementSpec) -> Placement | SpecialShard:
     """The placement object of a spec; imports ``torch.distributed.tensor`` for torch's own."""
-    kind, dim, arg = spec
-    if kind in "UBI":
-        assert dim is not None
-        if kind == "U":
-            assert isinstance(arg, tuple)
-            return UnevenShard(dim, arg)
-        if kind == "B":
-            assert isinstance(arg, tuple)
-            return BlockShard(dim, *arg)
-        assert isinstance(arg, int | tuple)
-        return InterleavedShard(dim, arg)
+    if isinstance(spec, UnevenShard | BlockShard | InterleavedShard):
+        return spec
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-    if kind == "S":
-        assert dim is not None
-        return Shard(dim)
-    return Replicate() if kind == "R" else Partial(str(arg))
+    if isinstance(spec, ShardSpec):
+        return Shard(spec.dim)
+    return Partial(spec.op) if isinstance(spec, PartialSpec) else Replicate()
 
 
 def __getattr__(name: str) -> Any:

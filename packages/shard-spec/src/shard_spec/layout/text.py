@@ -20,8 +20,17 @@ import re
 from collections.abc import Sequence
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout.intervals import REDUCE_OPS, REPLICATE, PlacementSpec
-from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard, placement_spec
+from shard_spec.layout.placements import (
+    REDUCE_OPS,
+    REPLICATE,
+    BlockShard,
+    InterleavedShard,
+    PartialSpec,
+    PlacementSpec,
+    ShardSpec,
+    UnevenShard,
+    placement_spec,
+)
 
 _MAX_TEXT = 1_000_000
 _LONG_NAMES = {
@@ -37,26 +46,9 @@ _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)\s*:\s*(.+)", re.DOTALL)
 _HINT = "write for example 'dp:S(0), tp:R'; placements are R, P(sum), S(0), U(0,[3,5]), B(0,128), I(0,[4,2,2])"
 
 
-def format_placement(spec: PlacementSpec) -> str:
-    """The text of one placement."""
-    kind, dim, arg = spec
-    if kind == "R":
-        return "R"
-    if kind == "P":
-        return f"P({arg})"
-    if kind == "S":
-        return f"S({dim})"
-    if kind == "B":
-        assert isinstance(arg, tuple)
-        block, cyclic = arg
-        return f"B({dim},{block},cyclic)" if cyclic else f"B({dim},{block})"
-    numbers = str(arg) if isinstance(arg, int) else "[" + ",".join(map(str, arg)) + "]"  # type: ignore[call-overload]  # ints, by construction
-    return f"{kind}({dim},{numbers})"
-
-
 def format_layout(axis_names: Sequence[str], specs: Sequence[PlacementSpec], order: Sequence[str]) -> str:
     """The text of a layout; :func:`parse_layout` reads it back."""
-    text = ", ".join(f"{name}:{format_placement(spec)}" for name, spec in zip(axis_names, specs, strict=True))
+    text = ", ".join(f"{name}:{spec}" for name, spec in zip(axis_names, specs, strict=True))
     return text + (f"; order={'>'.join(order)}" if order else "")
 
 
@@ -84,18 +76,18 @@ def parse_placement(text: str) -> PlacementSpec:
         if kind == "P" and len(arguments) <= 1:
             op = arguments[0].strip("'\"") if arguments else "sum"
             if op in REDUCE_OPS:
-                return PlacementSpec("P", None, op)
+                return PartialSpec(op)
         elif kind == "S" and len(arguments) == 1:
-            return PlacementSpec("S", _integer(arguments[0]))
+            return ShardSpec(_integer(arguments[0]))
         elif kind == "U" and len(arguments) == 2:
-            return placement_spec(UnevenShard(_integer(arguments[0]), _integers(arguments[1])))
+            return UnevenShard(_integer(arguments[0]), _integers(arguments[1]))
         elif kind == "B" and len(arguments) in (2, 3):
             if len(arguments) == 2 or arguments[2] == "cyclic":
-                return placement_spec(BlockShard(_integer(arguments[0]), _integer(arguments[1]), len(arguments) == 3))
+                return BlockShard(_integer(arguments[0]), _integer(arguments[1]), len(arguments) == 3)
         elif kind == "I" and len(arguments) == 2:
             listed = arguments[1].startswith(("[", "("))
-            return placement_spec(
-                InterleavedShard(_integer(arguments[0]), _integers(arguments[1]) if listed else _integer(arguments[1]))
+            return InterleavedShard(
+                _integer(arguments[0]), _integers(arguments[1]) if listed else _integer(arguments[1])
             )
     except ValueError as error:
         if isinstance(error, PlanError):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import Section, ShardingInfo, sharding_info_of
-from shard_spec.layout.intervals import PlacementSpec
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import REPLICATE, BlockShard, InterleavedShard, PlacementSpec, ShardSpec
 
 if TYPE_CHECKING:
     import torch
@@ -113,14 +113,12 @@ def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
     if size % copies:
         raise _not_said(f"{copies} copies over {size} ranks", "copies have to divide the ranks of the axis")
     if copies == size:
-        return Layout(
-            mesh, [PlacementSpec("R") if place == at else spec for place, spec in enumerate(layout.specs)]
-        ), at
+        return Layout(mesh, [REPLICATE if place == at else spec for place, spec in enumerate(layout.specs)]), at
     name = mesh.axis_names[at]
     axes: dict[str, int] = {}
     for axis, length in mesh.axes.items():
         axes.update({f"{name}.part": size // copies, f"{name}.copy": copies} if axis == name else {axis: length})
-    specs = [*layout.specs[: at + 1], PlacementSpec("R"), *layout.specs[at + 1 :]]
+    specs = [*layout.specs[: at + 1], REPLICATE, *layout.specs[at + 1 :]]
     return Layout(MeshSpec(axes, mesh.ranks, mesh.ranks_per_host), specs), at
 
 
@@ -128,11 +126,11 @@ def _spec_of(dim: int, sections: list[Section], count: int) -> PlacementSpec:
     """The placement that cuts each section into ``count`` parts between units."""
     even = all(each.unit == 1 or each.size // each.unit % count == 0 for each in sections)
     if len(sections) == 1:
-        return PlacementSpec("S", dim) if even else PlacementSpec("B", dim, (sections[0].unit, False))
+        return ShardSpec(dim) if even else BlockShard(dim, sections[0].unit)
     if not even:
         found = f"sections {[tuple(each) for each in sections]} over {count} ranks: units that do not divide"
         raise _not_said(found, "a number of units in each section that the ranks divide")
-    return PlacementSpec("I", dim, tuple(each.size for each in sections))
+    return InterleavedShard(dim, tuple(each.size for each in sections))
 
 
 def _not_said(found: str, hint: str) -> PlanError:
@@ -141,11 +139,11 @@ def _not_said(found: str, hint: str) -> PlanError:
 
 def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> Layout:
     """DTensor says "tp cuts first, then dp" by a strided shard; say it by an order where that is the same."""
-    interleaved = [at for at, spec in enumerate(layout.specs) if spec.kind == "I"]
+    interleaved = [at for at, spec in enumerate(layout.specs) if isinstance(spec, InterleavedShard)]
     if not interleaved:
         return layout
     names = layout.mesh.axis_names
-    specs = [PlacementSpec("S", spec.dim) if spec.kind == "I" else spec for spec in layout.specs]
+    specs = [ShardSpec(spec.dim) if isinstance(spec, InterleavedShard) else spec for spec in layout.specs]
     later = [names[at] for at, spec in enumerate(specs) if spec.dim is not None and at not in interleaved]
     order = [*later, *(names[at] for at in interleaved)]
     plain = Layout(layout.mesh, specs, order)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.text import format_placement, to_placement_spec
+from shard_spec.layout.text import to_placement_spec
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
 from shard_spec.specs.base import ShardingSpec
 from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
@@ -119,10 +119,8 @@ def _layout_text(value: Any, mesh: MeshSpec | None) -> str:
     if isinstance(value, str):
         return value  # which axes it means is known with the mesh
     if isinstance(value, Mapping):
-        return ", ".join(
-            f"{axis}:{format_placement(to_placement_spec(placement))}" for axis, placement in value.items()
-        )
-    return ", ".join(format_placement(to_placement_spec(placement)) for placement in as_placements(value))
+        return ", ".join(f"{axis}:{to_placement_spec(placement)!s}" for axis, placement in value.items())
+    return ", ".join(str(to_placement_spec(placement)) for placement in as_placements(value))
 
 
 def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:

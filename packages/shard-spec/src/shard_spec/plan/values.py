@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard
+from shard_spec.layout.placements import SpecialShard
 from shard_spec.specs.base import ShardingSpec
 from shard_spec.specs.torch_specs import from_torch
 
@@ -34,7 +34,7 @@ def is_sharder(value: object) -> bool:
 
 def is_placement(value: object) -> bool:
     """Return whether ``value`` is a single placement."""
-    if isinstance(value, UnevenShard | BlockShard | InterleavedShard):
+    if isinstance(value, SpecialShard):
         return True
     types = sys.modules.get("torch.distributed.tensor.placement_types")
     return types is not None and isinstance(value, types.Placement)

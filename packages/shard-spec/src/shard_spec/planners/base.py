@@ -59,7 +59,7 @@ class OptimalityBound:
 
 def short_text(layout: Layout) -> str:
     """The layout's text without the axes that replicate."""
-    kept = [pair for pair in zip(layout.mesh.axis_names, layout.specs, strict=True) if pair[1].kind != "R"]
+    kept = [pair for pair in zip(layout.mesh.axis_names, layout.specs, strict=True) if str(pair[1]) != "R"]
     return format_layout([axis for axis, _ in kept], [spec for _, spec in kept], layout.order)
 
 

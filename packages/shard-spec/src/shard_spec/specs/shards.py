@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.intervals import Box
 
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_RANK = re.compile(r"rank:(\d+)\Z")
+_TorchRemoteDevice: Any = _torch_compat.torch_class("device")
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class RemoteDevice:
-    """A device of one rank, in the words of torch's sharding specs.
+class RemoteDevice(_TorchRemoteDevice):  # type: ignore[misc]  # torch's class is private and untyped
+    """A device of one rank: torch's own remote device, which says what is wrong as a ``PlanError``.
 
     Written ``"rank:<global rank>/<device>"``, ``"<worker>/<device>"`` or ``"<device>"``; the device may be left out
     after a rank or a worker and is then ``cpu``. Ranks are ranks of the default group, as in torch.
@@ -36,77 +35,22 @@ class RemoteDevice:
         PlanError: ``invalid-layout`` when it is none of these.
     """
 
-    text: str
-
     def __init__(self, remote_device: DeviceLike) -> None:
-        object.__setattr__(self, "text", _normal_text(remote_device))
-
-    def __repr__(self) -> str:
-        return f"RemoteDevice({self.text!r})"
+        remote = isinstance(remote_device, _TorchRemoteDevice)
+        try:
+            super().__init__(str(remote_device) if remote else remote_device)
+        except (ValueError, TypeError, RuntimeError):  # the last from torch.device
+            hint = "write 'rank:0/cuda:0', 'rank:0', 'worker/cpu' or 'cuda:0', or give a torch.device"
+            raise PlanError(Problem("invalid-layout", found=repr(remote_device), hint=hint)) from None
 
     def __str__(self) -> str:
-        return self.text
+        return str(super().__repr__())
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.text,)
-
-    def rank(self) -> int | None:
-        """The global rank, or None where the text names a worker or only a device."""
-        match = _RANK.match(self._owner)
-        return int(match[1]) if match else None
-
-    def worker_name(self) -> str | None:
-        """The worker, or None where the text names a rank or only a device."""
-        return None if not self._owner or _RANK.match(self._owner) else self._owner
-
-    def device(self) -> torch.device:
-        """The device on its rank or worker."""
-        return torch.device(self.text.rpartition("/")[2])
-
-    @property
-    def _owner(self) -> str:
-        return self.text.rpartition("/")[0]
+    def __repr__(self) -> str:
+        return f"RemoteDevice({str(self)!r})"
 
 
-# What stands for torch's remote device here: anything with its three methods, so that its class is not imported.
-DeviceLike: TypeAlias = "str | torch.device | RemoteDevice | Any"
-
-
-def _normal_text(given: object) -> str:
-    if isinstance(given, RemoteDevice):
-        return given.text
-    if isinstance(given, torch.device):
-        return str(given)
-    if all(callable(getattr(given, name, None)) for name in ("rank", "worker_name", "device")):
-        return _normal_text(str(given))
-    if not isinstance(given, str):
-        raise PlanError(_bad(given))
-    owner, slash, device = given.rpartition("/")
-    if not slash:
-        return given if _is_device(given) else _with_owner(given, "cpu", given)
-    return _with_owner(owner, device, given)
-
-
-def _with_owner(owner: str, device: str, given: str) -> str:
-    named_rank = _RANK.match(owner)
-    if not owner or not _is_device(device) or "/" in owner or (":" in owner and not named_rank):
-        raise PlanError(_bad(given))
-    if named_rank:
-        owner = f"rank:{int(named_rank[1])}"
-    return f"{owner}/{torch.device(device)}"
-
-
-def _is_device(text: str) -> bool:
-    try:
-        torch.device(text)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _bad(given: object) -> Problem:
-    hint = "write 'rank:0/cuda:0', 'rank:0', 'worker/cpu' or 'cuda:0', or give a torch.device"
-    return Problem("invalid-layout", found=repr(given), hint=hint)
+DeviceLike: TypeAlias = "str | torch.device | RemoteDevice | Any"  # Any: torch's own remote device
 
 
 @dataclass(frozen=True, init=False)

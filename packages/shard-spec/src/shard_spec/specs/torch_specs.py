@@ -63,7 +63,7 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
         PlanError: ``missing-argument`` when it is needed and missing, ``wrong-type`` for other objects.
     """
     if isinstance(value, RemoteDevice):
-        return _torch_compat.torch_class("device")(value.text)
+        return _torch_compat.torch_class("device")(str(value))
     if isinstance(value, ShardMetadata):
         placement = None if value.placement is None else to_torch(value.placement)
         return _torch_compat.torch_class("shard")(list(value.shard_offsets), list(value.shard_sizes), placement)
