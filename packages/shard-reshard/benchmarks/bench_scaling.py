@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Series = dict[str, list[tuple[float, float]]]
+Times = list[float]
+Series = dict[str, list[tuple[float, Times]]]  # each x with the seconds of its runs
 MB = 1 << 20
 
 
@@ -54,14 +55,14 @@ def _rank(rank: int, ranks: int, folder: str, part: Any, repeats: int, results: 
     dist.destroy_process_group()
 
 
-def medians(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each call on the slowest rank."""
+def timed(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Times]:
+    """Seconds of each call on the slowest rank."""
     from bench_reshard import _interleaved
 
-    return {name: statistics.median(times) for name, times in _interleaved(calls, repeats).items()}
+    return _interleaved(calls, repeats)
 
 
-def _one_size(num_bytes: int, repeats: int) -> dict[str, float]:
+def _one_size(num_bytes: int, repeats: int) -> dict[str, Times]:
     """One float32 tensor, rows to columns, over all ranks."""
     from shard_reshard import Resharder, plan_reshard
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -78,7 +79,7 @@ def _one_size(num_bytes: int, repeats: int) -> dict[str, float]:
         "raw all_to_all_single": lambda: dist.all_to_all_single(flat_out, flat),
         "DTensor.redistribute": lambda: dtensor.redistribute(placements=(Shard(1),)),
     }
-    return medians(calls, repeats)
+    return timed(calls, repeats)
 
 
 def bytes_part(repeats: int) -> list[dict[str, Any]]:
@@ -86,7 +87,15 @@ def bytes_part(repeats: int) -> list[dict[str, Any]]:
     for num_bytes in (16 << 10, 128 << 10, MB, 8 * MB, 64 * MB):
         for name, seconds in _one_size(num_bytes, repeats).items():
             series.setdefault(name, []).append((num_bytes / MB, seconds))
-    return [_curve("bytes", "One tensor on 4 ranks, rows to columns", "MiB of the tensor", series)]
+    return [
+        _curve(
+            "bytes",
+            "One tensor on 4 ranks, rows to columns",
+            "MiB of the tensor",
+            series,
+            "The distance to the raw collective is packing and unpacking.",
+        )
+    ]
 
 
 def tensors_part(repeats: int) -> list[dict[str, Any]]:
@@ -112,9 +121,17 @@ def tensors_part(repeats: int) -> list[dict[str, Any]]:
                 tensor.redistribute(placements=(Shard(1),)) for tensor in state.values()
             ],
         }
-        for name, seconds in medians(calls, repeats).items():
+        for name, seconds in timed(calls, repeats).items():
             series.setdefault(name, []).append((count, seconds))
-    return [_curve("tensors", "Tensors of 64 KB on 4 ranks, rows to columns", "tensors", series)]
+    return [
+        _curve(
+            "tensors",
+            "Tensors of 64 KB on 4 ranks, rows to columns",
+            "tensors",
+            series,
+            "One collective for all tensors keeps near the raw one; one call a tensor does not.",
+        )
+    ]
 
 
 def ranks_curve(repeats: int) -> dict[str, Any]:
@@ -123,7 +140,13 @@ def ranks_curve(repeats: int) -> dict[str, Any]:
     for ranks in (2, 4, 8):
         for name, seconds in on_ranks(_sixteen, ranks, repeats)[0].items():
             series.setdefault(name, []).append((ranks, seconds))
-    return _curve("ranks", "A tensor of 16 MiB, rows to columns", "ranks (of one machine)", series)
+    return _curve(
+        "ranks",
+        "A tensor of 16 MiB, rows to columns",
+        "ranks (of one machine)",
+        series,
+        "More ranks than cores take longer for all of them; compare the lines at one number of ranks.",
+    )
 
 
 def _sixteen(repeats: int) -> list[dict[str, Any]]:
@@ -154,12 +177,18 @@ def planning_curve(repeats: int) -> dict[str, Any]:
                 begin = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - begin)
-            series[name].append((ranks, statistics.median(times)))
-    return _curve("planning", "A plan for one tensor, rows to columns, nothing cached", "ranks", series)
+            series[name].append((ranks, times))
+    return _curve(
+        "planning",
+        "A plan for one tensor, rows to columns, nothing cached",
+        "ranks",
+        series,
+        "A rank plans its own part, so its time grows slower than metadata of all ranks.",
+    )
 
 
-def _curve(name: str, title: str, x: str, series: Series) -> dict[str, Any]:
-    return {"name": name, "title": title, "x": x, "y": "seconds", "series": series}
+def _curve(name: str, title: str, x: str, series: Series, see: str) -> dict[str, Any]:
+    return {"name": name, "title": title, "x": x, "y": "time", "series": series, "see": see}
 
 
 def main() -> None:
@@ -173,7 +202,7 @@ def main() -> None:
     curves.append(planning_curve(repeats))
     for curve in curves:
         for label, points in curve["series"].items():
-            print(f"{curve['name']}: {label}: {', '.join(f'{x:g} {y:.3g}' for x, y in points)}")
+            print(f"{curve['name']}: {label}: {', '.join(f'{x:g} {statistics.median(y):.3g}' for x, y in points)}")
     if arguments.json:
         command = "python packages/shard-reshard/benchmarks/bench_scaling.py"
         document = {"title": "Scaling", "command": command, "rows": [], "curves": curves}

@@ -9,6 +9,7 @@ a group of their own and try again, which has to succeed. Sampled by a test, in 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -24,16 +25,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # here, or every child would load it
 from shard_reshard import (
     PlanError,
     StateDictResharder,
-    layouts_from_dcp,
     load_safetensors,
     reshard_state_dict,
+    save_safetensors,
 )
 from stored_files import write
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 RANKS, CALLS, TIMEOUT = 3, 4, 3
 NAMES = ("a", "b", "c", "d")
@@ -248,63 +248,62 @@ def check_faults(count: int, seed: int) -> Counter[str]:
     return counts
 
 
-# ---- a checkpoint that is cut off -----------------------------------------------------------------------------
+# ---- a save that is cut off -----------------------------------------------------------------------------------
 
 
-def _save(rank: int, folder: str, delay: float) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
+def _save(rank: int, folder: str, victim: int, delay: float, large: bool) -> None:
     torch.set_num_threads(1)
     _join(f"{folder}/store", rank, 2)
-    mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(float(1 << 20)).view(1024, 1024)
-    state = {
-        f"w{at}": DTensor.from_local(full.chunk(2)[rank] + at, mesh, [Shard(0)], run_check=False) for at in range(4)
-    }
+    state = {f"w{at}": full.chunk(2, at % 2)[rank] + at for at in range(8)}
+    layouts = {name: f"2: S({at % 2})" for at, name in enumerate(state)}
     dist.barrier()
-    if rank == 1:
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if rank == victim:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, wherever it is
         signal.setitimer(signal.ITIMER_REAL, delay)
+    said = "saved"
     try:
-        save(state, checkpoint_id=f"{folder}/checkpoint")
-    finally:
-        os._exit(0)
+        sizes: dict[str, Any] = {"max_file_bytes": 1 << 33 if large else 9 << 20, "bucket_bytes": 4 << 20}
+        shapes = dict.fromkeys(state, full.shape)
+        save_safetensors(state, f"{folder}/checkpoint", src_layouts=layouts, shapes=shapes, **sizes)
+    except (PlanError, RuntimeError):
+        said = "raised"
+    Path(f"{folder}/rank{rank}").write_text(said)
+    os._exit(0)
 
 
 def check_saves(count: int, seed: int) -> Counter[str]:
-    """Kill a rank in the middle of `count` saves: what is left is a whole checkpoint, or none."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
+    """Kill a rank in the middle of `count` saves: the other raises or has saved, and files are all there or refused."""
+    from safetensors.torch import load_file
 
     context, counts, rng = multiprocessing.get_context("fork"), Counter[str](), random.Random(seed)
     for _ in range(count):
         with tempfile.TemporaryDirectory() as folder:
-            delay = max(1e-4, rng.random() * rng.choice([0.12, 0.5]))
-            workers = [context.Process(target=_save, args=(rank, folder, delay)) for rank in (0, 1)]
+            delay = max(1e-4, rng.random() * rng.choice([0.05, 0.15, 0.5]))
+            victim, large = rng.randrange(2), rng.random() < 0.5
+            workers = [context.Process(target=_save, args=(rank, folder, victim, delay, large)) for rank in (0, 1)]
             for worker in workers:
                 worker.start()
             for worker in workers:
-                worker.join(4 * TIMEOUT)
-                counts["savers that wait for the dead one"] += worker.is_alive()  # torch's own collectives do
-                worker.kill()
-                worker.join()
-            reader = FileSystemReader(f"{folder}/checkpoint")
+                worker.join(20 * TIMEOUT)
+                assert not worker.is_alive(), (victim, delay)
             counts["saves"] += 1
-            try:
-                metadata = reader.read_metadata()
-            except (OSError, CheckpointException):
+            left = Path(f"{folder}/rank{1 - victim}").read_text()
+            counts[left] += 1
+            counts["killed"] += not Path(f"{folder}/rank{victim}").exists()
+            files = sorted(Path(f"{folder}/checkpoint").glob("*.safetensors"))
+            index = Path(f"{folder}/checkpoint/model.safetensors.index.json")
+            named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+            found = {name: value for path in files for name, value in load_file(path).items()}
+            for name, value in found.items():
+                assert torch.equal(value, torch.arange(float(1 << 20)).view(1024, 1024) + int(name[1:]))
+            if len(found) == 8:
+                assert large or named == {path.name for path in files}
+                counts["whole"] += 1
+            else:  # none, or an index that names others
+                assert left == "raised"
+                assert not files or named > {path.name for path in files}
                 counts["none"] += 1
-                continue
-            layouts = layouts_from_dcp(metadata)
-            assert {name: stored.shape for name, stored in layouts.items()} == {
-                f"w{at}": (1024, 1024) for at in range(4)
-            }
-            state = {f"w{at}": torch.zeros(1024, 1024) for at in range(4)}
-            load(state, checkpoint_id=f"{folder}/checkpoint", no_dist=True)
-            for at in range(4):
-                assert torch.equal(state[f"w{at}"], torch.arange(float(1 << 20)).view(1024, 1024) + at)
-            counts["whole"] += 1
     return counts
 
 

@@ -107,11 +107,11 @@ def test_what_a_rank_wants_alone_it_reads_itself(tmp_path: Path) -> None:
     path = write(tmp_path / "f", {"w": torch.arange(4096.0 * 32).view(4096, 32)})
     stored = stored_tensors([ReadableFile(file_table(path), 0, ())], {}, {})
     rows = plan_load(stored, {"w": "4: S(0)"}, 4)
-    assert rows.wire_bytes == 0
+    assert rows.moves.wire_bytes == 0
     assert [rows.read_bytes(rank) for rank in range(4)] == [4096 * 32] * 4
     replicas = plan_load(stored, {"w": "2x2: R, S(0)"}, 4)  # each half is wanted by two ranks, which share it out
     assert [replicas.read_bytes(rank) for rank in range(4)] == [4096 * 32] * 4
-    assert replicas.wire_bytes == replicas.moves.lower_bound == 4096 * 32 * 4
+    assert replicas.moves.wire_bytes == replicas.moves.lower_bound == 4096 * 32 * 4
     columns = plan_load(stored, {"w": "2: S(1) on ranks 2..3"}, 4)
     assert [columns.read_bytes(rank) for rank in range(4)] == [0, 0, 4096 * 64, 4096 * 64]
     assert "rank 2 reads 256 KiB in 1 ranges of 1 files" in columns.explain()
@@ -268,7 +268,7 @@ def test_from_two_writers_to_four_readers(ranks: Ranks, tmp_path: Path, monkeypa
     assert loaded.read_bytes == sum(stop - start for _, start, stop in given) < total
     # What the exchanges sent is the fewest bytes.
     sent = sum(sum(event.bytes_sent) for event in log.events if event.op == "all_to_all")
-    assert sum(ranks.gather(sent)) == loaded.plan.wire_bytes == loaded.plan.moves.lower_bound
+    assert sum(ranks.gather(sent)) == loaded.plan.moves.wire_bytes == loaded.plan.moves.lower_bound
     assert len(loaded.plan.moves.buckets) > 1
 
 

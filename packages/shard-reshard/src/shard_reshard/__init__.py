@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         reshuffle_local_shard,
     )
     from shard_reshard.checkpoint.load import load_safetensors
-    from shard_reshard.checkpoint.stored import layouts_from_dcp
+    from shard_reshard.checkpoint.save import save_safetensors
     from shard_reshard.engines.record import record_layouts
     from shard_reshard.execution.mover import ReshardWork
     from shard_reshard.layout.parse import OnRank
@@ -51,8 +51,8 @@ __all__ = [
     "Part",
     "record_layouts",
     "load_safetensors",
+    "save_safetensors",
     "Progress",
-    "layouts_from_dcp",
     "get_idx_from_placements",
     "build_reshard_metadata",
     "reshuffle_local_shard",
@@ -86,7 +86,7 @@ __getattr__, __dir__ = lazy_exports(
         "state_dict.plan": ("Part",),
         "engines.record": ("record_layouts",),
         "checkpoint.load": ("load_safetensors",),
-        "checkpoint.stored": ("layouts_from_dcp",),
+        "checkpoint.save": ("save_safetensors",),
         "_shared.problems": ("PlanError", "Problem"),
     },
 )

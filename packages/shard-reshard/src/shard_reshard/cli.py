@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 _EPILOG = """layouts:
   "8: S(0)"                      8 ranks, each a piece of dim 0
@@ -53,15 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(error, file=sys.stderr)
         return 1
-    if arguments.html is not None:
-        from shard_reshard.planning.picture import picture
-
-        try:
-            Path(arguments.html).write_text(picture(plan, arguments.name), encoding="utf-8")
-        except OSError as error:
-            print(f"shard-reshard: --html: {error}", file=sys.stderr)
-            return 2
-        print(f"wrote {arguments.html}", file=sys.stderr)
     print(text)
     return 0
 
@@ -84,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--max-workspace-bytes", type=int, default=None, help="bound of a rank's buffers")
     explain.add_argument("--name", default=None, help="what to call the tensor")
     explain.add_argument("--json", action="store_true", help="machine-readable output")
-    explain.add_argument("--html", metavar="FILE", default=None, help="also write a page with a picture")
     return parser
 
 

@@ -24,11 +24,7 @@ class GroupInfo(NamedTuple):
     group: dist.ProcessGroup
     rank: int  # of this process, in the group
     global_ranks: tuple[int, ...]  # of the members, in the order of the group
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.global_ranks)
+    size: int  # number of members
 
     def to_group(self, rank: int) -> int:
         """The group's number for a global rank."""
@@ -54,7 +50,7 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if rank < 0 or group is None:
         hint = "call from members only"
         raise PlanError(Problem("rank-outside-mesh", "group", found="this process is not in the group", hint=hint))
-    return GroupInfo(group, rank, tuple(dist.get_process_group_ranks(group)))
+    return GroupInfo(group, rank, tuple(dist.get_process_group_ranks(group)), group.size())
 
 
 def data_device(group: dist.ProcessGroup) -> torch.device:

@@ -17,7 +17,7 @@ from shard_reshard.execution.checks import Shards, as_list, as_result
 from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
 from shard_reshard.group import GroupInfo, all_gather_row, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, layout_value, resolve_layout
-from shard_reshard.layout.shard_map import ITEMSIZES, dtype_name
+from shard_reshard.layout.shard_map import dtype_name
 from shard_reshard.planning.analyze import ReshardPlan
 from shard_reshard.planning.planner import cached_plan, resolve_layouts
 
@@ -108,15 +108,13 @@ class Resharder(NotPicklable):
             hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
             raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
         self.plan = plan
-        self._options = group, check
         self._mover = Mover((plan,), group_info(group), True, check)
         self._operator = operator_of(self._mover)
 
     _instead = "pickle its plan, and make a Resharder of it where it is read"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Resharder:
-        group, check = self._options
-        return Resharder(self.plan, group, check=check)
+        return Resharder(self.plan, self._mover.members.group, check=self._mover.check)
 
     def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
         """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
@@ -273,7 +271,7 @@ def find_mover(
         rows = all_gather_row(members, _DTYPES, row, [f"a tensor {'' if size is None else f'of {size} '}from {src}"])
     try:
         if not everyone:
-            names = _dtypes_of_all([*rows, row])
+            names = _dtypes_of_all([row, *rows])
         layouts = resolve_layouts(size, src, dst, members.to_group)
         mover = shared_mover(members, (cached_plan(*layouts, *names, max_workspace_bytes),), check)
     except Exception as error:
@@ -292,24 +290,21 @@ def _own_dtypes(
 
 
 _DTYPES = 2  # number of the row of dtypes among those that ranks gather
-_DTYPE_NAMES = sorted(ITEMSIZES)
-_NO_DTYPE = 255
 
 
 def _dtype_row(given: list[torch.Tensor], out: list[torch.Tensor]) -> bytes:
-    """Return the dtypes of this rank's source and ``out``."""
-    return bytes(_DTYPE_NAMES.index(dtype_name(tensors[0].dtype)) if tensors else _NO_DTYPE for tensors in (given, out))
+    """Return the dtypes of this rank's source and ``out``, by name."""
+    return " ".join(dtype_name(tensors[0].dtype) if tensors else "-" for tensors in (given, out)).encode()
 
 
-def _dtypes_of_all(headers: list[bytes]) -> tuple[str, str | None]:
-    """Return the dtypes of source and destination; a rank that has a tensor plans with its own (the last header)."""
-    *everyone, mine = headers
-    sources, outs = ([header[at] for header in everyone if header[at] != _NO_DTYPE] for at in (0, 1))
-    if not sources:
+def _dtypes_of_all(rows: list[bytes]) -> tuple[str, str | None]:
+    """Return the dtypes of source and destination; a rank that has a tensor plans with its own (the first row)."""
+    sources, outs = zip(*(row.decode().rstrip("\0").split(" ") for row in rows), strict=True)
+    found = [[name for name in names if name != "-"] for names in (sources, outs[1:])]
+    if not found[0]:
         hint = "the ranks of the source layout pass their local tensors"
         raise PlanError(Problem("missing-source", "tensor", found="no rank has a tensor", hint=hint))
-    own = mine[0] if mine[0] != _NO_DTYPE else sources[0]
-    return _DTYPE_NAMES[own], _DTYPE_NAMES[outs[0]] if outs else None
+    return found[0][0], found[1][0] if found[1] else None
 
 
 def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:

@@ -39,10 +39,10 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
         raise PlanError(Problem("wrong-type", "st", found=type(st).__qualname__, hint=hint))
     metadata, group = st.metadata(), st._process_group
     members = group_info(group)
-    wanted = as_spec(spec)
-    if wanted is None:
-        hint = "a chunk or enumerable spec, of shard-spec or torch"
-        raise_on_all_ranks(members, PlanError(Problem("wrong-type", "spec", found=repr(spec), hint=hint)))
+    try:
+        wanted = _spec(spec, "spec")
+    except PlanError as error:
+        raise_on_all_ranks(members, error)
     shape = tuple(metadata.size)
     # What lies where is in the tensor's metadata, whatever spec it was made from.
     boxes: dict[int, list[Any]] = {}
@@ -116,7 +116,7 @@ def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_siz
         found = f"{len(set(ranks))} ranks, world_size={world_size}"
         raise PlanError(Problem("rank-outside-mesh", "sharding_spec", found=found, hint="name fewer ranks"))
     ordered = sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank)
-    return [to_torch(shard) if _is_torch(sharding_spec) else shard for shard in ordered], ranks
+    return ordered if isinstance(sharding_spec, ShardingSpec) else [to_torch(shard) for shard in ordered], ranks
 
 
 def reshuffle_local_shard(
@@ -159,7 +159,7 @@ def reshard_local_shard(
     """
     moved = reshard(local_tensor, sharding_spec, resharding_spec, shape=tuple(st_size), group=pg)
     metadata, own = _metadata_in(pg, tuple(st_size), resharding_spec)
-    make = _torch_compat.torch_shard if _is_torch(resharding_spec) else LocalShard
+    make = LocalShard if isinstance(resharding_spec, ShardingSpec) else _torch_compat.torch_shard
     return [make(tensor, entry) for tensor, entry in zip(as_list(moved), own, strict=False)], metadata
 
 
@@ -178,7 +178,3 @@ def _spec(given: Any, name: str) -> ShardingSpec:
         hint = "a ChunkShardingSpec, an EnumerableShardingSpec or another ShardingSpec, of shard-spec or torch"
         raise PlanError(Problem("wrong-type", name, found=f"{given!r}", hint=hint))
     return spec
-
-
-def _is_torch(spec: Any) -> bool:
-    return not isinstance(spec, ShardingSpec)

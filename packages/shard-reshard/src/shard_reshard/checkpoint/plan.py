@@ -85,11 +85,6 @@ class LoadPlan:
         """Bytes that ``rank`` reads."""
         return sum(read.num_bytes for found in self.reads[rank].values() for read in found)
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that are sent between ranks after reading."""
-        return self.moves.wire_bytes
-
     @cached_property
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
@@ -133,7 +128,7 @@ def plan_load(
     wanted = planned({name: BoxShardMap.whole(shape, 0) for name, (shape, _, _) in stored.items()})
     if outside := group_problems((move.plan for move in wanted.moves), world_size):
         raise PlanError(outside)
-    demand = _demand(wanted)
+    demand = rows_of_ranks(wanted)
     load = [0] * world_size
     reads: list[dict[str, tuple[Read, ...]]] = [{} for _ in range(world_size)]
     readers: dict[str, ShardMap] = {}
@@ -143,7 +138,7 @@ def plan_load(
             continue
         boxes: dict[int, list[Box]] = {}
         for part in _once(parts, load):
-            for rank, low, high in _shared_out(part, dtype, demand[name], load):
+            for rank, low, high in shared_out(part, dtype, demand[name], load):
                 read, held = _read(name, dtype, part, low, high)
                 reads[rank][name] = (*reads[rank].get(name, ()), read)
                 boxes.setdefault(rank, []).extend(held)
@@ -159,14 +154,15 @@ class Wanted(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def _demand(plan: StateDictPlan) -> dict[str, list[Wanted]]:
-    """For each source, its rows cut where the ranks that want them change."""
+def rows_of_ranks(plan: StateDictPlan, by_source: bool = True) -> dict[str, list[Wanted]]:
+    """For each source its rows, cut where the ranks that want them change; or for each destination those that have."""
     found: dict[str, dict[tuple[int, int], set[int]]] = {}
     for move in plan.moves:
-        view = move.plan.src if isinstance(move.plan.src, ShardMapView) else None
-        table = found.setdefault(move.source, {})
-        for cell in move.plan.dst.cells():
-            # Rows of the source, whatever dim they are in the destination.
+        here, there = (move.plan.src, move.plan.dst) if by_source else (move.plan.dst, move.plan.src)
+        view = here if isinstance(here, ShardMapView) else None
+        table = found.setdefault(move.source if by_source else move.target, {})
+        for cell in there.cells():
+            # Rows here, whatever dim they are there.
             start, stop = cell[:2] if view is None else (view.outside(cell.start), view.outside(cell.stop))
             low, high = (start[0], stop[0]) if start else (0, 1)
             table.setdefault((low, high), set()).update(rank for ranks in cell.owners for rank in ranks)
@@ -192,7 +188,7 @@ def _once(parts: Sequence[Stored], load: Sequence[int]) -> Iterator[Stored]:
         yield min(same, key=lambda part: load[part.readers[0]] if part.readers else 0)
 
 
-def _shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> Iterator[tuple[int, int, int]]:
+def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> Iterator[tuple[int, int, int]]:
     """(rank, first row, last row) of every read of a stored part; adjacent rows of one rank come as one."""
     rows = part.shape[0] if part.shape else 1
     row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]

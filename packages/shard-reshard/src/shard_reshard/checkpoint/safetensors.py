@@ -71,11 +71,6 @@ class FileTable(NamedTuple):
     state: FileState
     entries: dict[str, Entry]
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of the file."""
-        return self.state.num_bytes
-
 
 def file_table(path: str | Path) -> FileTable:
     """The checked table of a file; reads nothing else of it.
@@ -166,9 +161,7 @@ def read_rows(
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
     wanted = prod(shape) * ITEMSIZES[dtype]
-    if not wanted:
-        return torch.empty(shape, dtype=torch_dtype(dtype))
-    data = bytearray(wanted)
+    data, rows = writable(shape, torch_dtype(dtype), torch.device("cpu"))
     try:
         with open(path, "rb", buffering=0) as file:  # Path.open takes no buffering by position
             now = FileState.of(os.fstat(file.fileno()))
@@ -188,4 +181,12 @@ def read_rows(
     except OSError as error:
         hint = "give a file that this rank can read"
         raise PlanError(Problem("invalid-file", path, found=str(error), hint=hint)) from None
-    return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(dtype)).view(shape)
+    return rows
+
+
+def writable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[bytearray, torch.Tensor]:
+    """Return a new tensor, and on the CPU its memory as bytes that files are read into and written from."""
+    if device.type != "cpu" or not prod(shape):
+        return bytearray(), torch.empty(shape, dtype=dtype, device=device)
+    data = bytearray(prod(shape) * dtype.itemsize)
+    return data, torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)

@@ -2,66 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-from shard_spec import Box
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.plan import Stored
 from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable
-from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.shard_map import Piece, ShardMap, dtype_name
-
-_WRITER = re.compile(r"__(\d+)_\d+\.distcp\Z")
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    layout: BoxShardMap
-
-
-def layouts_from_dcp(metadata: Any, reader: Callable[[int], int] | None = None) -> dict[str, StoredTensor]:
-    """The tensors of a distributed checkpoint, each chunk on the rank that reads the file it is in.
-
-    Args:
-        metadata: From ``torch.distributed.checkpoint``: what ``FileSystemReader(path).read_metadata()`` returns.
-        reader: Which rank of the group reads what rank ``i`` wrote; None: rank ``i``.
-
-    Raises:
-        PlanError: ``invalid-file`` where the name of a file does not tell who wrote it, ``unknown-chunk`` where a
-            file holds a chunk that the metadata does not list, and every hole and overlap of the chunks.
-    """
-    held: dict[str, dict[int, list[Box]]] = {}
-    problems: list[Problem] = []
-    for index, stored in metadata.storage_data.items():
-        if index.offset is None:
-            continue  # bytes that are no tensor
-        match = _WRITER.search(stored.relative_path)
-        chunks = getattr(metadata.state_dict_metadata.get(index.fqn), "chunks", ())
-        sizes = next((tuple(c.sizes) for c in chunks if tuple(c.offsets) == tuple(index.offset)), None)
-        if match is None or sizes is None:
-            found = f"file {stored.relative_path}, at {tuple(index.offset)}"
-            code = "invalid-file" if match is None else "unknown-chunk"
-            hint = "files are called __<rank>_<n>.distcp, and hold the chunks that the metadata lists"
-            problems.append(Problem(code, index.fqn, found=found, hint=hint))
-            continue
-        written_by = int(match[1])
-        rank = written_by if reader is None else reader(written_by)
-        held.setdefault(index.fqn, {}).setdefault(rank, []).append(Box(tuple(index.offset), sizes))
-    if problems:
-        raise PlanError(problems)
-    tensors: dict[str, StoredTensor] = {}
-    for name, boxes in sorted(held.items()):
-        about = metadata.state_dict_metadata[name]
-        shape = tuple(about.size)
-        tensors[name] = StoredTensor(shape, dtype_name(about.properties.dtype), BoxShardMap(shape, boxes))
-    return tensors
+from shard_reshard.layout.shard_map import Piece, ShardMap
 
 
 class ReadableFile(NamedTuple):
@@ -157,4 +105,4 @@ def _cut(
 
 
 def _stored(file: ReadableFile, entry: Entry, pieces: tuple[Piece, ...]) -> Stored:
-    return Stored(file.table.path, file.table.num_bytes, entry.begin, entry.shape, pieces, file.readers)
+    return Stored(file.table.path, file.table.state.num_bytes, entry.begin, entry.shape, pieces, file.readers)

@@ -82,7 +82,11 @@ class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpda
         """Join the trainer, record the model's loader and agree on one plan."""
         if self.device.type != init_info.device:
             raise ValueError(f"the trainer's tensors are on {init_info.device}, the worker's on {self.device}")
-        packed = [name for name, layer in self.model.named_modules() if "FusedMoE" in map(_name, type(layer).__mro__)]
+        packed = [
+            name
+            for name, layer in self.model.named_modules()
+            if "FusedMoE" in [kind.__name__ for kind in type(layer).__mro__]
+        ]
         if init_info.device == "cpu" and packed:
             # On CPU vLLM packs these weights once, after the first load, and skips it later: old values would answer.
             raise ValueError(f"expert layers cannot be synced on CPU, vLLM packs them once: {', '.join(packed[:4])}")
@@ -123,10 +127,6 @@ class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpda
     def shutdown(self) -> None:
         """Forget the trainer; its group ends with the last reference."""
         self.resharder = None
-
-
-def _name(kind: type) -> str:
-    return kind.__name__
 
 
 _Ties = list[tuple[nn.Module, str, nn.Module, str]]  # layers and names of a parameter, and the first that have it

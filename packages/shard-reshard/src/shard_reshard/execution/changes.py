@@ -13,22 +13,19 @@ import torch.distributed as dist
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.execution.exchange import INTEGERS
 
-_SAME, _DENSE, _GAPS, _RUNS = range(4)
 _ALIGNMENT = 8
 
 
 class Message(NamedTuple):
-    """The changes for one peer: a header of three numbers, an index, and values."""
+    """Header of the changes for one peer: an index of the unchanged elements before each value, and values."""
 
-    code: int  # how they are written, and the bytes of a number of the index
+    width: int  # bytes of a digit of the index; 0: all bytes are sent instead
     index_bytes: int
     num_values: int
 
     def num_bytes(self, split: int, itemsize: int) -> int:
         """Bytes on the wire for a peer that gets ``split`` bytes in full."""
-        if self.code == _DENSE:
-            return _aligned(split)
-        return _aligned(self.index_bytes) + _aligned(self.num_values * itemsize)
+        return _aligned(self.index_bytes) + _aligned(self.num_values * itemsize) if self.width else _aligned(split)
 
 
 class ChangeExchange:
@@ -97,60 +94,39 @@ class ChangeExchange:
 
 
 def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message, list[torch.Tensor]]:
-    """Return the shortest message that makes ``new`` of ``old``, and its bytes in aligned parts."""
+    """Return the shorter message that makes ``new`` of ``old``, changes or everything, and its bytes."""
     words = new.view(INTEGERS[itemsize])
     changed = words != old.view(INTEGERS[itemsize])
-    count = int(changed.sum())
-    if not count:
-        return Message(_SAME, 0, 0), []
     # Beyond that no index is short enough; positions would take more memory than the bytes themselves.
-    if count * itemsize <= new.numel() * 7 // 8:
+    if int(changed.sum()) * itemsize <= new.numel() * 7 // 8:
         positions = changed.nonzero().view(-1)
         gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
-        begins = gaps.clamp(max=1)
-        begins[0] = 1
-        first = begins.nonzero().view(-1)
-        lengths = first.diff(append=first.new_full((1,), count))
-        runs = torch.stack([gaps[first], lengths - 1], 1).view(-1)
-        choices = [
-            (width * (numbers.numel() + int((numbers // (256**width - 1)).sum())), code + 4 * width, numbers, width)
-            for code, numbers in ((_GAPS, gaps), (_RUNS, runs))
-            for width in (1, 2)
-        ]
-        index_bytes, code, numbers, width = min(choices, key=lambda choice: choice[0])
-        message = Message(code, index_bytes, count)
-        if message.num_bytes(new.numel(), itemsize) < new.numel():
-            values = words[positions].view(torch.uint8)
-            return message, [*_padded(_pack(numbers, width)), *_padded(values)]
-    return Message(_DENSE, 0, 0), _padded(new)
+        width = min((1, 2), key=lambda width: width * (len(gaps) + int((gaps // (256**width - 1)).sum())))
+        index, values = _pack(gaps, width), words[positions].view(torch.uint8)
+        message = Message(width, index.numel(), len(gaps))
+        if message.num_bytes(new.numel(), itemsize) <= new.numel():
+            return message, [*_padded(index), *_padded(values)]
+    return Message(0, 0, 0), _padded(new)
 
 
 def decode(message: Message, part: torch.Tensor, target: torch.Tensor, itemsize: int) -> None:
     """Write the changes of a message into ``target``."""
-    code, width = message.code % 4, message.code // 4
-    if code == _DENSE:
+    if not message.width:
         target.copy_(part[: target.numel()])
-    if code in (_SAME, _DENSE):
         return
-    numbers = _unpack(part[: message.index_bytes], width)
     begin = _aligned(message.index_bytes)
-    values = part[begin : begin + message.num_values * itemsize].view(INTEGERS[itemsize])
-    if code == _GAPS:
-        positions = (numbers + 1).cumsum(0) - 1
-    else:
-        gaps, lengths = numbers[::2], numbers[1::2] + 1
-        shifts = gaps.cumsum(0)  # a run begins after all gaps, and all runs, before it
-        positions = torch.arange(message.num_values, device=part.device) + shifts.repeat_interleave(lengths)
-    target.view(INTEGERS[itemsize])[positions] = values
+    positions = (_unpack(part[: message.index_bytes], message.width) + 1).cumsum(0) - 1
+    values = part[begin : begin + message.num_values * itemsize]
+    target.view(INTEGERS[itemsize])[positions] = values.view(INTEGERS[itemsize])
 
 
 def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:
     """Numbers as bytes: the largest digit as often as it fits, then the rest."""
     top = 256**width - 1
     digits = numbers // top + 1
-    found = numbers.new_full((int(digits.sum()),), top)
-    found[digits.cumsum(0) - 1] = numbers % top
-    return found.to(torch.int16 if width == 2 else torch.uint8).view(torch.uint8)
+    packed = numbers.new_full((int(digits.sum()),), top)
+    packed[digits.cumsum(0) - 1] = numbers % top
+    return packed.to(torch.int16 if width == 2 else torch.uint8).view(torch.uint8)
 
 
 def _unpack(data: torch.Tensor, width: int) -> torch.Tensor:

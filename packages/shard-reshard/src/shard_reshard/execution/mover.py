@@ -154,9 +154,12 @@ class Mover:
                 found += outside
                 continue
             found += local_problems(plan, rank, sources[number])
+            if plan.max_workspace_bytes is not None and any(t.is_conj() or t.is_neg() for t in sources[number]):
+                hint = "pass its resolve_conj() or resolve_neg(): a copy that max_workspace_bytes does not count"
+                lazy = "a view that conjugates or negates on reading"
+                found.append(Problem("unsupported-tensor", f"rank {rank}, source", found=lazy, hint=hint))
             if outs is not None:
                 found += local_problems(plan, rank, outs[number], "dst")
-        found += self._lazy_problems(sources)
         if outs is not None and not found:
             written = [tensor for tensors in outs for tensor in tensors]
             names = [f"rank {rank}, out"] * len(written)
@@ -166,16 +169,6 @@ class Mover:
             listed = ", ".join(sorted(map(str, devices)))
             found.append(Problem("device-mismatch", f"rank {rank}", found=listed, hint="one device on each rank"))
         return found
-
-    def _lazy_problems(self, sources: Sequence[Sequence[torch.Tensor]]) -> list[Problem]:
-        """Return sources that have to be copied in full, where the bytes of copies are bounded."""
-        hint = "pass its resolve_conj() or resolve_neg(): that is a copy which max_workspace_bytes does not count"
-        found = "a view that conjugates or negates on reading"
-        return [
-            Problem("unsupported-tensor", f"rank {self.members.rank}, source", found=found, hint=hint)
-            for plan, tensors in zip(self.plans, sources, strict=True)
-            if plan.max_workspace_bytes is not None and any(t.is_conj() or t.is_neg() for t in tensors)
-        ]
 
     def assert_consistent(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
         """Compare with all ranks, in the first call of a kind or in each."""

@@ -10,10 +10,10 @@ from math import prod
 from operator import index
 from typing import Any
 
-from shard_spec import Box, Layout, MeshSpec
+from shard_spec import Box
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.shard_map import Cell, Index, MeshShardMap, Piece, ShardMap, shortened, sizes_of
+from shard_reshard.layout.shard_map import Cell, Index, Piece, ShardMap, shortened, sizes_of
 
 _SHOWN = 4  # holes, and overlaps, that an error names; it counts the rest
 
@@ -379,20 +379,3 @@ class ShardMapView(ShardMap):
     def outside(self, index: Index) -> Index:
         """Return an index of the view as one of the larger tensor."""
         return tuple(a + b for a, b in zip(self._to_base(index), self.start, strict=True))
-
-
-def shard_map_from_json(shape: Sequence[int], data: Mapping[str, Any]) -> ShardMap:
-    """Read what ``to_json`` wrote."""
-    if "window" in data:
-        base, dims = shard_map_from_json(data["shape"], data["of"]), data.get("dims")
-        if dims is not None and sorted(dim for dim in dims if dim is not None) != list(range(len(base.shape))):
-            raise ValueError(f"dims {dims}")
-        return ShardMapView(base, data["window"], shape, None if dims is None else tuple(dims))
-    if "boxes" in data:
-        boxes = {rank: [Box(tuple(o), tuple(s)) for o, s in found] for rank, found in data["boxes"]}
-        holes = data.get("holes", False) is True
-        if "joined" in data:
-            return FusedShardMap(shape, boxes, data["joined"], holes)
-        return BoxShardMap(shape, boxes, holes)
-    mesh = MeshSpec(dict(data["mesh"]), data["ranks"])
-    return MeshShardMap(Layout.parse(data["layout"], mesh), shape)

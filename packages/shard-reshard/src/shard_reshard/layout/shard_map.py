@@ -183,7 +183,7 @@ class ShardMap(ABC):
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `shard_map_from_json` reads back."""
+        """Plain data, equal for equal maps."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -247,7 +247,7 @@ class MeshShardMap(ShardMap):
 
     @cached_property
     def reduce_ops(self) -> tuple[str, ...]:
-        return tuple(str(term.arg) for _, size, term in self._axes if term.kind == "P" and size > 1)
+        return tuple(op for axis, op in self.layout.partial.items() if self.layout.mesh.axis_size(axis) > 1)
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
         found = self._local_shapes.get(rank)
@@ -330,9 +330,9 @@ class MeshShardMap(ShardMap):
         """For the partial and the replicated axes: by how much they shift a position in the list of ranks."""
         offsets = {"P": [0], "R": [0]}
         for name, size, term in self._axes:
-            if term.kind in offsets:
-                stride = self._strides[name]
-                offsets[term.kind] = [base + stride * at for base in offsets[term.kind] for at in range(size)]
+            if term.dim is None:
+                kind, stride = "P" if name in self.layout.partial else "R", self._strides[name]
+                offsets[kind] = [base + stride * at for base in offsets[kind] for at in range(size)]
         return {kind: tuple(found) for kind, found in offsets.items()}
 
     @cached_property
@@ -347,7 +347,7 @@ class MeshShardMap(ShardMap):
         ]
         if not cutting:
             return [(0, length, 0, 0)] if length else []
-        if len(cutting) == 1 and cutting[0][2].kind == "S":
+        if len(cutting) == 1 and str(cutting[0][2]).startswith("S("):
             name, size, _ = cutting[0]
             stride, step = self._strides[name], -(-length // size)
             return [

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import sub
-from typing import Any, Self
+from typing import Self
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.boxes import shard_map_from_json
 from shard_reshard.layout.shard_map import FLOATING, ITEMSIZES, Cell, Index, MeshShardMap, ShardMap
 
 FORMAT = 1
@@ -156,11 +155,7 @@ def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
 
 def _averaged(layout: ShardMap) -> int:
     assert isinstance(layout, MeshShardMap)
-    return prod(
-        size
-        for size, term in zip(layout.layout.mesh.shape, layout.layout.specs, strict=True)
-        if term.kind == "P" and term.arg == "avg"
-    )
+    return prod(layout.layout.mesh.axis_size(axis) for axis, op in layout.layout.partial.items() if op == "avg")
 
 
 def _busiest(plan: Plan) -> tuple[int, int]:
@@ -227,50 +222,3 @@ def check_plan(plan: Plan) -> None:
 
 def _listed(ops: set[str]) -> str:
     return ", ".join(sorted(ops))
-
-
-MAX_CHARS = 64 << 20
-
-Fields = tuple[tuple[int, ...], str, str, ShardMap, ShardMap, int | None, bool]
-
-
-def read_fields(text: str, wanted: int) -> Fields:
-    """The fields of a `ReshardPlan`, in its order, from what ``to_json`` wrote in the format ``wanted``."""
-    if len(text) > MAX_CHARS:
-        raise _malformed(f"{len(text)} characters, more than {MAX_CHARS}")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(f"no JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise _malformed(f"a {type(data).__name__} where an object is expected")
-    if data.get("format") != wanted:
-        found, hint = f"format {str(data.get('format'))[:40]!r}", f"this version reads format {wanted}"
-        raise PlanError(Problem("invalid-file", found=found, hint=hint))
-    try:
-        return _fields(data)
-    except PlanError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise _malformed(f"{type(error).__name__}: {error}") from None
-
-
-def _fields(data: dict[str, Any]) -> Fields:
-    shape, limit, adjoint = data["shape"], data["max_workspace_bytes"], data["adjoint"]
-    if not (isinstance(shape, list) and all(_is_size(size) for size in shape)):
-        raise _malformed("a shape that is no list of sizes")
-    unknown = [name for name in (data["dtype"], data["out_dtype"]) if name not in ITEMSIZES]
-    if unknown:
-        raise _malformed(f"no dtype of this torch: {unknown[0]!r}")
-    if not (limit is None or _is_size(limit)) or not isinstance(adjoint, bool):
-        raise _malformed("max_workspace_bytes or adjoint of another type")
-    src, dst = (shard_map_from_json(shape, data[side]) for side in ("src", "dst"))
-    return tuple(shape), data["dtype"], data["out_dtype"], src, dst, limit, adjoint
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _malformed(found: str) -> PlanError:
-    return PlanError(Problem("invalid-plan", found=found[:200], hint="pass what ReshardPlan.to_json wrote"))

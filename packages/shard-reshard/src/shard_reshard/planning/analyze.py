@@ -6,7 +6,6 @@ executes needs more than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 
@@ -14,34 +13,18 @@ from shard_reshard.layout.shard_map import ITEMSIZES
 from shard_reshard.lowering.memory_layout import buffer_bytes
 from shard_reshard.lowering.program import build_program
 from shard_reshard.plan import schedule
-from shard_reshard.plan.plan import FORMAT, Plan, check_plan, read_fields
-from shard_reshard.plan.schedule import Copy, RankSchedule, all_ranks_copies, crossings, receivers_of, sizes_of
+from shard_reshard.plan.plan import Plan
+from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of, sizes_of
 
 
 class ReshardPlan(Plan):
     """Plan of one tensor from one layout to another. Made by `plan_reshard`."""
-
-    @staticmethod
-    def from_json(text: str) -> ReshardPlan:
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlanError: ``invalid-file`` for a format of another version, ``invalid-plan`` for what is no plan, and
-                what `plan_reshard` would say of a plan that cannot be carried out.
-        """
-        plan = ReshardPlan(*read_fields(text, FORMAT))
-        check_plan(plan.transpose() if plan.adjoint else plan)
-        return plan
 
     # ---- who moves what ---------------------------------------------------------------------------------------
 
     def rank_schedule(self, rank: int) -> tuple[RankSchedule, ...]:
         """Return the sends, receives and local copies of ``rank`` by stage."""
         return schedule.rank_schedule(self, rank)
-
-    def copies(self) -> Iterator[Copy]:
-        """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
-        return all_ranks_copies(self)
 
     # ---- how much ---------------------------------------------------------------------------------------------
 
@@ -119,7 +102,7 @@ def explain(plan: ReshardPlan, name: str | None = None) -> str:
 
 def how(plan: ReshardPlan) -> str:
     """The collectives, in words."""
-    steps = num_steps(plan)
+    steps = sum(step.exchanges for step in build_program((plan,), 0, plan.world_size).steps)
     text = "one all-to-all" if steps == 1 else f"{steps} all-to-alls"
     if plan.uses_scatter_allgather:
         text += ", the last to pass parts on among replicas"
@@ -128,11 +111,6 @@ def how(plan: ReshardPlan) -> str:
     if plan.max_workspace_bytes is not None:
         text += f", in rounds of buffers within {human(plan.max_workspace_bytes)}"
     return text
-
-
-def num_steps(plan: ReshardPlan) -> int:
-    """Number of collectives."""
-    return sum(step.exchanges for step in build_program((plan,), 0, plan.world_size).steps)
 
 
 def _matrix(plan: ReshardPlan) -> list[str]:

@@ -54,31 +54,18 @@ def resolve_layouts(
     shape: Sequence[int] | None, src: LayoutLike, dst: LayoutLike, to_group: ToGroup | None = None
 ) -> tuple[ShardMap, ShardMap]:
     """Both layouts, bound to one shape; the problems of both in one error."""
-    bound: list[ShardMap | None] = [None, None]
-    problems: list[Problem] = []
-    known = None if shape is None else tuple(shape)
-    sides = [(0, "src", src), (1, "dst", dst)]
-    if known is None and not _tells_shape(src):
-        sides.reverse()
-    for at, name, layout in sides:
-        try:
-            bound[at] = resolve_layout(layout, known, to_group)
-            known = bound[at].shape  # type: ignore[union-attr]  # set on the line before
-        except PlanError as error:
-            problems += [p.named(name) for p in error.problems]
+    sides, bound, problems = {"src": src, "dst": dst}, dict[str, ShardMap](), dict[str, list[Problem]]()
+    for name in ("src", "dst", "src"):  # again, where the destination alone tells the shape
+        if name not in bound:
+            try:
+                bound[name] = resolve_layout(sides[name], shape, to_group)
+                shape = bound[name].shape
+                problems.pop(name, None)
+            except PlanError as error:
+                problems[name] = [p.named(name) for p in error.problems]
     if problems:
-        raise PlanError(dict.fromkeys(problems))
-    assert bound[0] is not None
-    assert bound[1] is not None
-    return bound[0], bound[1]
-
-
-def _tells_shape(layout: LayoutLike) -> bool:
-    try:
-        resolve_layout(layout, None)
-    except PlanError:
-        return False
-    return True
+        raise PlanError(dict.fromkeys(p for listed in problems.values() for p in listed))
+    return bound["src"], bound["dst"]
 
 
 def _whole_bytes(given: int | None) -> int | None:
@@ -101,9 +88,8 @@ def make_plan(
     if src.shape != dst.shape:
         found = f"source of {src.shape}, destination of {dst.shape}"
         raise PlanError(Problem("shape-mismatch", found=found, hint="both layouts are of one global tensor"))
-    name = dtype_name(dtype)
-    out_name = name if out_dtype is None else dtype_name(out_dtype)
-    plan = ReshardPlan(src.shape, name, out_name, src, dst, _whole_bytes(max_workspace_bytes))
+    names = dtype_name(dtype), dtype_name(dtype if out_dtype is None else out_dtype)
+    plan = ReshardPlan(src.shape, *names, src, dst, _whole_bytes(max_workspace_bytes))
     check_plan(plan)
     return plan
 

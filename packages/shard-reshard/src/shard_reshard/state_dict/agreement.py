@@ -95,7 +95,7 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         problems += problems_of(error)
     lines: list[str] = []
     if plan is not None:
-        problems += (*group_problems((move.plan for move in plan.moves), members.size),)
+        problems += group_problems((move.plan for move in plan.moves), members.size)
         lines = [*plan.lines, f"check={question.check} changed_only={question.changed_only}", f"plan {plan.digest}"]
     assert_consistent(members, "a state dict", lines, problems)
     assert plan is not None
@@ -104,10 +104,8 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
 
 def values_row(facts: RankMeta, tensors: Mapping[str, Any]) -> bytes:
     """Eight bytes that tell the values of this rank's plain tensors; zeros where it has none."""
-    plain = [name for name, known in facts.sources.items() if known.layout is None and name in tensors]
-    if not plain or is_fake(()):
-        return bytes(8)
-    return hashlib.sha256(repr([(name, checksum(tensors[name])) for name in plain]).encode()).digest()[:8]
+    sums = {} if is_fake(()) else plain_checksums(facts, tensors)
+    return hashlib.sha256(repr(list(sums.items())).encode()).digest()[:8] if sums else bytes(8)
 
 
 def agree_on_values(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], rows: list[bytes]) -> None:
@@ -118,12 +116,20 @@ def agree_on_values(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, A
             raise PlanError(problems)
 
 
-def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """Plain tensors that ranks pass under one name have to be one value: else they are shards, and would get lost."""
-    plain = [name for name, known in facts.sources.items() if known.layout is None and name in tensors]
-    sums = {name: checksum(tensors[name]) for name in plain}
+def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]) -> list[Problem]:
     everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, sums, group=members.group)
+    dist.all_gather_object(everyone, plain_checksums(facts, tensors), group=members.group)
+    return differing_tensors(everyone)
+
+
+def plain_checksums(facts: RankMeta, tensors: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return a checksum of each of this rank's tensors that declares no layout."""
+    plain = [name for name, known in facts.sources.items() if known.layout is None and name in tensors]
+    return {name: checksum(tensors[name]) for name in plain}
+
+
+def differing_tensors(everyone: Sequence[Mapping[str, bytes]]) -> list[Problem]:
+    """Plain tensors that ranks pass under one name have to be one value: else they are shards, and would get lost."""
     problems = []
     for name in sorted({name for found in everyone for name in found}):
         values = [found[name] for found in everyone if name in found]
@@ -131,7 +137,7 @@ def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, A
             found = "plain tensors that differ between ranks"
             hint = "if they are shards, declare them in src_layouts (and shapes)"
             problems.append(Problem("missing-argument", name, found=found, hint=hint))
-    return tuple(problems)
+    return problems
 
 
 _CHUNK = 1 << 19  # numbers that are summed at a time

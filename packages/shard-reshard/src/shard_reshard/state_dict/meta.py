@@ -89,19 +89,17 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
 
 
 def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
-    """Marks tensors that are one memory."""
+    """Mark tensors that are one memory; names stay in the order in which they come."""
     first: dict[tuple[object, ...], str] = {}
     tied: dict[str, TensorMeta] = {}
     for name in sorted(known):
-        local = local_tensor(tensors[name])
+        local, holder = local_tensor(tensors[name]), name
         if local.numel() and not is_fake((local,)):
             # On meta every tensor has address 0.
             place = (storage_key(local), local.storage_offset()) if local.is_meta else local.data_ptr()
-            key = (place, local.device, local.stride(), *known[name][:3])
-            tied[name] = known[name]._replace(tied_to=first.setdefault(key, name))
-        else:
-            tied[name] = known[name]._replace(tied_to="")  # says nothing either way, resolved below
-    return {name: entry if entry.tied_to else entry._replace(tied_to=name) for name, entry in tied.items()}
+            holder = first.setdefault((place, local.device, local.stride(), *known[name][:3]), name)
+        tied[name] = known[name]._replace(tied_to=holder)
+    return {name: tied[name] for name in known}
 
 
 def _shared(known: Collection[str], tensors: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:

@@ -216,16 +216,17 @@ def move_buckets(
             progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, sum(sizes)))
 
 
-def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arriving: ReceiveBuffers) -> list[Problem]:
-    """Return the problems of this rank's source tensors by name."""
+def source_problems(
+    here: LocalTargets, sources: Mapping[str, torch.Tensor], outs: Iterable[torch.Tensor]
+) -> list[Problem]:
+    """Return the problems of this rank's source tensors by name, all of them on the device of ``outs``."""
     problems = []
     for move in here.plan.moves:
         held = move.source in sources and move.plan.src.local_shapes(here.rank)
         for problem in local_problems(move.plan, here.rank, [move.view(sources[move.source])] if held else []):
             name = f"{move.source}: {problem.name}"
             problems.append(Problem(problem.code, name, found=problem.found, hint=problem.hint))
-    devices = {tensor.device for tensor in sources.values()}
-    devices |= {tensor.device for name in arriving.in_place for tensor in arriving.tensors[name]}
+    devices = {tensor.device for tensor in (*sources.values(), *outs)}
     if len(devices) > 1:
         listed = ", ".join(sorted(map(str, devices)))
         problems.append(Problem("device-mismatch", f"rank {here.rank}", found=listed, hint="one device on each rank"))

@@ -285,7 +285,8 @@ class StateDictResharder(NotPicklable):
                     # In other memory tensors may be tied or overlap otherwise, whatever their metadata.
                     if match is Match.NONE:
                         found += self._layout_checks.problems(tensors, sources, targets)
-                        found += source_problems(here, sources, arriving)
+                        written = (tensor for name in arriving.in_place for tensor in arriving.tensors[name])
+                        found += source_problems(here, sources, written)
                     else:
                         found += self._layout_checks.untied(sources)
                         for name, tensor in sources.items():

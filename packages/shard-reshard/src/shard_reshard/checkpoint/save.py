@@ -1,0 +1,321 @@
+"""Write safetensors files from sharded tensors: ranks write rows that they hold, peers send what is missing there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from shard_spec import Box
+
+from shard_reshard._shared.consensus import problems_of
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out
+from shard_reshard.checkpoint.safetensors import DTYPES, writable
+from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
+from shard_reshard.layout.boxes import BoxShardMap
+from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup
+from shard_reshard.layout.shard_map import ITEMSIZES, Piece, torch_dtype
+from shard_reshard.planning.analyze import human
+from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums
+from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
+from shard_reshard.state_dict.outputs import (
+    Bucket,
+    DeferredProgress,
+    LocalTargets,
+    Progress,
+    move_buckets,
+    mover_for_bucket,
+    source_problems,
+)
+from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan
+from shard_reshard.state_dict.planner import plan_state_dict
+
+_WORDS = {name: word for word, name in DTYPES.items()}
+_UNPUBLISHED = "no file of the save has its name yet"
+
+
+class File(NamedTuple):
+    """A file to be written."""
+
+    head: bytes  # length of the header, and the header
+    num_bytes: int
+    begins: dict[str, int]  # destination of the plan's moves -> its first byte
+    names: list[str]  # of the tensors, as the file has them
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Files of a save by name, and the exchanges before: each rank's destinations are the rows that it writes."""
+
+    moves: StateDictPlan
+    files: Mapping[str, File]
+
+    def written_bytes(self, rank: int) -> int:
+        """Bytes of tensors that ``rank`` writes."""
+        targets = [self.moves.targets[name] for file in self.files.values() for name in file.begins]
+        return sum(prod(s) * ITEMSIZES[dtype] for layout, dtype in targets for s in layout.local_shapes(rank))
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest; equal on every rank."""
+        files = [(name, file.head.hex(), file.begins) for name, file in self.files.items()]
+        return hashlib.sha256(json.dumps([files, self.moves.digest]).encode()).hexdigest()
+
+    def explain(self, name: str | None = None) -> str:
+        """Return files and exchanges as text; ``name`` picks one tensor."""
+        lines = [f"{path}: {len(file.names)} tensors, {human(file.num_bytes)}" for path, file in self.files.items()]
+        return "\n".join([*lines, self.moves.explain(name)])
+
+
+def save_safetensors(
+    state_dict: Mapping[str, Any] | torch.nn.Module,
+    folder: str | Path,
+    *,
+    src_layouts: Mapping[str, LayoutLike] | None = None,
+    shapes: Mapping[str, Any] | None = None,
+    key_map: KeyMap | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    bucket_bytes: int = 64 * 2**20,
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> SavePlan:
+    """Write sharded tensors in full into safetensors files, as `load_safetensors` and Hugging Face read them.
+
+    Every byte is written once, by one rank: rows that one rank holds by that rank, others shared out among those that
+    hold a part of them. Tied tensors are written once, under the name that comes first in the state dict; metadata of
+    the file name the others. Every rank of ``group`` calls it.
+
+    Files get their names when all are complete, after the index that names them: a save that is killed leaves a full
+    checkpoint, or a folder that is refused or holds none.
+
+    Args:
+        state_dict: As in `reshard_state_dict`.
+        folder: Where to write, on a file system that all ranks share; made if need be. It holds no safetensors files.
+        src_layouts, shapes, key_map: As in `reshard_state_dict`.
+        max_file_bytes: A file ends before the tensor that would make it larger; several files have an index.
+        bucket_bytes: About how many bytes a rank exchanges and writes at a time.
+        group: The ranks that save; None is the default group.
+        progress: Called on each rank as tensors reach the ranks that write them. What it raises is raised at the end.
+
+    Returns:
+        The plan: ``.files``, ``.written_bytes(rank)``, ``.explain()``.
+
+    Raises:
+        PlanError: On every rank alike: ``partial-value``, ``unsupported-dtype``, ``invalid-argument`` for a folder
+            that holds such files, ``rank-failed`` where a rank cannot write, and the problems of `reshard_state_dict`.
+        RuntimeError: When an exchange fails because a rank died.
+    """
+    members, problems = group_info(group), list[Problem]()
+    try:
+        tensors, path = tensors_of(state_dict), Path(folder)
+        facts = collect_metadata(tensors, {}, src_layouts or {}, shapes or {}, members)
+        sources, sums = local_tensors(tensors), plain_checksums(facts, tensors)
+        asked = [f"folder {path}", f"{sorted((key_map or {}).items())} {max_file_bytes} {bucket_bytes}"]
+        if members.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            present = sorted([*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")])
+            hint = "pass a folder without such files: a reader would take them for part of what is written"
+            problems += [Problem("invalid-argument", "folder", found=f"{p} exists", hint=hint) for p in present[:1]]
+    except Exception as error:
+        raise_on_all_ranks(members, error)
+    assert_consistent(members, "a save", asked, [*problems, *facts.problems])
+    everyone: list[Any] = [None] * members.size
+    dist.all_gather_object(everyone, (facts, sums), group=members.group)
+    plan, problems = None, differing_tensors([found for _, found in everyone])
+    try:
+        known = [found for found, _ in everyone]
+        plan = plan_save(known, key_map, max_file_bytes, bucket_bytes, members.to_group)
+        here = LocalTargets(plan.moves, members.rank)
+        problems += source_problems(here, sources, ())
+    except Exception as error:
+        problems += problems_of(error)
+    assert_consistent(members, "a save", [] if plan is None else [*plan.moves.lines, plan.digest], problems)
+    assert plan is not None
+    deferred = None if progress is None else DeferredProgress(progress)
+    try:
+        _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
+        movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
+        with torch.no_grad():
+            buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
+            move_buckets(here, movers, buckets, True, False, deferred)
+        _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
+    finally:
+        if members.rank == 0:
+            for name in plan.files:  # of a save that failed
+                _unfinished(path / name).unlink(missing_ok=True)
+    if deferred is not None:
+        deferred.end()
+    return plan
+
+
+# ---- what is written where ------------------------------------------------------------------------------------
+
+
+def plan_save(
+    everyone: Sequence[RankMeta],
+    key_map: KeyMap | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    bucket_bytes: int = 64 * 2**20,
+    to_group: ToGroup | None = None,
+) -> SavePlan:
+    """Plan a save from what all ranks know of their tensors. Pure, the same answer on every rank."""
+    # Who holds what does not depend on who writes: a first plan, in which one rank writes everything, tells it.
+    held = plan_state_dict(everyone, OnRank(0), key_map, bucket_bytes, to_group)
+    written = {name: target for name, target in held.targets.items() if name not in held.aliases}
+    problems = [
+        Problem("partial-value", move.source, found=move.plan.src.describe(), hint="reduce it before writing")
+        for move in held.moves
+        if move.plan.src.num_partials > 1
+    ]
+    problems += [
+        Problem("unsupported-dtype", name, found=f"a tensor of {dtype}", hint=f"one of {', '.join(_WORDS)}")
+        for name, (_, dtype) in written.items()
+        if dtype not in _WORDS
+    ]
+    if not written or "__metadata__" in held.targets:
+        found, hint = f"tensors called {list(held.targets)}", "pass tensors; '__metadata__' is a word of the format"
+        problems.append(Problem("invalid-argument", "state_dict", found=found, hint=hint))
+    if problems:
+        raise PlanError(problems)
+    demand, load = rows_of_ranks(held, by_source=False), [0] * len(everyone)
+    layouts: dict[str, LayoutLike] = {}
+    for name, (layout, dtype) in written.items():
+        shape, zero = layout.shape, (0,) * len(layout.shape)
+        boxes: dict[int, list[Box]] = {0: []}  # a rank for a tensor without elements
+        full = Stored("", 0, 0, shape, (Piece(zero, shape, 0, zero),), ())
+        for rank, low, high in shared_out(full, dtype, demand[name], load) if 0 not in shape else ():
+            box = Box((low, *zero[1:]), (high - low, *shape[1:])) if shape else Box((), ())
+            boxes.setdefault(rank, []).append(box)
+        layouts[name] = BoxShardMap(shape, boxes)
+    tied = {name: [name] for name in written}
+    for alias, name in held.aliases.items():
+        layouts[alias] = layouts[name]
+        tied[name].append(alias)
+    moves = plan_state_dict(everyone, layouts, key_map, bucket_bytes, to_group)
+    order = {name: at for at, name in enumerate(dict.fromkeys(n for facts in everyone for n in facts.sources))}
+    names = [sorted(group, key=lambda name: (order.get(name, len(order)), name)) for group in tied.values()]
+    names.sort(key=lambda group: (order.get(group[0], len(order)), group[0]))
+    groups, room = list[list[list[str]]](), -1
+    for group in names:
+        size = _num_bytes(moves, group[0])
+        if size > room:
+            groups.append([])
+            room = max_file_bytes
+        groups[-1].append(group)
+        room -= size
+    number = len(groups)
+    titles = [f"model-{at:05}-of-{number:05}" if number > 1 else "model" for at in range(1, number + 1)]
+    return SavePlan(moves, {f"{t}.safetensors": _file(moves, g) for t, g in zip(titles, groups, strict=True)})
+
+
+def _num_bytes(moves: StateDictPlan, name: str) -> int:
+    layout, dtype = moves.targets[name]
+    return prod(layout.shape) * ITEMSIZES[dtype]
+
+
+def _file(moves: StateDictPlan, names: list[list[str]]) -> File:
+    """The file of tensors, each with all its names; the first is the one that it has there."""
+    names = sorted(names, key=lambda group: -ITEMSIZES[moves.targets[group[0]][1]])  # every tensor is aligned
+    ties = {other: first for first, *others in names for other in others}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
+    end = 0
+    for name, *_ in names:
+        layout, dtype = moves.targets[name]
+        begin, end = end, end + _num_bytes(moves, name)
+        header[name] = {"dtype": _WORDS[dtype], "shape": layout.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    begins = {moves.aliases.get(n, n): len(head) + header[n]["data_offsets"][0] for n, *_ in names}
+    return File(head, len(head) + end, begins, [name for name, *_ in names])
+
+
+# ---- writing --------------------------------------------------------------------------------------------------
+
+
+def _on_first_rank(members: GroupInfo, plan: SavePlan, act: Callable[[], None], state: str) -> None:
+    """Have rank 0 act; what it raises all ranks raise."""
+    problems: Sequence[Problem] = ()
+    try:
+        if members.rank == 0:
+            act()
+    except Exception as error:
+        problems = problems_of(error)
+    assert_consistent(members, "a save", [plan.digest], problems, state)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def _create(plan: SavePlan, folder: Path) -> None:
+    for name, file in plan.files.items():
+        with _unfinished(folder / name).open("wb") as target:
+            target.write(file.head)
+            target.truncate(file.num_bytes)
+
+
+def _publish(plan: SavePlan, folder: Path) -> None:
+    """Give files their names. Without the index, which comes first, some of several would pass for all."""
+    if len(plan.files) > 1:
+        total = sum(file.num_bytes - len(file.head) for file in plan.files.values())
+        weights = {name: path for path, file in plan.files.items() for name in file.names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for name in plan.files:
+        with _unfinished(folder / name).open("r+b") as target:
+            os.fsync(target.fileno())
+        _unfinished(folder / name).replace(folder / name)
+
+
+def _buckets(
+    plan: SavePlan, folder: Path, sources: Mapping[str, torch.Tensor], device: torch.device, members: GroupInfo
+) -> Iterator[Bucket]:
+    """Yield sources and destinations of one bucket after the other, and write what has arrived when the next is due."""
+    moves, rank, problems = plan.moves.moves, members.rank, list[Problem]()
+    last = {moves[at].target: number for number, bucket in enumerate(plan.moves.buckets) for at in bucket}
+    held: dict[str, list[tuple[bytearray, torch.Tensor]]] = {}
+    for number, bucket in enumerate(plan.moves.buckets):
+        chosen = [moves[at] for at in bucket]
+        try:
+            for name in dict.fromkeys(move.target for move in chosen if move.target not in held):
+                layout, dtype = plan.moves.targets[name]
+                held[name] = [writable(shape, torch_dtype(dtype), device) for shape in layout.local_shapes(rank)]
+        except Exception as error:  # memory may be short on one rank
+            problems += problems_of(error)
+        assert_consistent(members, "a save", [f"bucket {number} of {plan.digest}"], problems, _UNPUBLISHED)
+        yield (
+            [move.view(sources[move.source]) for move in chosen if move.plan.src.local_shapes(rank)],
+            [tensor for move in chosen for _, tensor in held[move.target]],
+        )
+        try:
+            for name in [name for name in held if last[name] == number]:
+                _write_rows(plan, folder, name, rank, held.pop(name))
+        except Exception as error:  # a full disk: the others wait for this rank in the next comparison
+            problems += problems_of(error)
+    assert_consistent(members, "a save", [f"all of {plan.digest}"], problems, _UNPUBLISHED)
+
+
+def _write_rows(
+    plan: SavePlan, folder: Path, name: str, rank: int, held: Sequence[tuple[bytearray, torch.Tensor]]
+) -> None:
+    layout, dtype = plan.moves.targets[name]
+    assert isinstance(layout, BoxShardMap)
+    row_bytes = prod(layout.shape[1:]) * ITEMSIZES[dtype]
+    path, begin = next((path, file.begins[name]) for path, file in plan.files.items() if name in file.begins)
+    with _unfinished(folder / path).open("r+b") as target:
+        for box, (data, tensor) in zip(layout.boxes.get(rank, ()), held, strict=True):
+            if tensor.device.type != "cpu":
+                data, host = writable(box.sizes, tensor.dtype, torch.device("cpu"))
+                host.copy_(tensor)
+            target.seek(begin + (box.offsets[0] if box.offsets else 0) * row_bytes)
+            target.write(data)
