@@ -24,7 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as torch_tp
 
-Series = dict[str, list[tuple[float, float]]]
+Times = list[float]
+Series = dict[str, list[tuple[float, Times]]]  # each x with the seconds of its runs
 WIDTHS = (32, 128, 512, 1024)
 
 
@@ -37,15 +38,19 @@ def widths(mesh: DeviceMesh) -> Series:
         found = bench_styles.overhead(mesh)["forward and backward"]
         numel = 2 * width * width + 2 * width
         for name, times in found.items():
-            series.setdefault(name, []).append((numel, times["median"] / 1e6))
+            series.setdefault(name, []).append((numel, _seconds(times)))
     return series
 
 
-def one_width(mesh: DeviceMesh) -> dict[str, float]:
+def _seconds(microseconds: dict[str, float]) -> Times:
+    return [value / 1e6 for value in microseconds.values()]
+
+
+def one_width(mesh: DeviceMesh) -> dict[str, Times]:
     """The same at width 256."""
     bench_styles.ROUNDS, bench_styles.CALLS = 9, 10
     found = bench_styles.overhead(mesh)["forward and backward"]
-    return {name: times["median"] / 1e6 for name, times in found.items()}
+    return {name: _seconds(times) for name, times in found.items()}
 
 
 def ranks_series() -> Series:
@@ -77,12 +82,12 @@ def applying(mesh: DeviceMesh) -> Series:
                 call(model)
                 times[name].append(time.perf_counter() - begin)
         for name, seconds in times.items():
-            series[name].append((4 * layers, statistics.median(seconds)))
+            series[name].append((4 * layers, seconds))
     return series
 
 
-def _curve(name: str, title: str, x: str, y: str, series: Series) -> dict[str, Any]:
-    return {"name": name, "title": title, "x": x, "y": y, "series": series}
+def _curve(name: str, title: str, x: str, y: str, series: Series, see: str) -> dict[str, Any]:
+    return {"name": name, "title": title, "x": x, "y": y, "series": series, "see": see}
 
 
 def main() -> int:
@@ -90,15 +95,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    host = "host seconds, forward and backward"
+    host = "host time, forward and backward"
+    see = "The distance to the hand-written line is what styles cost the host; arithmetic makes it small."
     curves = [
-        _curve("parameters", "MLP on 2 ranks, 8 tokens", "parameters", host, on_ranks(widths, 2)),
-        _curve("ranks", "MLP of width 256, 8 tokens", "ranks (of one machine)", host, ranks_series()),
-        _curve("tensors", "Styling a model on 2 ranks", "tensors", "seconds", on_ranks(applying, 2)),
+        _curve("parameters", "MLP on 2 ranks, 8 tokens", "parameters", host, on_ranks(widths, 2), see),
+        _curve("ranks", "MLP of width 256, 8 tokens", "ranks (of one machine)", host, ranks_series(), see),
+        _curve(
+            "tensors",
+            "Styling a model on 2 ranks",
+            "tensors",
+            "time",
+            on_ranks(applying, 2),
+            "Styling is done once; its time grows with the tensors.",
+        ),
     ]
     for curve in curves:
         for label, points in curve["series"].items():
-            print(f"{curve['name']}: {label}: {', '.join(f'{x:g} {y:.3g}' for x, y in points)}")
+            print(f"{curve['name']}: {label}: {', '.join(f'{x:g} {statistics.median(y):.3g}' for x, y in points)}")
     if options.json:
         command = "python packages/tp-styles/benchmarks/bench_scaling.py"
         document = {"title": "Scaling", "command": command, "rows": [], "curves": curves}

@@ -142,7 +142,10 @@ def _interleaved(steps: dict[str, Callable[[], None]], mesh: DeviceMesh) -> dict
             for _ in range(CALLS):
                 step()
             seen[name].append((time.thread_time() - start) / CALLS * 1e6)
-    return {name: {"median": statistics.median(values), "min": min(values)} for name, values in seen.items()}
+    return {
+        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        for name, values in seen.items()
+    }
 
 
 def against_transformers(mesh: DeviceMesh) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import tp_styles as tp
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from ranktest import Ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -20,11 +20,12 @@ TARGETS = {
     "qwen3": "all-linear",
     "mistral": ["k_proj", "up_proj"],
     "qwen2": "all-linear",
-    # Refused as `module-kind`: adapters on glm4's fused MLP and on olmo2's attention.
     "glm4": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "olmo2": ["gate_proj", "up_proj", "down_proj"],
     "gemma": "all-linear",
 }
+# Adapters beside layers that the plan gathers again (fused, or normed as a whole): refused, right without the layer.
+LEFT_OUT = {"phi3": "all-linear", "glm4": "all-linear", "olmo2": "all-linear", "olmoe": ["q_proj", "v_proj"]}
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -35,17 +36,19 @@ SIZES = {
     "head_dim": 8,
     "pad_token_id": 0,  # glm4's own is above the vocabulary
 }
+EXPERTS = {"olmoe": {"num_experts": 4, "num_experts_per_tok": 2}}
 
 
 def model_of(family: str) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES)).double()
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES, **EXPERTS.get(family, {})))
+    return model if family == "olmoe" else model.double()  # its router takes float32 alone
 
 
-def adapted(model: Any, family: str) -> Any:
+def adapted(model: Any, targets: Any, **options: Any) -> Any:
     torch.manual_seed(1)  # both A and B drawn: with B = 0, as peft begins, A would have no gradient in the first step
-    config = LoraConfig(r=3, lora_alpha=8, lora_dropout=0.0, target_modules=TARGETS[family], init_lora_weights=False)
-    return get_peft_model(model, config)
+    settings: dict[str, Any] = {"r": 3, "lora_alpha": 8, "lora_dropout": 0.0, "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(target_modules=targets, **settings, **options))
 
 
 def train(model: Any) -> list[float]:
@@ -65,23 +68,87 @@ def train(model: Any) -> list[float]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("family", list(TARGETS))
 def test_five_steps_are_those_of_one_process(ranks: Ranks, family: str) -> None:
-    alone = adapted(model_of(family), family)
-    wanted = train(alone)
-    model = adapted(model_of(family), family)
+    alone, model = (adapted(model_of(family), TARGETS[family]) for _ in range(2))
     inner = model.get_base_model()
     tp.apply_plan(inner, ranks.mesh((2,), ("tp",)), tp.from_hf_tp_plan(inner))
+    assert equal_after_training(model, alone) >= 2 * 2  # two layers
+
+
+def equal_after_training(model: Any, alone: Any) -> int:
+    """Compare losses, adapters and saved modules with one process; return how many of them are shards."""
+    double = next(model.parameters()).dtype == torch.float64
+    tolerance: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-8} if double else {"rtol": 1e-5, "atol": 1e-5}
+    wanted = train(alone)
     assert train(model) == pytest.approx(wanted, rel=1e-6)  # transformers takes the loss in float32
     assert wanted[4] != wanted[0]
     adapters = get_peft_model_state_dict(model)
     reference = get_peft_model_state_dict(alone)
-    assert adapters.keys() == reference.keys()
+    assert adapters.keys() == reference.keys() and len(adapters) > 0
     sharded = 0
     for name, value in adapters.items():
         full = value
         if isinstance(value, DTensor):
             full, sharded = value.full_tensor(), sharded + (value.to_local().shape != value.shape)
-        torch.testing.assert_close(full, reference[name], rtol=1e-6, atol=1e-8)
-    assert sharded >= 2 * 2  # two layers
+        torch.testing.assert_close(full, reference[name], **tolerance)
+    return sharded
+
+
+def refused_layers(inner: Any, mesh: Any, plan: dict[str, Any]) -> list[str]:
+    """Apply a plan that is refused, and return the layers that the error names."""
+    with pytest.raises(
+        tp.PlanError, match=r"module-kind.*name the layers inside.*or leave it out of the plan"
+    ) as caught:
+        tp.apply_plan(inner, mesh, plan)
+    assert {problem.code for problem in caught.value.problems} == {"module-kind"}
+    return [problem.name.split(":")[0] for problem in caught.value.problems]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", list(LEFT_OUT))
+def test_layers_that_are_refused_may_be_left_out_of_the_plan(ranks: Ranks, family: str) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    alone, model = (adapted(model_of(family), LEFT_OUT[family]) for _ in range(2))
+    inner = model.get_base_model()
+    plan = dict(tp.from_hf_tp_plan(inner))
+    names = refused_layers(inner, mesh, plan)
+    assert len(names) >= 2 and set(names) <= set(plan)
+    tp.apply_plan(inner, mesh, {name: style for name, style in plan.items() if name not in names})
+    equal_after_training(model, alone)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "lm_head"], ["down_proj"], ["norm"]], ids=",".join)
+def test_modules_to_save(ranks: Ranks, saved: list[str]) -> None:
+    """The wrapper holds a copy of the layer: the plan names the copy that trains."""
+    mesh = ranks.mesh((2,), ("tp",))
+    alone, model = (adapted(model_of("llama"), ["q_proj", "o_proj"], modules_to_save=saved) for _ in range(2))
+    inner = model.get_base_model()
+    plan = dict(tp.from_hf_tp_plan(inner))
+    if saved != ["norm"]:  # which no style is for
+        names = refused_layers(inner, mesh, plan)
+        assert len(names) >= len(saved)
+        plan = {f"{name}.modules_to_save.default" if name in names else name: plan[name] for name in plan}
+    tp.apply_plan(inner, mesh, plan)
+    assert equal_after_training(model, alone) >= 2 * 2
+
+
+@pytest.mark.ranks(2)
+def test_prefixes_are_refused_and_prompts_right(ranks: Ranks) -> None:
+    """Prefix tuning fills a cache with all heads; the refusal names the ways that are right."""
+    losses = []
+    for sharded, kind in ((False, PromptTuningConfig), (True, PromptTuningConfig), (True, PrefixTuningConfig)):
+        inner = model_of("llama")
+        torch.manual_seed(2)
+        model: Any = get_peft_model(inner, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).double()
+        if sharded:
+            tp.apply_plan(inner, ranks.mesh((2,), ("tp",)), tp.from_hf_tp_plan(inner))
+        if kind is PromptTuningConfig:
+            losses.append(train(model))
+            continue
+        with pytest.raises(tp.PlanError, match=r"check-raises.*prefix tuning of peft.*PromptTuningConfig and LoRA"):
+            train(model)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[0][4] != losses[0][0]
 
 
 @pytest.mark.ranks(2)
@@ -90,9 +157,9 @@ def test_adapters_after_the_plan_are_refused(ranks: Ranks) -> None:
     model = model_of("llama")
     tp.apply_plan(model, ranks.mesh((2,), ("tp",)), tp.from_hf_tp_plan(model))
     with pytest.raises(tp.PlanError, match=r"model-changed.*lora_A.*LoRAParallel"):
-        train(adapted(model, "llama"))
+        train(adapted(model, TARGETS["llama"]))
 
 
 def test_a_plan_for_the_wrapper_names_the_model_inside() -> None:
     with pytest.raises(tp.PlanError, match=r"unmatched-pattern.*get_base_model"):
-        tp.from_hf_tp_plan(adapted(model_of("llama"), "llama"))
+        tp.from_hf_tp_plan(adapted(model_of("llama"), TARGETS["llama"]))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hf_models
 import pytest
@@ -41,6 +42,37 @@ def _from_a_configuration() -> None:
     styles = tp.from_hf_tp_plan(config)
     assert styles["model.layers.0.self_attn"] == tp.GQAParallel(num_heads=4, num_kv_heads=2, kv_replicate=True)
     assert styles["model.embed_tokens"] == tp.RowwiseParallel()
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_methods_that_take_full_models(ranks: Ranks, tmp_path: Path) -> None:
+    """`resize_token_embeddings` and `save_pretrained` are refused with the call to use, which is right."""
+    from transformers import AutoModelForCausalLM
+
+    mesh, ids = ranks.mesh((2,), ("tp",)), torch.arange(2, 26).view(2, 12)
+    for family in ("llama", "phi3"):  # phi3's fused weights are no DTensors
+        model = hf_models.build(family)
+        alone: Any = copy.deepcopy(model)
+        handle = tp.apply_plan(model, mesh, tp.auto_plan(model))
+        one: Any = model
+        for target in (one, one.model):
+            with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*state_dict=tp_styles.full_state_dict"):
+                target.save_pretrained(tmp_path)
+            with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*resize before apply_plan"):
+                target.resize_token_embeddings(64)
+        folder = ranks.gather(str(tmp_path / family))[0]  # transformers writes the configuration on rank 0 alone
+        one.save_pretrained(folder, state_dict=tp.full_state_dict(one), is_main_process=ranks.rank == 0)
+        ranks.gather("written")
+        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
+        assert all(torch.equal(saved[name], value) for name, value in alone.state_dict().items())
+        handle.undo()
+        for each in (one, alone):
+            torch.manual_seed(2)
+            each.resize_token_embeddings(64, mean_resizing=False)
+        tp.apply_plan(one, mesh, tp.auto_plan(one))
+        torch.testing.assert_close(one(input_ids=ids).logits, alone(input_ids=ids).logits, atol=1e-9, rtol=0)
 
 
 def test_names_of_styles() -> None:

@@ -69,6 +69,6 @@ def test_values() -> None:
     assert Split.along(0, 8, unit=2).is_plain(4)
     assert not Split.along(0, 6, unit=2).is_plain(2)  # 4 rows and 2, where Shard has 3 and 3
     assert Split.replicated().is_plain(4)
-    for bad in (lambda: Section(5, 2), lambda: Section(-1), lambda: Split(0), lambda: Split(-1, (Section(1),))):
+    for dim, sections in ((0, (Section(5, 2),)), (0, (Section(-1),)), (0, ()), (-1, (Section(1),))):
         with pytest.raises(ValueError, match=r"must|has a dim"):
-            bad()
+            Split(dim, sections)

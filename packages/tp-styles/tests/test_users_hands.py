@@ -80,6 +80,35 @@ def test_whole_weights_in_place_of_parts(ranks: Ranks) -> None:
         model(x64(3, 8))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp
+@pytest.mark.ranks(2)
+def test_transforms_of_torch_func(ranks: Ranks) -> None:
+    """Shards through `functional_call` are right; every transform is refused by name, on every rank."""
+    model, alone = pair(ranks.mesh((2,), ("tp",)))
+    x = x64(3, 8)
+    shards: dict[str, torch.Tensor] = dict(model.named_parameters())
+    torch.testing.assert_close(torch.func.functional_call(model, shards, (x,)), alone(x), atol=EXACT, rtol=1e-12)
+    detached = {name: parameter.detach() for name, parameter in shards.items()}
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.func.functional_call(model, parameters, (x,)).square().sum()
+        return result
+
+    calls: dict[str, Callable[[], Any]] = {
+        "grad of parameters": lambda: torch.func.grad(loss)(detached, x),
+        "gradients of samples": lambda: torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(detached, x),
+        "grad of inputs": lambda: torch.func.grad(lambda x: model(x).sum())(x),
+        "vmap": lambda: torch.func.vmap(model)(x),
+        "jacrev": lambda: torch.func.jacrev(model)(x),
+        "jvp": lambda: torch.func.jvp(model, (x,), (x,)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(tp.PlanError, match=r"unsupported-option.*undo\(\) gives the full model"):
+            call()
+        assert ranks.gather(name) == [name] * 2
+    torch.testing.assert_close(model(x), alone(x), atol=EXACT, rtol=1e-12)
+
+
 @pytest.mark.ranks(2)
 def test_gradients_of_gradients(ranks: Ranks) -> None:
     """A gradient penalty goes through the collectives of the backward pass; as no operation, they gave a part."""
@@ -95,7 +124,7 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, atol=0, rtol=1e-9)
     assert_same_gradients(model, alone, mesh)
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"autograd\.Function"):  # no collective behind its back
+    with torch.no_grad(), pytest.raises(RuntimeError, match="unsupported-option"):  # no collective behind its back
         torch.func.vmap(model)(x64(2, 4, 8))
     # On sequence shards: gather, scatter, and the row-wise bias, whose gradient is summed.
     torch.manual_seed(0)

@@ -282,3 +282,46 @@ def test_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
     with torch.no_grad():
         found, wanted = model(input_ids=IDS).logits, loaded(tmp_path / "llama", 1)(input_ids=IDS).logits
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_copies_of_heads_that_the_plan_does_not_shard(ranks: Ranks, tmp_path: Path) -> None:
+    """Phimoe's plan has its experts alone: refused at the first call, right with the projections in the plan."""
+    if ranks.rank == 0:
+        sizes = {**hf_models.EXPERTS, "num_key_value_heads": 1}
+        AutoModelForCausalLM.from_config(config_of("phimoe", **sizes)).save_pretrained(tmp_path)
+    dist.barrier()
+    attention = "model.layers.*.self_attn"
+    alone, plain = loaded(tmp_path, 1), loaded(tmp_path, 2)
+    model = loaded(tmp_path, 2, **{attention: "kv_replicate"})
+    with pytest.raises(tp.PlanError, match=r"conflicting-arguments.*no style for q_proj, k_proj, v_proj, o_proj"):
+        model(input_ids=IDS)
+    projections = {f"{attention}.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
+    model = loaded(tmp_path, 2, **{attention: "kv_replicate"}, **projections)
+    assert forwards(model)["ColumnLinearKVReplicated"] == 4
+    with torch.no_grad():
+        wanted = alone(input_ids=IDS).logits
+        for one in (plain, model):
+            torch.testing.assert_close(one(input_ids=IDS).logits, wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_other_rows_on_peers(ranks: Ranks, tmp_path: Path) -> None:
+    """Refused on both ranks at the first call, also of other lengths; equal rows go on, and are compared no more."""
+    if ranks.rank == 0:
+        AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path)
+    dist.barrier()
+    model, alone = loaded(tmp_path, 2), loaded(tmp_path, 1)
+    for ids in (IDS + ranks.rank, IDS[:, : 12 - ranks.rank]):
+        with pytest.raises(tp.PlanError, match=r"ranks-disagree.*one sampler"):
+            model(input_ids=ids)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(input_ids=IDS).logits, alone(input_ids=IDS).logits, atol=1e-6, rtol=0)
+    with ranks.record() as log, torch.no_grad():
+        model(input_ids=IDS)
+    assert set(log.ops) <= {"all_reduce", "all_gather"}, log.ops
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    assert "ReplicatedInputCheck" not in {type(hook).__name__ for hook in hooks}

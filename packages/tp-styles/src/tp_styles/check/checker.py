@@ -33,7 +33,7 @@ from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import Inputs, Mode, NotReady, is_close
 from tp_styles.check.randomness import ConstantRandomness
-from tp_styles.check.runs import GradientsAside, Original, Run, full_numel, has_fsdp_below
+from tp_styles.check.runs import GradientsAside, Original, Run, Trace, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
@@ -71,6 +71,7 @@ class Verdict:
         differences: Values that are not equal.
         is_closed: Full outputs, which a region around this one may take for the original's.
         failure: The error that ended it before all was compared.
+        place: Where both runs part first.
         compared: Counts of what was compared.
     """
 
@@ -78,6 +79,7 @@ class Verdict:
     differences: list[Difference] = field(default_factory=list)
     is_closed: bool = False
     failure: str = ""
+    place: str = ""
     compared: Compared = field(default_factory=Compared)
 
     def failed(self, failure: str) -> Verdict:
@@ -278,7 +280,7 @@ class Checker:
         if inputs.has_noise and (verdict.stage < Stage.ALL or any(d.kind == "raises" for d in verdict.differences)):
             verdict, constant = self._verdict(hook, inputs, mode, noise=False), True
         if verdict.differences:
-            raise CheckError(_problems(scope, verdict.differences))
+            raise CheckError(_problems(scope, verdict, inputs))
         reason = verdict.failure
         if verdict.stage >= Stage.OUTPUTS:
             if not reason and not verdict.compared:
@@ -358,10 +360,12 @@ class Checker:
             if ours is None or wanted is None:
                 return verdict.failed(self.failure)
 
-            def run(*, original: bool) -> Run | None:
+            def run(*, original: bool, traced: bool = False) -> Run | None:
                 copies = wanted if original else ours
                 result: Run | None = self.agreed(
-                    lambda: self._run(scope, copies, dtype, hook, constants, original=original, mode=mode, small=small)
+                    lambda: self._run(
+                        scope, copies, dtype, hook, constants, original=original, mode=mode, small=small, traced=traced
+                    )
                 )
                 return result
 
@@ -394,6 +398,12 @@ class Checker:
             comparison.tolerance = self.tolerance(constants)
             found, outputs = comparison.outputs(sharded, reference)
             verdict.differences = self.union(found)
+            if any(one.kind == "output" for one in verdict.differences):
+                ours = self.agreed(lambda: inputs.copies(dtype, full=False, noise=noise))
+                wanted = self.agreed(lambda: inputs.copies(dtype, full=True, noise=noise))
+                one, other = run(original=False, traced=True), run(original=True, traced=True)
+                if one is not None and other is not None and one.trace is not None and other.trace is not None:
+                    verdict.place = comparison.first_difference(one.trace, other.trace)
             full = [output.layout == "full" for output in outputs if output.is_output]
             verdict.is_closed = len(full) > 0 and all(full)
             if not verdict.differences and mode[1]:
@@ -450,6 +460,7 @@ class Checker:
         original: bool,
         mode: Mode,
         small: bool,
+        traced: bool,
     ) -> Run:
         others = self._checkers_below(scope.module)
         originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
@@ -474,7 +485,8 @@ class Checker:
             originals=originals if original else None,
             opaque=frozenset(opaque if original else ()),
             skipped=hook,
-            entered=None if original else self.entered,
+            entered=None if original and not traced else self.entered,
+            trace=Trace(self.standing, self.entered) if traced else None,
         )
         constants.epsilon = epsilon
         token = IN_FLOAT64.set(IN_FLOAT64.get() or (dtype is not None and not original))
@@ -784,6 +796,8 @@ HINTS = {
     "raises": "a layer after a column-wise one takes its shard: RowwiseParallel() for it, or"
     " ColwiseParallel(output_layouts=Replicate()) for the one before; RowwiseParallel(input_layouts=Replicate())"
     " for a full input; local sizes where code has numbers of its own",
+    "cache": "a filled key-value cache comes in with all heads (prefix tuning of peft makes one), where a rank's cache"
+    " holds its own: PromptTuningConfig and LoRA are right",
     "buffer": "each rank updates it from its own shard",
     "attribute": "the forward leaves it behind, computed from one rank's shard: compute it from full outputs, or reduce"
     " it over the tensor-parallel ranks",
@@ -792,12 +806,13 @@ HINTS = {
 }
 
 
-def _problems(scope: Scope, differences: list[Difference]) -> list[Problem]:
-    shown = sorted(differences, key=lambda difference: -difference.error)[:8]
-    return [_problem(scope, difference) for difference in shown]
+def _problems(scope: Scope, verdict: Verdict, inputs: Inputs) -> list[Problem]:
+    shown = sorted(verdict.differences, key=lambda difference: -difference.error)[:8]
+    has_cache = any(leaf.place.is_state for leaf in inputs.leaves)
+    return [_problem(scope, difference, verdict.place, has_cache=has_cache) for difference in shown]
 
 
-def _problem(scope: Scope, difference: Difference) -> Problem:
+def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: bool) -> Problem:
     name = (
         f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
     )
@@ -805,11 +820,13 @@ def _problem(scope: Scope, difference: Difference) -> Problem:
     found = f"{difference.kind} off by {difference.error:.2g} of the original module, run on full weights"
     if difference.detail:
         found = f"{difference.kind}: {difference.detail}, run on full weights"
+    if difference.kind == "output" and place:
+        found += f"; both part first at {place}"
     if difference.kind == "shard-leaves":
         found = f"a shard leaves the model as a plain tensor: {difference.detail}"
     if difference.kind == "raises":
         name, found = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
-    hint = HINTS[difference.kind]
+    hint = HINTS["cache" if difference.kind == "raises" and has_cache else difference.kind]
     if "mixed torch.Tensor and DTensor" in difference.detail:
         hint = "PrepareModuleInput(use_local_output=False), its default, hands DTensors to a module of plain"
         hint += " parameters: use_local_output=True"

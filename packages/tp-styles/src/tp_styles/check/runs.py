@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextvars
 import copy
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,12 @@ from tp_styles._torch_compat import (
     without_torch_function,
 )
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
-from tp_styles.runtime.changes import ModuleChange
+from tp_styles.runtime.changes import TABLES, KeyRemover, ModuleChange
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.module_hooks import DisableFastPath
+from tp_styles.runtime.forwards import Forward
+from tp_styles.runtime.install import DisableFastPath
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
 from tp_styles.runtime.redistribute import as_dtensor
-from tp_styles.runtime.torch_styles import TABLES, KeyRemover
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""
@@ -87,6 +87,7 @@ class Run:
         opaque: Modules that stay sharded in a run of the original, with all below them.
         skipped: Hooks that do not run.
         entered: Gets modules whose forwards have begun and not ended, the innermost last.
+        trace: Gets what operations and styled layers give; it reads `entered`.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class Run:
         opaque: frozenset[nn.Module] = frozenset(),
         skipped: object = None,
         entered: list[nn.Module] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.module = module
+        self.trace = trace
         self.axis = axis
         self.dtype = dtype
         self.output: Any = None
@@ -240,7 +243,8 @@ class Run:
         """Call the module, and keep what the call has written to modules, to lists that they hold, and to arguments."""
         with self.installed():
             before = {id(x): (x, _version(x)) for _, x in self._held(args, kwargs)}
-            self.output = self.module(*args, **kwargs)
+            with self.trace or nullcontext():
+                self.output = self.module(*args, **kwargs)
             results = {id(x) for _, x in tensors_in(self.output)}
             for name, x in self._held(args, kwargs):
                 is_new = id(x) not in before or before[id(x)][1] != _version(x)
@@ -267,6 +271,8 @@ class Run:
         assert self._entered is not None
         while self._entered and self._entered.pop() is not module:
             pass  # a check inside has caught an error
+        if self.trace is not None and module in self.trace.styled:
+            self.trace.add(module, "the output", next((x for _, x in tensors_in(output)), None))
 
     def backward(
         self,
@@ -293,6 +299,36 @@ class Run:
             others.own |= leaves.keys()
             torch.autograd.backward(outputs, gradients)
         return True
+
+
+class Trace(TorchDispatchMode):
+    """Results of a run: of each operation, and of styled layers in full, inside of which both runs compute otherwise.
+
+    Args:
+        names: FQN of every module.
+        entered: Modules whose forwards have begun and not ended.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str], entered: list[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.names, self.entered = names, entered
+        self.styled = {module for module in names if isinstance(vars(module).get("forward"), Forward)}
+        self.values: dict[tuple[str, str, int], torch.Tensor] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, module: nn.Module, what: str, value: Any) -> None:
+        """Append a value, unless it is no tensor."""
+        if isinstance(value, torch.Tensor):
+            key = self.names.get(module) or type(module).__name__, what
+            self.values[*key, self.counts[key]] = value.detach()
+            self.counts[key] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation's result."""
+        result = func(*args, **(kwargs or {}))
+        if self.entered and self.entered[-1] not in self.styled and not func.is_view:
+            self.add(self.entered[-1], func._schema.name, result[0] if isinstance(result, tuple) else result)
+        return result
 
 
 class GradientsAside(TorchDispatchMode):

@@ -86,8 +86,8 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
     """Return one parameter's split along the axis, None if it is replicated, or the reason that there is neither."""
     if axis not in layout.mesh.axis_names:
         return None, None
-    term = layout.specs[layout.mesh.axis_names.index(axis)]
-    if term.kind == "R":
+    term: Any = layout.specs[layout.mesh.axis_names.index(axis)]
+    if str(term) == "R":
         return None, None
     hint = "styles know Shard, BlockShard and InterleavedShard"
     if term.dim is None:
@@ -99,22 +99,22 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
     if before:
         found = f"{layout}: {before[0]} cuts dim {dim} before {axis}"
         return None, Problem("invalid-layout", name, dim=dim, axis=axis, found=found, hint="let the axis shard first")
-    sections = _sections(term.kind, term.arg, shape[dim])
+    sections = _sections(term, shape[dim])
     if sections is None:
         return None, Problem("layout-mismatch", name, dim=dim, axis=axis, found=str(layout), hint=hint)
     return Split(dim, sections), None
 
 
-def _sections(kind: str, arg: Any, size: int) -> tuple[Section, ...] | None:
-    if kind == "S":
-        return (Section(size),)
-    if kind == "B" and not arg[1] and size % arg[0] == 0:
-        return (Section(size, unit=arg[0]),)
-    if kind == "I":
-        if isinstance(arg, int):
-            return (Section(size // arg),) * arg if size % arg == 0 else None
-        return tuple(Section(length) for length in arg)
-    return None
+def _sections(term: Any, size: int) -> tuple[Section, ...] | None:
+    from shard_spec import BlockShard, InterleavedShard, UnevenShard  # the package is there: it made the layout
+
+    if isinstance(term, BlockShard):
+        return (Section(size, unit=term.block),) if not term.cyclic and size % term.block == 0 else None
+    if isinstance(term, InterleavedShard):
+        if isinstance(term.sections, int):
+            return (Section(size // term.sections),) * term.sections if size % term.sections == 0 else None
+        return tuple(map(Section, term.sections))
+    return None if isinstance(term, UnevenShard) else (Section(size),)
 
 
 def rows_of(split: Split, rank: int, tp_size: int) -> list[tuple[int, int]]:

@@ -142,7 +142,7 @@ def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, 
         hint = "one model axis, one data axis that shards, and one that replicates before it"
         problems.append(Problem("plan-not-executable", "mesh", found=found, hint=hint))
     for name, layout in layouts.items() if shards else ():
-        if layout.specs[names.index(shards[0])].kind != "S":
+        if not isinstance(layout.placements[names.index(shards[0])], Shard):
             found = f"{layout}: fully_shard shards every parameter along {shards[0]!r}"
             hint = "plan with FullyShardPlanner(uneven='shard', min_bytes=0)"
             problems.append(Problem("plan-not-executable", name, axis=shards[0], found=found, hint=hint))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -25,7 +23,7 @@ from tp_styles.styles.mha import MultiheadAttentionParallel
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
 from tp_styles.styles.tp_block import BlockParallel, ColwiseKVReplicated
-from tp_styles.values.spec import describe, is_below
+from tp_styles.values.spec import describe, is_below, names_of_parameters
 from tp_styles.values.split import Split
 
 if TYPE_CHECKING:
@@ -57,8 +55,8 @@ def from_sharding_plan(
         FQN -> style, for `apply_plan`; layers that the axis does not shard are not in it.
 
     Raises:
-        PlanError: Layouts that no style has a meaning for, blocks that cannot be sharded, remarks of the planner
-            that are not carried out; all of them at once. A plan for a data-parallel axis (FSDP) is refused, too.
+        PlanError: Layouts that no style has a meaning for, blocks that cannot be sharded; all of them at once. A plan
+            for a data-parallel axis (FSDP) is refused, too.
     """
     if unproven not in ("refuse", "gather"):
         raise PlanError(Problem("invalid-argument", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
@@ -66,7 +64,7 @@ def from_sharding_plan(
     conversion = _Conversion(module, cuts, unproven)
     if getattr(plan, "certificate", None) is not None:
         conversion.refuse_mixtures()
-    return conversion.styles(getattr(plan, "notes", ()))
+    return conversion.styles()
 
 
 def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> dict[str, ParallelStyle]:
@@ -85,7 +83,7 @@ def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> d
     chosen = {cut.name for unit in units for cut in unit.cuts}
     cuts = cuts_on_axis(planner.build_plan(module), module, "tp")
     chosen_cuts = replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen})
-    return _Conversion(module, chosen_cuts, "leave").styles(())
+    return _Conversion(module, chosen_cuts, "leave").styles()
 
 
 class _Conversion:
@@ -95,10 +93,6 @@ class _Conversion:
         self.module, self.cuts, self.unproven = module, cuts, unproven
         self.found: dict[str, ParallelStyle] = {}
         self.problems: list[Problem] = []
-        self.divided: list[Region] = []
-        self.summed: set[str] = set()  # parameters whose gradients are summed
-        self.activations: set[str] = set()  # modules whose inputs' gradients are
-        self.picked: set[str] = set()  # attentions whose ranks pick key-value heads
 
     def refuse_mixtures(self) -> None:
         """Of an optimised plan: where a block is not cut, the plan divides the batch or the sequence along the axis."""
@@ -108,7 +102,7 @@ class _Conversion:
             for name in uncut_blocks(self.module, self.cuts)
         ]
 
-    def styles(self, notes: Iterable[Any]) -> dict[str, ParallelStyle]:
+    def styles(self) -> dict[str, ParallelStyle]:
         regions = find_regions(self.module, self.cuts)
         explained: set[int] = set()
         for region in regions:
@@ -121,7 +115,6 @@ class _Conversion:
                 explained |= {id(self.module.get_parameter(name)) for name in region.parameters}
         self._alone({n for n in self.cuts.splits if id(self.module.get_parameter(n)) not in explained})
         self._tied()
-        self.problems += [note for note in map(self._not_carried_out, notes) if note is not None]
         if self.problems:
             raise PlanError(dict.fromkeys(self.problems), "the plan cannot be carried out by styles:")
         ordered = [name for name, _ in self.module.named_modules(remove_duplicate=False)]
@@ -130,7 +123,6 @@ class _Conversion:
     # ------------------------------------------------------------------ styles
 
     def _divide(self, region: Region) -> None:
-        self.divided.append(region)
         if region.is_torchs:
             self.found[region.scope] = MultiheadAttentionParallel()
             return
@@ -143,8 +135,6 @@ class _Conversion:
         for name, split in region.picked.items():
             (section,) = split.sections
             self.found[name] = ColwiseKVReplicated(section.size, unit=section.unit, copies=section.copies)
-            self.picked.add(region.scope)
-            self.summed |= {f"{name}.{key}" for key in self.module.get_submodule(name)._parameters}
         if region.row:
             self.found[region.row] = RowwiseParallel()
         if inner:
@@ -163,11 +153,9 @@ class _Conversion:
             owner, _, key = name.rpartition(".")
             if owner not in region.picked:
                 summed.setdefault(owner, []).append(key)
-                self.summed.add(name)
         for name in learned_activations(self.module, region):
             for key, _ in self.module.get_submodule(name).named_parameters():
                 summed.setdefault(name, []).append(key)
-                self.summed.add(f"{name}.{key}")
         for owner in dict.fromkeys((*counts, *cut, *summed)):
             module = self.module.get_submodule(owner)
             known = self.found.get(owner)  # a module with two blocks
@@ -194,7 +182,6 @@ class _Conversion:
         for key, _ in module.named_parameters():
             kinds.setdefault(key, "rowwise")  # the bias after the projection down, whole on every rank
         self.found[region.scope] = ParametersParallel(kinds, role="experts")
-        self.activations.add(region.scope)
 
     def _alone(self, names: set[str]) -> None:
         """Cut layers that are part of no region."""
@@ -213,13 +200,11 @@ class _Conversion:
 
     def _tied(self) -> None:
         """A tied weight's other layers get the style that divides it alike."""
-        owners: dict[int, list[str]] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-        for names in owners.values():
-            if not any(name in self.found for name in names):
+        for names in names_of_parameters(self.module):
+            owners = [name.rpartition(".")[0] for name in names]
+            if not any(name in self.found for name in owners):
                 continue
-            for name in names:
+            for name in owners:
                 module = self.module.get_submodule(name)
                 split = self.cuts.splits.get(below(name, "weight"))
                 if name in self.found or split is None:
@@ -228,23 +213,6 @@ class _Conversion:
                     self.found[name] = RowwiseParallel()
                 elif linear_shape(describe(module)) is not None:
                     self.found[name] = column(replace(split, dim=0), Replicate())
-
-    # ------------------------------------------------------------------ remarks
-
-    def _not_carried_out(self, note: Any) -> Problem | None:
-        """A remark that asks for something that these styles do not do, in a region that they divide."""
-        asked: set[str] = set()
-        if note.code == "partial-gradient":
-            asked = {name for region in self.divided for name in region.whole} - self.summed
-        elif note.code == "partial-activation":
-            asked = {region.scope for region in self.divided if region.kind == "experts"} - self.activations
-        elif note.code == "kv-replicated":
-            asked = {region.scope for region in self.divided} - self.picked
-        missing = sorted(name for name in asked if fnmatchcase(name, note.name))
-        if not missing:
-            return None
-        hint = f"the planner asks: {note.hint}; nothing here does so"
-        return Problem(note.code, ", ".join(missing), axis=self.cuts.axis, found=note.found, hint=hint)
 
 
 def mixes(module: nn.Module, region: Region) -> str:

@@ -16,7 +16,7 @@ from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.mha import MultiheadAttentionParallel, TransformerLayerParallel
 from tp_styles.styles.tp_block import ColwiseKVReplicated
-from tp_styles.values.spec import is_below
+from tp_styles.values.spec import is_below, names_of_parameters
 
 
 @own_errors()  # of shard-spec, which it calls
@@ -54,9 +54,6 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
 
 def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
     """Return the share of a model's elements that a plan shards, and the names of the largest others."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     sharded = {
         module.info.where(name)
         for module in plan.modules
@@ -64,7 +61,7 @@ def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
         if not spec.split.is_replicated
     }
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    left = {tied[0]: sizes[tied[0]] for tied in names.values() if not sharded.intersection(tied)}
+    left = {tied[0]: sizes[tied[0]] for tied in names_of_parameters(model) if not sharded.intersection(tied)}
     total = sum(sizes.values())
     largest = sorted(left, key=lambda name: -left[name])[:3]
     return (1 - sum(left.values()) / total if total else 0.0), ", ".join(largest)
@@ -118,16 +115,12 @@ def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_
 
 def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Leave whole what shares a parameter with a module that no style stands on (the bias of BERT's head)."""
-    owners: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    owners = [{name.rpartition(".")[0] for name in names} for names in names_of_parameters(model)]
     kept = dict(styles)
     changed = True
     while changed:  # a head without a style takes the embedding that it is tied to with it
         claimed = {where for found in plan_styles(model, kept, 2).modules for where in _places(found)}
-        broken = [
-            names & claimed for names in owners.values() if len(names) > 1 and names - claimed and names & claimed
-        ]
+        broken = [names & claimed for names in owners if len(names) > 1 and names - claimed and names & claimed]
         changed = any(kept.pop(name, None) is not None for names in broken for name in names)
     return kept
 

@@ -21,6 +21,7 @@ from tp_styles.styles.lora import LoRAParallel
 from tp_styles.styles.prepare_module import PrepareModuleOutput
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
+from tp_styles.values.spec import names_of_parameters
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -202,14 +203,12 @@ def _rope_features(model: nn.Module) -> int:
 
 def _keep_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
     """A head that is tied to the embedding takes the embedding with it, by rows of the vocabulary."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    for names in owners.values():
-        if len(names) > 1 and any(name in styles for name in names):
-            for name in names:
-                if name not in styles and isinstance(model.get_submodule(name), nn.Embedding):
-                    styles[name] = RowwiseParallel()
+    for names in names_of_parameters(model):
+        owners = [name.rpartition(".")[0] for name in names]
+        if len(owners) > 1 and any(owner in styles for owner in owners):
+            for owner in owners:
+                if owner not in styles and isinstance(model.get_submodule(owner), nn.Embedding):
+                    styles[owner] = RowwiseParallel()
 
 
 def _learned_activations(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:

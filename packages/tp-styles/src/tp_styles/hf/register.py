@@ -128,7 +128,34 @@ class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' c
             copies = mesh.size() // heads
             _copied[module.get_submodule(name)] = ColwiseKVReplicated(rows, unit=rows // heads, copies=copies)
         own = _kinds.get(module)
+        names = style.q, style.k, style.v, style.o
+        module.register_forward_pre_hook(ProjectionsCheck(names), prepend=True)
         return _install(module, ParametersParallel(own), mesh) if own else module
+
+
+class ProjectionsCheck:
+    """See that the plan has styles for the projections of an attention whose head counts are local.
+
+    transformers applies a plan from parents to children and says nothing at its end, so a call is the first to know.
+
+    Args:
+        names: Of the projections.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Look, at each call: it costs four look-ups.
+
+        Raises:
+            PlanError: Some have none.
+        """
+        plain = [name for name in self.names if "forward" not in vars(module.get_submodule(name))]
+        if plain:
+            found = f"kv_replicate, and no style for {', '.join(plain)}"
+            hint = 'add them to tp_plan as "colwise" (the projection out as "rowwise"), or leave kv_replicate out'
+            raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=found, hint=hint))
 
 
 def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:

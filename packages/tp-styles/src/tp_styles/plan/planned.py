@@ -16,7 +16,7 @@ from tp_styles.plan.explain import explain_plan, plan_as_dict
 from tp_styles.plan.match import match_plan
 from tp_styles.plan.style import ReplicatedParameters, Style, WithoutNestedTensors
 from tp_styles.problems import PlanError, Problem, StyleModuleError
-from tp_styles.values.spec import ModuleInfo, PerRank, StyleSpec, describe, is_below
+from tp_styles.values.spec import ModuleInfo, PerRank, StyleSpec, describe, is_below, names_of_parameters
 
 FORMAT = 1
 """Number of the JSON form that `to_json` writes."""
@@ -321,12 +321,9 @@ def _tied_problems(
     model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule], is_staged: bool
 ) -> list[Problem]:
     """Tied parameters have to be split in the same way everywhere, or they would come apart."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     foreign = [found for found in ordered if found.spec.compute == "foreign"]
     problems = []
-    for tied in names.values():
+    for tied in names_of_parameters(model):
         if len(tied) < 2 or _same_module(model, tied):
             continue
         splits = {}

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
-from tp_styles._torch_compat import is_compiling
 from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.rng import enter_region, leave_region
@@ -89,51 +88,31 @@ class Region:
     """Hooks of one module: after its column-wise layers and before a row-wise one, the generator is the rank's own.
 
     Only there: what draws before, on whole inputs, and after, on whole outputs, draws the same on every rank. Where
-    the module does not call all of its column-wise layers first, nothing is switched. While nothing draws only the
-    module's own pre-hook is installed.
+    the module does not call all of its column-wise layers first, nothing is switched.
 
     Args:
         random: Switches the generator.
-        module: The module.
-        columns: Its column-wise layers.
-        rows: Its row-wise layers.
+        columns: The module's column-wise layers.
     """
 
-    def __init__(self, random: RandomOps, module: nn.Module, columns: list[nn.Module], rows: list[nn.Module]) -> None:
+    def __init__(self, random: RandomOps, columns: list[nn.Module]) -> None:
         self.random = random
         self.columns = columns
         self.missing = columns  # replaced, never written to: the compiler forgets what a graph does to a set
-        hooks: list[tuple[nn.Module, Any]] = [(module, self.close), *((column, self.called) for column in columns)]
-        # Tables, keys and hooks. What is installed is read from the tables, which a run of the check puts back.
-        self.hooks: list[tuple[Any, int, Any]] = [
-            *((one._forward_hooks, one.register_forward_hook(hook).id, hook) for one, hook in hooks),
-            *((row._forward_pre_hooks, row.register_forward_pre_hook(self.leave).id, self.leave) for row in rows),
-        ]
-        self.key = self.hooks[0][1]
-        self.hooks.append((module._forward_hooks_always_called, self.key, True))
-        self.install()
+
+    def install(self, module: nn.Module, rows: list[nn.Module]) -> list[Callable[[], None]]:
+        """Install the hooks on a module, its column-wise and its row-wise layers; return what takes them back."""
+        handles = [module.register_forward_pre_hook(self.open)]
+        handles.append(module.register_forward_hook(self.close, always_call=True))
+        handles += [column.register_forward_hook(self.called) for column in self.columns]
+        handles += [row.register_forward_pre_hook(self.leave) for row in rows]
+        return [handle.remove for handle in handles]
 
     def open(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the module."""
         self.random.begin()
-        is_installed = self.key in module._forward_hooks
         if self.random.draws:
             self.missing = self.columns
-            if not is_installed:
-                # Hooks that a graph's tracing adds would be a side effect of the graph.
-                torch.compiler.disable(self.install)() if is_compiling() else self.install()
-        elif is_installed and not is_compiling():
-            self.remove()
-
-    def install(self) -> None:
-        """Install the hooks that switch the generator; in a graph they have to be there before."""
-        for table, key, hook in self.hooks:
-            table[key] = hook
-
-    def remove(self) -> None:
-        """Remove the hooks of `install`."""
-        for table, key, _ in self.hooks:
-            table.pop(key, None)
 
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
         """Hook of a column-wise layer."""
@@ -171,9 +150,9 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup, regions: Regi
         apart = {*inside, *ends, *styled, *(other for other in regions if other != home and is_below(other, home))}
         modules = list(_without(model.get_submodule(home), {model.get_submodule(name) for name in apart}))
         module, below = model.get_submodule(home), [model.get_submodule(name) for name in ends]
-        for columns in _groups(model, inside, ends):
-            region = Region(RandomOps(axis, modules), module, [model.get_submodule(name) for name in columns], below)
-            removers += [module.register_forward_pre_hook(region.open).remove, region.remove]
+        random = RandomOps(axis, modules)
+        for columns in _groups(model, inside, ends) if random.rates else ():
+            removers += Region(random, [model.get_submodule(name) for name in columns]).install(module, below)
     return removers
 
 

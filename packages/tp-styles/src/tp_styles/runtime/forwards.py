@@ -22,7 +22,6 @@ from tp_styles.runtime.parameters import (
     ShardParameter,
     local_parameters,
     refuse_computed,
-    with_summed_gradient,
 )
 from tp_styles.runtime.redistribute import Redistribute, as_dtensor
 from tp_styles.values.spec import Redistribution, StyleSpec, describe
@@ -105,7 +104,11 @@ class Forward:
         self.axis = axis
         self.name = name
         self.moves = {key: Redistribute(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
-        self.sums = {key: parameter for key, parameter in spec.parameters if parameter.sum_gradient}
+        self.sums = {
+            key: (Redistribute(parameter.gradient_sum(), axis, f"{name}.{key}"), parameter.divide_by_tp)
+            for key, parameter in spec.parameters
+            if parameter.sum_gradient
+        }
         self.parts = ShardCheck(module, spec, axis, name)
         self.leaves: list[Output | None] = []
 
@@ -131,8 +134,11 @@ class Forward:
         """A parameter of a module below, under its name from here."""
         (parameter,) = found = local_parameters(owner, attribute)
         self.parts.check((name,), found)
-        spec = self.sums.get(name)
-        return parameter if spec is None else with_summed_gradient(parameter, self.axis, spec)
+        if parameter is None or name not in self.sums:
+            return parameter
+        sum_gradient, divide_by_tp = self.sums[name]
+        summed = sum_gradient(parameter)
+        return summed / self.axis.size if divide_by_tp else summed
 
 
 class Output:

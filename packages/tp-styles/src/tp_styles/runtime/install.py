@@ -1,13 +1,17 @@
-"""Puts decisions on modules."""
+"""Puts decisions on modules: forwards of ours, or hooks around a module's own, with inputs by argument name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles.plan.planned import PlannedModule
 from tp_styles.plan.style import Style
+from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.attention import AttentionForward
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.forwards import (
@@ -20,10 +24,15 @@ from tp_styles.runtime.forwards import (
     ModuleForward,
     ModuleRowEmbedding,
     ModuleRowLinear,
+    Output,
     RowEmbedding,
     RowLinear,
+    move_inputs,
+    move_outputs,
 )
-from tp_styles.runtime.module_hooks import DisableFastPath, MoveInputs, MoveOutputs, PrepareInput, PrepareOutput
+from tp_styles.runtime.redistribute import Redistribute
+from tp_styles.values.spec import Redistribution, StyleSpec, describe
+from tp_styles.values.transfer import normalized
 
 FORWARDS: dict[str, type[Forward]] = {
     "column-linear": ColumnLinear,
@@ -81,3 +90,103 @@ def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
     if style._prepare_output is not None:
         removers.append(module.register_forward_hook(PrepareOutput(style, axis)).remove)
     return removers
+
+
+class DisableFastPath:
+    """A hook that does nothing: modules that read their children's weights directly look for hooks before they do."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Nothing."""
+
+
+class MoveInputs:
+    """Pre-hook with keywords: lays out inputs by argument name."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        self.names = describe(module).arguments or tuple(name for name, _ in spec.inputs)
+        self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
+        self.name = name
+        self.num_positional = spec.num_positional
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The inputs in their layouts.
+
+        Raises:
+            StyleInputError: More inputs than the style has layouts for.
+        """
+        if self.num_positional is not None and len(args) > self.num_positional:
+            hint = f"the style lays out {self.num_positional}; give None for an input to leave alone"
+            problem = Problem("argument-count", f"{self.name}(...)", found=f"{len(args)} positional inputs", hint=hint)
+            raise StyleInputError(problem, "module inputs and input_layouts should have same length!")
+        return move_inputs(self.moves, self.names, args, kwargs)
+
+
+class InputMove:
+    """Brings one input to its layout, as a plain tensor or as a DTensor."""
+
+    def __init__(self, flow: Redistribution, axis: TPGroup, name: str, *, local: bool) -> None:
+        self.local = local
+        self.flow = flow
+        self.axis = axis
+        self.move = Redistribute(flow, axis, name)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The input."""
+        if self.local:
+            return self.move(x)
+        if isinstance(x, DTensor):
+            return self.move.redistributed(x)
+        source = normalized(self.flow.src, x.dim())
+        if isinstance(source, Shard):
+            self.move.even(x.shape[source.dim], source.dim)
+        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)
+        return self.move.redistributed(wrapped)
+
+
+class MoveOutputs:
+    """Forward hook: lays out outputs."""
+
+    def __init__(self, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        self.name = name
+        self.leaves = [
+            None if flow is None else Output(flow, axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
+            for flow in spec.outputs
+        ]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The outputs in their layouts."""
+        return move_outputs(self.leaves, output, self.name)
+
+
+class PrepareInput:
+    """Pre-hook of the first styles: the style's function prepares the first input, later ones are kept."""
+
+    def __init__(self, style: Style, axis: TPGroup, names: tuple[str, ...]) -> None:
+        assert style._prepare_input is not None
+        self.function = style._prepare_input
+        self.mesh = axis.mesh
+        self.names = names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All inputs, the first one prepared, wherever the caller put it."""
+        if args:
+            prepared = self.function(args, self.mesh)
+            return (prepared if isinstance(prepared, tuple) else (prepared, *args[1:])), kwargs
+        name = next((name for name in self.names if name in kwargs), None)
+        if name is None:
+            return args, kwargs
+        prepared = self.function((kwargs[name],), self.mesh)
+        return args, {**kwargs, name: prepared[0] if isinstance(prepared, tuple) else prepared}
+
+
+class PrepareOutput:
+    """Forward hook of the first styles: the style's function prepares the output."""
+
+    def __init__(self, style: Style, axis: TPGroup) -> None:
+        assert style._prepare_output is not None
+        self.function = style._prepare_output
+        self.mesh = axis.mesh
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The prepared output."""
+        return self.function(output, self.mesh)

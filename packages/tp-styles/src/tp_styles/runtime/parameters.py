@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
-from tp_styles._shared.sharding_info import Section as ShardedSection
 from tp_styles._torch_compat import (
     all_gather_into,
     gradient_like,
@@ -22,9 +21,9 @@ from tp_styles._torch_compat import (
 )
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.redistribute import as_dtensor, summed_gradient
+from tp_styles.runtime.redistribute import as_dtensor, refuse_transforms
 from tp_styles.values.spec import ParameterSpec, StyleSpec
-from tp_styles.values.split import Section, Split
+from tp_styles.values.split import Split
 
 
 class ShardParameter(nn.Parameter):
@@ -85,7 +84,7 @@ def split_of(info: ShardingInfo) -> Split:
     if dim is None:
         return Split.replicated()
     if info.sections:
-        return Split(dim, tuple(Section(*section) for section in info.sections))
+        return Split(dim, info.sections)
     return Split.along(dim, info.shape[dim])
 
 
@@ -130,6 +129,7 @@ class ShardCheck:
             dim, size = known
             if local.shape[dim] != size:
                 where = f"{self.name}.{name}".lstrip(".")
+                refuse_transforms(where)
                 found = f"{local.shape[dim]} on this rank"
                 hint = f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard"
                 raise StyleInputError(Problem("shape-mismatch", where, dim=dim, found=found, hint=hint))
@@ -196,8 +196,7 @@ def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: 
 def sharding_info(split: Split, mesh: DeviceMesh, shape: torch.Size) -> ShardingInfo:
     """Return what a local parameter is a shard of; sections only where placements do not say everything."""
     sections = () if split.is_plain(mesh.size()) else split.sections
-    found = tuple(ShardedSection(section.size, section.unit, section.copies) for section in sections)
-    return ShardingInfo(mesh, (split.placement(),), shape, torch.empty(shape, device="meta").stride(), found)
+    return ShardingInfo(mesh, (split.placement(),), shape, torch.empty(shape, device="meta").stride(), sections)
 
 
 def is_shard(parameter: torch.Tensor, split: Split, mesh: DeviceMesh) -> bool:
@@ -258,6 +257,7 @@ def _unwrap(parameters: list[torch.Tensor | None]) -> None:
         else:
             parameters[index] = local_of(parameter)
     if learning:
+        refuse_transforms("a styled module")
         locals = _Local.apply(*learning.values())  # type: ignore[no-untyped-call]  # torch's Function
         for index, local in zip(learning, locals, strict=True):
             parameters[index] = local
@@ -299,14 +299,6 @@ class _Local(torch.autograd.Function):
 
 def _differentiable(gradient: torch.Tensor, spec: Any) -> DTensor:
     return as_dtensor(gradient, spec.mesh, spec.placements, spec.shape, spec.stride)
-
-
-def with_summed_gradient(parameter: torch.Tensor | None, axis: TPGroup, spec: ParameterSpec) -> torch.Tensor | None:
-    """A local parameter to compute with: its gradient is summed over the ranks if that is asked for."""
-    if parameter is None or not spec.sum_gradient:
-        return parameter
-    summed = summed_gradient(parameter, axis, spec.split)
-    return summed / axis.size if spec.divide_by_tp else summed
 
 
 # ---------------------------------------------------------------------------------------------- putting together

@@ -56,7 +56,8 @@ class Redistribute:
             found = self._transfers[x.dim()] = self.flow.transfer(x.dim())
         if found.forward.op == "none" and (found.backward.op == "none" or not x.requires_grad):
             return x
-        if (x.requires_grad and torch.is_grad_enabled()) or is_compiling() or is_transformed():
+        if is_compiling() or (x.requires_grad and torch.is_grad_enabled()) or is_transformed():
+            refuse_transforms(self.name)
             return _moved(x, found, self, inplace_ok=self.inplace_ok)
         return self.run(found.forward, x, {}, in_place=self.inplace_ok)
 
@@ -85,6 +86,8 @@ class Redistribute:
             case "none":
                 return x
             case "all_reduce":
+                if self.sections is not None:  # the gradient of a parameter of which several ranks hold the same rows
+                    return _sum_of_copies(x, axis, self.sections)
                 return axis.all_reduce_(x) if in_place else axis.all_reduce(x)
             case "all_gather":
                 assert step.dim is not None
@@ -151,6 +154,19 @@ class Redistribute:
         return sizes
 
 
+def refuse_transforms(name: str) -> None:
+    """Refuse transforms of `torch.func` and forward-mode differentiation: collectives have no rule for them.
+
+    Raises:
+        StyleInputError: One follows what runs now.
+    """
+    if not is_compiling() and is_transformed():
+        hint = "torch.autograd.grad outside of transforms, and functional_call on shards, are right; undo() gives the"
+        hint += " full model"
+        problem = Problem("unsupported-option", name, found="a transform of torch.func, or forward mode", hint=hint)
+        raise StyleInputError(problem)
+
+
 def _moved(
     x: torch.Tensor, transfer: Transfer, move: Redistribute, *, inplace_ok: bool, known: dict[int, Sizes] | None = None
 ) -> torch.Tensor:
@@ -183,54 +199,6 @@ class _Moved(torch.autograd.Function):
 def _is_differentiated_again() -> bool:
     """True if this backward is recorded (`create_graph=True`): collectives in place would look like no operation."""
     return torch.is_grad_enabled() and not is_compiling()
-
-
-def summed_gradient(parameter: torch.Tensor, axis: TPGroup, split: Split | None = None) -> torch.Tensor:
-    """The tensor itself; in backward the ranks' gradients of it are summed.
-
-    Args:
-        parameter: A local tensor.
-        axis: Over which ranks.
-        split: Of which global tensor it is a part, where several ranks hold the same part: those sum theirs.
-    """
-    if not (torch.is_grad_enabled() and parameter.requires_grad):
-        return parameter
-    whole = split is None or split.is_replicated
-    summed: torch.Tensor = _SummedGradient.apply(parameter, axis, None if whole else split)  # type: ignore[no-untyped-call]  # torch's Function
-    return summed
-
-
-class _SummedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
-        ctx.axis, ctx.split = axis, split
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if _is_differentiated_again():
-            again: torch.Tensor = _Sum.apply(gradient, ctx.axis, ctx.split)  # type: ignore[no-untyped-call]  # torch's
-            return again, None, None
-        return _sum(gradient, ctx.axis, ctx.split), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The transpose of `_SummedGradient`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
-        ctx.axis, ctx.split = axis, split
-        return _sum(x, axis, split)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if _is_differentiated_again():
-            gradient = _SummedGradient.apply(gradient, ctx.axis, ctx.split)  # type: ignore[no-untyped-call]  # torch's
-        return gradient, None, None
-
-
-def _sum(gradient: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
-    return axis.all_reduce(gradient) if split is None else _sum_of_copies(gradient, axis, split)
 
 
 def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:

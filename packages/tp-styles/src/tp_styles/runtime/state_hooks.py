@@ -200,6 +200,39 @@ def _info(part: ShardParameter | DTensor) -> ShardingInfo:
     return part._sharding_info
 
 
+class FullModelOnly:
+    """Stands as a method of transformers' models that takes parameters for full ones.
+
+    Args:
+        model: The model.
+        name: Of the method.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model, self.name = model, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own method, where a state dict is passed.
+
+        Raises:
+            PlanError: None is passed.
+        """
+        if kwargs.get("state_dict") is not None:
+            return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+        found = f"{self.name} on shards"
+        raise PlanError(
+            Problem("local-shard-as-full", type(self.model).__name__, found=found, hint=FULL_MODEL[self.name])
+        )
+
+
+FULL_MODEL = {
+    "save_pretrained": "on every rank save_pretrained(path, is_main_process=rank == 0,"
+    " state_dict=tp_styles.full_state_dict(model))",
+    "resize_token_embeddings": "resize before apply_plan; or handle.undo(), resize, and apply the plan again",
+}
+"""Method of a model of transformers -> the call to use."""
+
+
 class GlobalOnSave:
     """State-dict hook: local parameters leave as DTensors, or as `SectionedShard`s where a DTensor cannot say it.
 

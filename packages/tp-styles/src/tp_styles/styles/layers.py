@@ -81,7 +81,8 @@ def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
 
 def wrong_kind(info: ModuleInfo, style: str) -> Problem:
     """A style on a kind of module that it has no meaning for."""
-    hint = f"{style} is for nn.Linear and nn.Embedding; name the layers inside, or use a style for this class"
+    what = "name the layers inside, use a style for this class, or leave it out of the plan"
+    hint = f"{style} is for nn.Linear and nn.Embedding; {what}"
     return Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.values.split import chunk_bounds
+from tp_styles.values.split import Section
 
 
 def vocab_parallel_cross_entropy(
@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
     axis = TPGroup(mesh)
     target = target.long()
     classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
-    start, stop = chunk_bounds(classes, axis.rank, axis.size)
+    start, stop = Section(classes).bounds(axis.rank, axis.size)
     _check(logits, target, stop - start, classes, weight, ignore_index, label_smoothing)
     even = num_classes is None
 

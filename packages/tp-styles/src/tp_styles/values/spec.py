@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from tp_styles.problems import Problem
 from tp_styles.values.split import Split
@@ -98,6 +98,14 @@ def describe(module: nn.Module, name: str = "") -> ModuleInfo:
     )
 
 
+def names_of_parameters(model: nn.Module) -> list[list[str]]:
+    """Return all FQNs of each parameter, in the model's order; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
 def is_below(name: str, parent: str) -> bool:
     """True if a FQN is that of a module or of one inside it."""
     return not parent or name == parent or name.startswith(f"{parent}.")
@@ -143,6 +151,10 @@ class ParameterSpec:
     split: Split
     sum_gradient: bool = False
     divide_by_tp: bool = False
+
+    def gradient_sum(self) -> Redistribution:
+        """Return the flow of a parameter whose gradient is summed, of copies among the rows of the split."""
+        return Redistribution(Replicate(), Replicate(), gradient=Partial(), split=self.split)
 
 
 @dataclass(frozen=True)

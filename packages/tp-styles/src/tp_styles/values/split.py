@@ -17,44 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tp_styles._shared.sharding_info import Section as Section
+
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
-
-
-def chunk_bounds(size: int, index: int, count: int) -> tuple[int, int]:
-    """First row and end of chunk `index` of `count`, as `torch.chunk` has them; the last ones may be empty."""
-    step = -(-size // count)
-    start = min(index * step, size)
-    return start, min(start + step, size)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A run of `size` rows, cut between units of `unit` rows, each part held by `copies` neighbouring ranks."""
-
-    size: int
-    unit: int = 1
-    copies: int = 1
-
-    def __post_init__(self) -> None:
-        if self.size < 0 or self.unit < 1 or self.copies < 1 or self.size % self.unit:
-            raise ValueError(f"{self}: size must be a multiple of unit, and unit and copies at least 1")
-
-    @property
-    def num_units(self) -> int:
-        """Number of units in the section."""
-        return self.size // self.unit
-
-    def bounds(self, rank: int, tp_size: int) -> tuple[int, int]:
-        """First row and end of `rank`'s part, counted from the section's start."""
-        if tp_size % self.copies:
-            raise ValueError(f"{self}: copies={self.copies} does not divide tp_size={tp_size}")
-        start, stop = chunk_bounds(self.num_units, rank // self.copies, tp_size // self.copies)
-        return start * self.unit, stop * self.unit
-
-    def is_even(self, tp_size: int) -> bool:
-        """True if every rank's part has the same size."""
-        return tp_size % self.copies == 0 and self.num_units % (tp_size // self.copies) == 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +40,9 @@ class Split:
             raise ValueError(f"{self}: a split has a dim and sections, a replicated parameter neither")
         if self.dim is not None and self.dim < 0:
             raise ValueError(f"{self}: the dim must not be negative")
+        for size, unit, copies in self.sections:
+            if size < 0 or unit < 1 or copies < 1 or size % unit:
+                raise ValueError(f"{self}: a size must be a multiple of its unit, and unit and copies at least 1")
 
     @classmethod
     def replicated(cls) -> Split:
@@ -107,10 +76,6 @@ class Split:
         """True if one rank after the other holds the next rows: at most one section, and no copies."""
         return len(self.sections) <= 1 and all(section.copies == 1 for section in self.sections)
 
-    def is_even(self, tp_size: int) -> bool:
-        """True if every rank's part of every section has the same size."""
-        return all(section.is_even(tp_size) for section in self.sections)
-
     def is_plain(self, tp_size: int) -> bool:
         """True if DTensor's `Shard(dim)` or `Replicate()` says exactly the same; a fused weight's never does."""
         if self.is_replicated:
@@ -118,7 +83,7 @@ class Split:
         if not self.is_single:
             return False
         (section,) = self.sections
-        return section.unit == 1 or section.is_even(tp_size)
+        return section.unit == 1 or section.size // section.unit % tp_size == 0
 
     def placement(self) -> Placement:
         """The placement nearest to it: exact where `is_plain`, else only the dim is right."""
