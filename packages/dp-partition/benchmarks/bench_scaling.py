@@ -30,7 +30,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-Series = dict[str, list[tuple[float, float]]]
+Times = list[float]
+Series = dict[str, list[tuple[float, Times]]]  # each x with the seconds of its runs
 WIDTHS, LAYERS, RANKS = (64, 128, 256), (1, 2, 4), (8, 64, 512, 4096)
 
 
@@ -43,7 +44,7 @@ def numel(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def steps(width: int, mesh: Any, rounds: int) -> tuple[int, dict[str, float]]:
+def steps(width: int, mesh: Any, rounds: int) -> tuple[int, dict[str, Times]]:
     """Parameters of a GPT of 2 layers, and seconds of one step of each kind on the slowest rank."""
     (batch,) = models.tokens(torch.Generator().manual_seed(dist.get_rank()), rows=4, vocabulary=256, length=32)
     runs: dict[str, Callable[[], Any]] = {}
@@ -61,10 +62,10 @@ def steps(width: int, mesh: Any, rounds: int) -> tuple[int, dict[str, float]]:
     for run in runs.values():
         run()
     found = bench.interleaved(runs, rounds)
-    return numel(plain), {name: statistics.median(seconds) for name, seconds in found.items()}
+    return numel(plain), found
 
 
-def first_calls(layers: int, mesh: Any) -> dict[str, float]:
+def first_calls(layers: int, mesh: Any) -> dict[str, Times]:
     """Seconds of a first call, which traces, and of an eager step."""
     (batch,) = models.tokens(torch.Generator(), rows=2, vocabulary=256, length=32)
     found: dict[str, list[float]] = {}
@@ -83,7 +84,7 @@ def first_calls(layers: int, mesh: Any) -> dict[str, float]:
         begin = time.perf_counter()
         models.token_step(eager, optim, batch)
         found.setdefault("one eager step", []).append(time.perf_counter() - begin)
-    return {name: min(seconds) for name, seconds in found.items()}
+    return found
 
 
 def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
@@ -115,10 +116,12 @@ def estimates() -> Series:
             with torch.device("meta"):
                 model = gpt(int(name.split(", ")[1][0]), 512)
                 ids = torch.zeros(1, 32, dtype=torch.long)
-            begin = time.perf_counter()
-            style = name.split(",")[0]
-            dp.estimate(models.token_step, model, adamw(model), (ids, ids), world=ranks, style=style)  # type: ignore[arg-type]  # a style's name
-            points.append((ranks, time.perf_counter() - begin))
+            style, seconds = name.split(",")[0], []
+            for _ in range(3):
+                begin = time.perf_counter()
+                dp.estimate(models.token_step, model, adamw(model), (ids, ids), world=ranks, style=style)  # type: ignore[arg-type]  # a style's name
+                seconds.append(time.perf_counter() - begin)
+            points.append((ranks, seconds))
     return series
 
 
@@ -130,14 +133,17 @@ def main() -> int:
     options = parser.parse_args()
     by_size, by_layers = bench.on_ranks(measure, options.rounds)
     parts = [
-        ("parameters", f"A step of a GPT of 2 layers on {WORLD} ranks, fused AdamW", "parameters", by_size),
-        ("layers", f"Tracing a GPT of width 64 on {WORLD} ranks", "layers", by_layers),
-        ("ranks", "An estimate of a GPT of width 512 on the meta device", "ranks", estimates()),
-    ]
-    curves = [{"name": n, "title": title, "x": x, "y": "seconds", "series": series} for n, title, x, series in parts]
-    for name, _, _, series in parts:
+        ("parameters", f"A step of a GPT of 2 layers on {WORLD} ranks, fused AdamW", "parameters", by_size,
+         "Compare each style with the peer that lays parameters out the same way: DDP, FSDP2."),
+        ("layers", f"Tracing a GPT of width 64 on {WORLD} ranks", "layers", by_layers,
+         "A first call traces once; its time grows with the layers, not with the ranks."),
+        ("ranks", "An estimate of a GPT of width 512 on the meta device", "ranks", estimates(),
+         "An estimate traces once, so its time stays flat as ranks are added."),
+    ]  # fmt: skip
+    curves = [dict(zip(("name", "title", "x", "series", "see"), part, strict=True), y="time") for part in parts]
+    for name, _, _, series, _ in parts:
         for label, points in series.items():
-            print(f"{name}: {label}: {', '.join(f'{x:g} {y:.3g}' for x, y in points)}")
+            print(f"{name}: {label}: {', '.join(f'{x:g} {statistics.median(y):.3g}' for x, y in points)}")
     if options.json:
         command = "python packages/dp-partition/benchmarks/bench_scaling.py"
         document = {"title": "Scaling", "command": command, "rows": [], "curves": curves}

@@ -332,6 +332,7 @@ def write_page(results: dict[str, Any]) -> None:
         ),
         "",
         f"Python {platform.python_version()}, torch {torch.__version__}, gloo on CPU; {date.today().isoformat()}. "
+        "Each row is of the run that last reached it, which may be older than the sources. "
         "Repeat: `python packages/dp-partition/benchmarks/steps.py --again`.",
         "",
         "| step | pattern of | replicate | fully_shard | left full, or why it fails |",

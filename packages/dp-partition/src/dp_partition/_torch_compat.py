@@ -13,6 +13,7 @@ import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.modules.module as modules
+import torch.nn.modules.transformer as transformers
 import torch.optim.optimizer as optimizers
 from torch import fx
 from torch._ops import OpOverload
@@ -24,43 +25,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "ShapeEnv",
-    "TorchDispatchMode",
-    "after_backward",
-    "c10d",
-    "collectives",
-    "current_trace_nodes",
-    "decomposition_of",
-    "failed_node",
-    "global_modes",
-    "flat_group",
-    "has_accumulate_hooks",
-    "has_gradient_hooks",
-    "inductor_compile",
-    "inductor_problem",
-    "is_gloo",
-    "known_size",
-    "make_fx",
-    "new_fake_mode",
-    "pytree",
-    "FSDP_HOOKS",
-    "remove_fsdp",
-    "without_hooks_of",
-    "storage_key",
-    "storage_keys",
-    "symbolic_scalar",
-    "symbolic_size",
-    "tensor_metadata",
-    "trace_options",
-    "without_autocast",
-    "without_modes",
-    "without_onednn",
-    "without_validation",
-]
+# Names of torch that other modules import from here.
+__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "make_fx", "pytree"]
 
 collectives: Any = torch.ops._c10d_functional
 
@@ -111,28 +77,25 @@ def symbolic_size(mode: FakeTensorMode, value: int, label: str) -> Any:
     return shapes.create_symintnode(symbol, hint=value, source=source)
 
 
-def known_size(size: Any) -> int:
-    """Return a size as it is in the batch that was traced; 0 for one that depends on values."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 0
-
-
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Within the block operators run as if no dispatch mode was on: neither recorded nor fake."""
     return _disable_current_modes()
 
 
 @contextlib.contextmanager
-def without_validation() -> Iterator[None]:
-    """Within the block distributions do not look at the values of their arguments."""
-    kind = torch.distributions.Distribution
+def without_looks_at_values() -> Iterator[None]:
+    """Within the block distributions do not validate arguments, and transformers do not ask if a mask is causal.
+
+    Such a mask is then used as it is, which gives the same attention.
+    """
+    kind, detect = torch.distributions.Distribution, transformers._detect_is_causal_mask
     enabled = kind._validate_args
     kind.set_default_validate_args(False)
+    transformers._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
     finally:
-        kind._validate_args = enabled
+        kind._validate_args, transformers._detect_is_causal_mask = enabled, detect
 
 
 @contextlib.contextmanager
@@ -193,7 +156,7 @@ def current_trace_nodes() -> list[str]:
 
 def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
     """The node whose line of a graph module's generated forward raised; None where it is not found."""
-    lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
+    lines = [one.lineno or 0 for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
     places: Any = module._lineno_map or {}
     index = places.get(lines[-1] - module._prologue_start) if lines else None
     return None if index is None else list(module.graph.nodes)[index]
@@ -275,13 +238,6 @@ def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Return whether hooks run on a leaf's gradient before it is accumulated."""
     return bool(tensor._backward_hooks)
-
-
-def tensor_metadata(tensor: torch.Tensor) -> Any:
-    """Shape, dtype and strides as fx records them in ``meta["tensor_meta"]``."""
-    from torch.fx.passes.shape_prop import _extract_tensor_metadata
-
-    return _extract_tensor_metadata(tensor)
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:

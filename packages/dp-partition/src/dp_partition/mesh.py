@@ -39,12 +39,6 @@ def replica_group_name(mesh: DeviceMesh) -> str:
     return "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)
 
 
-def flat_rank(mesh: DeviceMesh) -> int:
-    """This rank's place among all ranks of the mesh."""
-    outer = 0 if mesh.ndim == 1 else mesh.get_local_rank(0)
-    return outer * shard_world(mesh) + shard_rank(mesh)
-
-
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """A group for every axis, the last axis first."""
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from dp_partition._shared.consensus import all_gather_objects
+from dp_partition._shared.consensus import all_gather_objects, capture_errors, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree, without_autocast
 from dp_partition.backends.inductor import check_inductor, lower
@@ -34,8 +33,8 @@ from dp_partition.ops import is_collective
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import DataParallelStyle
 from dp_partition.plan.plan import ParamPlan, PartitionPlan, TensorInfo, check_plan, plan_placements
-from dp_partition.plan.settings import CommConfig, Settings
-from dp_partition.runtime.consensus import agree_on, all_announced, announce, batch_text, collectives_digest
+from dp_partition.plan.settings import Settings
+from dp_partition.runtime.consensus import agree_on, announce, are_all_announced, batch_text, collectives_digest
 from dp_partition.runtime.io import bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.rollback import guarded
@@ -44,6 +43,7 @@ from dp_partition.runtime.state import Binding, release
 # Errors of what the caller chose, or of ranks that differ: another way to run the step does not mend them.
 _SETTINGS = {
     "ranks-disagree",
+    "rank-failed",
     "missing-dependency",
     "conflicting-arguments",
     "invalid-argument",
@@ -52,7 +52,6 @@ _SETTINGS = {
     "invalid-mesh",
     "already-applied",
     "model-changed",
-    "model-mismatch",
     "unsharded-now",
 }
 MANY_TRACES = 8  # after as many a warning says what a trace is taken for, as torch.compile does
@@ -72,7 +71,8 @@ class Runner:
         binding: The placed model and optimizers; None before the first call.
         eager: The step where it runs eagerly; None where it runs as a graph.
         may_switch: Whether no choice of the caller needs a graph.
-        before_trace: Python values as they were before the first call's trace; None once that is checked.
+        before_trace: Python values as they were before a trace of the present call.
+        has_agreed: Whether what the present call raises is raised on all ranks.
         latest: The program of the last call.
         num_traces: How many programs were traced.
         num_compiled: How many pieces of programs were compiled.
@@ -94,6 +94,7 @@ class Runner:
         self.function = closing(function)
         self.eager: EagerStep | None = None
         self.before_trace: PythonState | None = None
+        self.has_agreed = False
         self.may_switch = share is None and not settings.needs_graph()
         self.share = share
         self.reads = FunctionReads(function)
@@ -113,11 +114,6 @@ class Runner:
         """Name of the function the step was made from."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    @property
-    def comm(self) -> CommConfig:
-        """Arrangement of communication, as far as it changes no result: what `verify` simulates."""
-        return replace(self.settings.comm, reduce_dtype=None)
-
     def checks(self) -> str:
         """Return the checked calls as text for the plan."""
         if self.settings.check == "never":
@@ -135,7 +131,7 @@ class Runner:
             return pytree.tree_map_only(DTensor, DTensor.full_tensor, self.original(*args, **kwargs))
         if self.settings.capture == "never":
             return self.call_eagerly("capture='never'", args, kwargs)
-        is_first = self.binding is None
+        is_first = self.has_agreed = self.binding is None
         if self.settings.capture == "auto" and self.may_switch and is_first:
             # What only this rank sees (an iterator in its arguments) must move all ranks, before any of them traces.
             reasons = [reason for reason in self.gather(self.untraceable(args, kwargs)) if reason]
@@ -149,13 +145,13 @@ class Runner:
             codes = {problem.code for problem in error.problems}
             if not self.may_switch or codes & _SETTINGS:
                 raise
-            # All ranks raise together in the first call, and where a check finds a mismatch; else a rank may be alone.
-            if self.settings.capture != "auto" or not (is_first or isinstance(error, CheckMismatch)):
+            # A rank never switches alone.
+            if self.settings.capture != "auto" or not (self.has_agreed or isinstance(error, CheckMismatch)):
                 error.add_note("capture='never' runs the step eagerly, on the same ranks")
                 raise
             reason = str(error.problems[0]).split(" -> ")[0][:300]
-            if is_first and self.before_trace is not None:
-                self.before_trace.restore(is_placed=True)  # the check has found a mismatch: the call begins anew
+            if self.before_trace is not None:
+                self.before_trace.restore(is_placed=True)  # this rank has traced: the call begins anew
         # Behind the handler: the error's frames hold parameters that are about to be replaced.
         return self.call_eagerly(reason, args, kwargs)
 
@@ -177,7 +173,9 @@ class Runner:
     def call_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give back what is placed, and run this call and all later ones eagerly; on all ranks together."""
         self.before_trace = None
+        roots: tuple[Any, ...] = ()
         if self.binding is not None:
+            roots = (*(module for _, module in self.binding.step_state.modules), *self.binding.step_state.optimizers)
             self.release()
         style = self.settings.style
         is_sharded = style is not DataParallelStyle.REPLICATE
@@ -185,7 +183,7 @@ class Runner:
             reason = f"{reason} ({style.name.lower()} runs as fully_shard)"
         bucket = self.settings.comm.bucket_bytes
         made = (self.original, self.mesh, self.name, bucket, reason)
-        eager = EagerStep(*made, is_sharded=is_sharded, full=self.settings.full)
+        eager = EagerStep(*made, is_sharded=is_sharded, full=self.settings.full, roots=roots)
         try:
             return eager(args, kwargs)
         finally:
@@ -195,17 +193,17 @@ class Runner:
     def call_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graph of a call."""
         is_checked = self.schedule.is_due()
-        call = read_arguments(self.name, args, kwargs)
-        binding = self.binding
+        self.before_trace, binding = None, self.binding
         if binding is None:
+            call = read_arguments(self.name, args, kwargs)
             binding, program, optimizers = self.first_call(call)
         else:
-            self.check_step_state(binding, call.leaves)
-            optimizers = reconcile(binding)
-            program = self.find_program(binding, call, optimizers)
+            call, program, optimizers = self.later_call(binding, args, kwargs)
             if program.is_new:
                 program.is_new = False
-                is_checked = is_checked or self.is_new_on_all_ranks(program)
+                alone = not any(map(is_collective, program.module.graph.nodes))  # its check does not communicate
+                is_checked = is_checked or (self.settings.check != "never" and (self.has_agreed or alone))
+            self.has_agreed = False  # what running it raises may be this rank's alone
         if is_checked:
             return CheckedCall(self, binding, program, call).run()
         return self.run(binding, program, call, optimizers)
@@ -450,7 +448,9 @@ class Runner:
                 return program
             if broken is not None and broken.free_symbols & set(program.capture.sizes.values()):
                 self.note_decision(broken, sizes)
-        program = self.latest = self.retrace(binding, call)
+        announce(self.trace_label, dist.get_rank())
+        program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
+        program.is_new = True
         # The key is made here: a trace with symbols may have given way to one without.
         self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)
         if self.num_traces == MANY_TRACES + 1:
@@ -490,45 +490,47 @@ class Runner:
         program.right_sizes.add(sizes)
         return True
 
-    def retrace(self, binding: Binding, call: CallArguments) -> Program:
-        """Trace a program for new arguments.
+    def later_call(
+        self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallArguments, Program, OptimizerReads]:
+        """Return what to run; ranks that all trace in this call agree on it, or raise together.
 
-        Under global semantics all ranks' batches change agree_on, and agree. Under local semantics a rank may retrace
-        alone, for a last batch of its own, as long as its collectives stay those that were agreed on.
+        A rank may trace alone, for a last batch of its own, as long as its collectives stay those that were agreed on:
+        the others run a graph that they have, and never learn of it. An error of such a rank is its own.
         """
 
-        def attempt() -> tuple[tuple[Program, Mapping[str, str]], Mapping[str, str]]:
-            program = self.build_compiled(binding.step_state, binding.plan, call)
-            facts = self.facts(binding.plan, program, call.leaves)
-            return (program, facts), facts
+        def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
+            call = read_arguments(self.name, args, kwargs)
+            self.check_step_state(binding, call.leaves)
+            optimizers = reconcile(binding)
+            return call, self.find_program(binding, call, optimizers), optimizers
 
-        announce(self.trace_label)
-        if self.settings.semantics == "global":
-            program = agree_on(self.mesh, self.name, attempt)[0]
-        else:
-            (program, _), facts = retraced = attempt()
-            if facts not in self.agreed:
-                agree_on(self.mesh, self.name, lambda: retraced)
-                self.agreed.append(facts)
-        program.is_new = True
-        return program
+        made, error = capture_errors(attempt)
+        if made is not None and not made[1].is_new:
+            return made
+        self.has_agreed = self.mesh.size() == 1
+        facts = {} if made is None else self.facts(binding.plan, made[1], made[0].leaves)
+        if not self.has_agreed:
+            announce(self.trace_label, dist.get_rank())
+            self.has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
+        if self.has_agreed or self.settings.semantics == "global" or (facts and facts not in self.agreed):
+
+            def outcome() -> tuple[None, Mapping[str, str]]:
+                if error is not None:
+                    raise error
+                return None, facts
+
+            agree_on(self.mesh, self.name, outcome)
+            self.agreed += [facts] if facts not in self.agreed else []
+        if made is None:
+            assert error is not None
+            raise error
+        return made
 
     @property
     def trace_label(self) -> str:
         """Text for a trace in this call that all ranks have in common; empty if they have none."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
-
-    def is_new_on_all_ranks(self, program: Program) -> bool:
-        """Return whether this call is the first of a trace, on every rank: it is checked then, due or not.
-
-        The call of a rank that traced alone, for a batch of its own size, is not checked, since the others would not
-        take part; the next calls that are due make up for it.
-        """
-        if self.settings.check == "never":
-            return False
-        if self.mesh.size() == 1 or not any(map(is_collective, program.module.graph.nodes)):
-            return True
-        return all_announced(self.trace_label, self.mesh.size())
 
     # ---- whose model it is ------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,6 @@ import planted_mistakes as planted
 import pytest
 import torch
 from dp_partition import runner as runner_module
-from dp_partition._torch_compat import default_store
 from dp_partition.api import runner_of
 from dp_partition.check.checked_call import IN_A_ROW
 from dp_partition.runtime import consensus
@@ -45,15 +43,12 @@ def with_sine(module: fx.GraphModule) -> fx.GraphModule:
 @contextmanager
 def patience() -> Iterator[None]:
     """A busy machine may let a rank come later than a trace takes: within the block ranks wait for it."""
-    decide = consensus.all_announced
+    decide = consensus.are_all_announced
 
-    def wait_and_decide(label: str, count: int) -> bool:
-        store = default_store()
-        while store.add(f"{label}/ranks", 0) < count:
-            time.sleep(0.01)
-        return decide(label, count)
+    def wait_and_decide(label: str, ranks: list[int], *, waits: bool) -> bool:
+        return decide(label, ranks, waits=True)
 
-    with patch.object(runner_module, "all_announced", wait_and_decide):
+    with patch.object(runner_module, "are_all_announced", wait_and_decide):
         yield
 
 

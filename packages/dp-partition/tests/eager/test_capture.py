@@ -208,3 +208,63 @@ def test_the_way_is_what_the_caller_says(ranks: Ranks) -> None:
     step.release()
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     torch.testing.assert_close(model(x).sum(), total)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_a_later_call_that_does_not_trace_moves_all_ranks(ranks: Ranks, style: Any) -> None:
+    """A checkpoint, a new group, a look at the loss: what a step does in some calls alone."""
+
+    def looks(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor, call: int) -> Any:
+        loss = (model(x) - y).square().mean()
+        return finish(optim, loss) if call != 3 or torch.isfinite(loss) else loss
+
+    def adds_a_group(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor, call: int) -> Any:
+        if call == 3:
+            optim.add_param_group({"params": list(model[0].requires_grad_(True).parameters()), "lr": 0.05})
+        return finish(optim, (model(x) - y).square().mean())
+
+    def evaluates(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor, call: int) -> Any:
+        loss = (model(x) - y).square().mean()
+        return finish(optim, loss) if optim is not None else loss
+
+    for function in (looks, adds_a_group, evaluates):
+        with models.case(function.__name__), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reference, model = models.seeded(mlp), models.seeded(mlp)
+            for one in (reference, model):
+                one.get_submodule("0").requires_grad_(function is not adds_a_group)
+            theirs, own = (ADAMW([p for p in one.parameters() if p.requires_grad]) for one in (reference, model))
+            step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style)
+            for call in range(CALLS):
+                x, y = batch(call, 8)
+                mine = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+                ends = function is evaluates and call == 3
+                function(reference, None if ends else theirs, x, y, call)
+                step(model, None if ends else own, x[mine], y[mine], call)
+                assert (runner_of(step).eager is None) == (call < 3)
+            step.release()
+            for got, want in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_ranks_that_fail_in_different_ways_switch_together(ranks: Ranks) -> None:
+    """One rank's trace fails in a call that all ranks trace: what the other's trace did to Python is put back."""
+    counts: list[int] = []
+
+    def step_of(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor, call: int) -> Any:
+        loss = (model(x) - y).square().mean()
+        if call == 3:
+            counts.append(call)
+        if call == 3 and ranks.rank and loss > 1e9:
+            return loss
+        return finish(optim, loss)
+
+    model = models.seeded(mlp)
+    step, own = dp.compile(step_of, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard"), ADAMW(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(CALLS):
+            step(model, own, *batch(2 * call + ranks.rank, 4), call)
+    assert runner_of(step).eager is not None and counts == [3]

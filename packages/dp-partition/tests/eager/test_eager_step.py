@@ -270,9 +270,57 @@ def test_an_old_parameter_that_something_else_holds_raises(ranks: Ranks) -> None
 
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     eager = _eager(step, is_sharded=True)
-    with pytest.warns(UserWarning, match="runs eagerly"), pytest.raises(PlanError, match="parameter-replaced"):
+    with pytest.warns(UserWarning, match="runs eagerly"):
         eager((x,), {})
-    assert hidden.weights
+    eager((x,), {})  # what nobody uses does no harm
+    (held,) = hidden.weights
+    uses: list[Any] = [held.detach, lambda: held + 1, lambda: held.grad, lambda: torch.optim.SGD([held])]
+    for use in uses:
+        with pytest.raises(PlanError, match=r"parameter-replaced.*0\.weight"):
+            use()
+
+
+@pytest.mark.ranks(2)
+def test_a_graph_of_the_first_call_does_no_harm_until_a_backward_pass_reaches_it(ranks: Ranks) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept: list[torch.Tensor] = []
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=not kept)
+        optimizer.step()
+        kept.append(loss)
+
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    eager = _eager(step, is_sharded=True)
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        eager((x,), {})
+    eager((x,), {})
+    with pytest.raises((PlanError, RuntimeError)):
+        kept[0].backward()
+
+
+@pytest.mark.ranks(2)
+def test_plain_tensors_train_where_there_is_no_module(ranks: Ranks) -> None:
+    a, b = (torch.full((), value, dtype=torch.float64, requires_grad=True) for value in (0.0, 1.0))
+    xs = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+
+    def step(x: torch.Tensor) -> None:
+        (a + b * x - 3 * x).square().mean().backward()
+        with torch.no_grad():
+            for one in (a, b):
+                assert one.grad is not None
+                one -= 0.01 * one.grad
+                one.grad = None
+
+    eager = _eager(step, is_sharded=True)
+    with pytest.warns(UserWarning, match="stay full"), pytest.warns(UserWarning, match="runs eagerly"):
+        eager((xs[ranks.rank],), {})
+    own = a.item(), b.item()
+    gradient = float((2 * (xs - 3 * xs)).mean()), float((2 * xs * (xs - 3 * xs)).mean())
+    assert own == pytest.approx((-0.01 * gradient[0], 1 - 0.01 * gradient[1]), rel=1e-12)
 
 
 @pytest.mark.ranks(2)

@@ -87,7 +87,7 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
                     place = position if several else None
                     if type(one) in (bool, type(None)):
                         parts += (key, place, one)
-                    elif type(one) is float or is_live(key, one):
+                    elif isinstance(one, float) or _is_live(key, one):
                         values[number, index, key, place] = float(one)
                     else:
                         parts += (key, place, _static(one))
@@ -100,13 +100,11 @@ def _names(keys: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(sorted(map(str, keys)))
 
 
-def is_live(key: str, value: Any) -> bool:
-    """Return whether a value of a parameter group is a number (or tensor of one element) that schedulers change."""
-    if value is None or isinstance(value, bool) or key in _OF_SCHEDULERS:
-        return False
+def _is_live(key: str, value: Any) -> bool:
+    """Return whether a value of a parameter group is an integer or a tensor that schedulers change."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, float) or (isinstance(value, int) and key in _LIVE_INTEGERS)
+    return isinstance(value, int) and key in _LIVE_INTEGERS
 
 
 def _static(value: Any) -> Any:

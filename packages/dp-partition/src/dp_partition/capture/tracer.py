@@ -26,9 +26,9 @@ from dp_partition._torch_compat import (
     pytree,
     storage_key,
     trace_options,
+    without_looks_at_values,
     without_modes,
     without_onednn,
-    without_validation,
 )
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.fingerprint import attributes_restored
@@ -143,7 +143,7 @@ class _Tracing:
         """Run the step on the fakes, and record it."""
         restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
         kernels, casts = _without_recurrent_kernels(self.step_state), _without_cast_cache()
-        with restored, no_draws, self.mode, kernels, casts, without_validation():
+        with restored, no_draws, self.mode, kernels, casts, without_looks_at_values():
             try:
                 module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
             finally:

@@ -39,12 +39,14 @@ class Reach:
         optimizers: All optimizers.
         tables: Mutable containers, and ``vars`` of objects, modules and optimizers.
         iterators: Names of types of iterators: running them twice takes two batches.
+        tensors: Tensors in containers and attributes, one or several times.
     """
 
     def __init__(self, *roots: Any) -> None:
         self.optimizers: list[Optimizer] = []
         self.tables: list[Any] = []
         self.iterators: list[str] = []
+        self.tensors: list[torch.Tensor] = []
         self._modules: list[nn.Module] = []
         self._seen: dict[int, Any] = {}  # by id; the value keeps the id from being used again
         self._visit(list(roots), _DEPTH)
@@ -53,18 +55,19 @@ class Reach:
         self.modules = [m for module in outermost for m in _with_parameters(module)]
 
     @property
-    def kept_tensors(self) -> set[int]:
-        """Ids of tensors in containers and objects, those of optimizers left out."""
-        states = {
-            id(table) for o in self.optimizers for table in (vars(o), o.state, *o.state.values(), *o.param_groups)
-        }
-        tables = [table for table in self.tables if id(table) not in states]
-        return {id(x) for table in tables for x in _entries(table) if isinstance(x, torch.Tensor)}
+    def states(self) -> list[torch.Tensor]:
+        """Tensors of optimizers' states."""
+        entries = [x for o in self.optimizers for state in o.state.values() for x in state.values()]
+        return [x for x in entries if isinstance(x, torch.Tensor)]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Unique parameters by name, those of modules first; with several modules the class stands in front."""
-        named: dict[int, tuple[str, nn.Parameter]] = {}
+        """Unique parameters by name, those of modules first; with several modules the class stands in front.
+
+        Tensors that train without a module or an optimizer count where there is nothing else: beside a model, one that
+        requires gradients may be this rank's own (a perturbation, an image).
+        """
+        named: dict[int, tuple[str, Any]] = {}
         for index, module in enumerate(self.modules):
             prefix = f"{type(module).__name__}{index}." if len(self.modules) > 1 else ""
             for name, parameter in module.named_parameters():
@@ -73,10 +76,15 @@ class Reach:
             listed = [p for group in optimizer.param_groups for p in group["params"]]
             for place, parameter in enumerate(listed):
                 named.setdefault(id(parameter), (f"optimizer{number}[{place}]", parameter))
+        if not named:
+            trained = {id(x): x for x in self.tensors if x.is_leaf and x.requires_grad}
+            return {f"tensor{number}": tensor for number, tensor in enumerate(trained.values())}  # type: ignore[misc]
         return dict(named.values())
 
     def _visit(self, value: Any, depth: int) -> None:
         if depth < 0 or value is None or isinstance(value, _LEAVES) or id(value) in self._seen:
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
             return
         self._seen[id(value)] = value
         for inner in self._inside(value):
@@ -144,8 +152,3 @@ def _with_parameters(module: nn.Module) -> list[nn.Module]:
     if next(module.parameters(recurse=False), None) is None and isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [one for child in module.children() for one in _with_parameters(child)]
     return [module] if next(module.parameters(), None) is not None else []
-
-
-def _entries(table: Any) -> list[Any]:
-    """Return the items of a list or set; keys and values of a dict in turn."""
-    return [one for item in table.items() for one in item] if isinstance(table, dict) else list(table)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import pytree
 from dp_partition.eager.reach import Reach
 from dp_partition.eager.watch import Watch
 
@@ -41,18 +42,21 @@ class Units:
     full: Mapping[str, str]
 
 
-def together(reasons: dict[str, str], reach: Reach, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Return the reasons with those of parameters that share an optimizer or a model with a full one."""
+def together(
+    reasons: dict[str, str], reach: Reach, parameters: dict[str, nn.Parameter], combined: Iterable[Iterable[str]]
+) -> dict[str, str]:
+    """Return the reasons with those of parameters that share an optimizer, a model or an operation with a full one."""
     names = {id(p): name for name, p in parameters.items()}
     families = [[names[id(p)] for g in o.param_groups for p in g["params"] if id(p) in names] for o in reach.optimizers]
     families += [[names[id(p)] for p in module.parameters() if id(p) in names] for module in reach.modules]
+    families += [list(names) for names in combined]
     full, grows = dict(reasons), True
     while grows:
         grows = False
         for family in families:
             first = next((name for name in family if name in full), None)
             new = [name for name in family if name not in full] if first is not None else []
-            full |= dict.fromkeys(new, f"shares a model or an optimizer with {first}")
+            full |= dict.fromkeys(new, f"shares a model, an optimizer or an operation with {first}")
             grows = grows or bool(new)
     return full
 
@@ -66,7 +70,7 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
         watch: What the first call did.
         reasons: Name -> why it stays full, the same on all ranks.
     """
-    full = together(reasons, reach, parameters)
+    full = together(reasons, reach, parameters, sorted(map(sorted, watch.combined)))
     names = {id(p): name for name, p in parameters.items()}
     units: list[nn.Module] = []
     for root in reach.modules:
@@ -101,7 +105,8 @@ def _is_closed(module: nn.Module, root: nn.Module, names: dict[int, str], watch:
     own = list(module.parameters())
     if not own or any(module not in watch.users.get(names[id(p)], {module}) for p in own):
         return False
-    runs = module is not root or any(watch.modules[number] is root for number in watch.ran)
+    is_used = any(names[id(p)] in watch.users for p in own)  # an average of weights may be in no forward
+    runs = module is not root or not is_used or any(watch.modules[number] is root for number in watch.ran)
     inside, every = _places(module), _places(root)
     return runs and all(inside[id(p)] == every[id(p)] for p in own)
 
@@ -111,7 +116,7 @@ def _places(root: nn.Module) -> collections.Counter[int]:
 
 
 def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
-    """Return why an optimizer needs full parameters, or an empty text: one step of two copies, full and sharded."""
+    """Return why an optimizer needs full parameters, or an empty text: steps of two copies, full and sharded."""
     updates: list[list[torch.Tensor]] = []
     for sharded in (False, True):
         try:
@@ -126,8 +131,11 @@ def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
     return ""
 
 
+_STEPS = 6  # some do more in each fifth or sixth
+
+
 def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
-    """Return what one step of a copy adds to each parameter, from random gradients."""
+    """Return what steps of a copy add to each parameter, from random gradients."""
     copied = object.__new__(type(optimizer))
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     kept = {k: v for k, v in vars(optimizer).items() if k != "step"}  # a scheduler's wrapper would step the live one
@@ -146,7 +154,8 @@ def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
     repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
     with random_state_restored(), ClosedTraps():
         torch.manual_seed(0)
-        type(copied).step(copied)
+        for _ in range(_STEPS):
+            type(copied).step(copied)
     after = [p.full_tensor() if isinstance(p, DTensor) else p for g in copied.param_groups for p in g["params"]]
     return [new.detach() - old for new, old in zip(after, before, strict=True)]
 
@@ -198,7 +207,34 @@ def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh:
         if old.grad is not None:
             successor.grad = place(old.grad)
     repoint(reach, swap, place)
+    for name, parameter in parameters.items():
+        if id(parameter) in swap:
+            _retire(name, parameter)
     return {name: swap[id(p)][1] if id(p) in swap else p for name, p in parameters.items()}
+
+
+class _Retired(nn.Parameter):
+    """Class of a parameter that shards have replaced: whatever still holds it, a use of it raises its name."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, _Retired))
+        _raise_retired(vars(first)["_name"])
+
+
+def _retire(name: str, parameter: nn.Parameter) -> None:
+    """Free a replaced parameter; one that no walk has found raises when it is used, in a backward pass as well."""
+    parameter.grad = None
+    parameter.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: _raise_retired(name))
+    parameter.data = parameter.new_empty(0)
+    vars(parameter)["_name"] = name
+    parameter.__class__ = _Retired
+
+
+def _raise_retired(name: str) -> NoReturn:
+    found = "shards have replaced it, where an object holds it that the step's arguments and globals do not name"
+    hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
+    raise PlanError(Problem("parameter-replaced", name, found=found, hint=hint))
 
 
 def placement_of(mesh: DeviceMesh) -> Place:

@@ -7,9 +7,7 @@ a rank's own values into parameters, as under DDP: full ones are compared in cal
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -58,6 +56,7 @@ class EagerStep:
         reason: Why the step runs eagerly.
         is_sharded: Whether parameters lie in FSDP2's shards after the first call.
         full: ``"keep"``: what FSDP2 cannot hold stays full; ``"refuse"``: it raises.
+        roots: Models and optimizers of earlier calls, which the first eager one may not be given.
 
     Attributes:
         parameters: Name -> parameter.
@@ -75,7 +74,9 @@ class EagerStep:
         *,
         is_sharded: bool = False,
         full: str = "keep",
+        roots: tuple[Any, ...] = (),
     ) -> None:
+        self.roots = roots
         self.function, self.mesh, self.name, self.reason = function, mesh, name, reason
         self.is_sharded, self.full, self.units = is_sharded, full, Units((), {})
         self.is_placed = False
@@ -92,14 +93,12 @@ class EagerStep:
         self.num_calls += 1
         if self.is_sharded and not self.is_placed:
             # A compiled module would hide its parameters' uses; it is compiled anew from the next call on.
-            watch = Watch(self.parameters, self.modules, Reach(self.function, args, kwargs).kept_tensors)
+            watch = Watch(self.parameters, self.modules, Reach(self.function, args, kwargs, self.roots).states)
             with self.reducer.call(), torch.compiler.set_stance("force_eager"), watch:
                 result = self.function(*args, **kwargs)
             self.compare_ranks()
-            # The graph behind a loss holds the parameters that are about to be replaced.
-            result = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             self.place(args, kwargs, watch)
-            return result
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         with self.reducer.call(), ClosedTraps() if self.units.modules else nullcontext():
             result = self.function(*args, **kwargs)
         if not self.num_calls & (self.num_calls - 1):
@@ -110,10 +109,9 @@ class EagerStep:
         """Shard what FSDP2 can hold, the same on all ranks.
 
         Raises:
-            PlanError: On every rank: ``full-parameters`` where something stays full and ``full="refuse"``;
-                ``parameter-replaced`` where an object past the step's reach still holds an old parameter.
+            PlanError: On every rank: ``full-parameters`` where something stays full and ``full="refuse"``.
         """
-        reach = Reach(self.function, args, kwargs)
+        reach = Reach(self.function, args, kwargs, self.roots)
         layout = placement_of(self.mesh)
         reasons = dict(watch.reasons)
         names = {id(p): name for name, p in self.parameters.items()}
@@ -123,33 +121,26 @@ class EagerStep:
                 reasons = {names[id(p)]: why for p in listed if id(p) in names} | reasons
         numbers = {module: number for number, module in enumerate(watch.modules)}
         users = {name: {numbers[module] for module in used} for name, used in watch.users.items()}
-        rows = all_gather_objects(self.mesh, (reasons, watch.ran, users), f"the placement of {self.name}")
-        if any(ran != watch.ran for _, ran, _ in rows):
+        mine = (reasons, watch.ran, users, watch.combined)
+        rows = all_gather_objects(self.mesh, mine, f"the placement of {self.name}")
+        if any(ran != watch.ran for _, ran, _, _ in rows):
             reasons = dict.fromkeys(self.parameters, "ranks run different modules")
         else:
-            reasons = {name: why for row, _, _ in reversed(rows) for name, why in row.items()}
+            reasons = {name: why for row, *_ in reversed(rows) for name, why in row.items()}
         # A unit has to run at every use of its parameters on every rank, or ranks would plan different units.
-        for name in {name for _, _, used in rows for name in used}:
-            common = set.intersection(*(used[name] for _, _, used in rows if name in used))
+        watch.combined = set.union(*(combined for *_, combined in rows))
+        for name in {name for _, _, used, _ in rows for name in used}:
+            common = set.intersection(*(used[name] for _, _, used, _ in rows if name in used))
             watch.users[name] = {watch.modules[number] for number in common if number < len(watch.modules)}
         self.units = plan_units(reach, self.parameters, watch, reasons)
         if self.units.full:
             self._report_full()
-        old = {name: weakref.ref(p) for name, p in self.parameters.items() if name not in self.units.full}
         assert self.reducer is not None
         self.reducer.remove()
         self.parameters = shard(reach, self.parameters, self.units, self.mesh)
         kept = {name: p for name, p in self.parameters.items() if name in self.units.full}
         self.reducer = GradientReducer(kept, flat_group(self.mesh), self.bucket_bytes, self.name)
         self.is_placed = True
-        del reach, names, watch
-        gc.collect()  # cycles of autograd and of this step's own hooks
-        alive = [name for name, parameter in old.items() if parameter() is not None]
-        if any(all_gather_objects(self.mesh, bool(alive), f"the placement of {self.name}")):
-            hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
-            found = "an object that the step's arguments and globals do not name still holds the old parameter"
-            subjects = alive or [self.name]
-            raise PlanError([Problem("parameter-replaced", name, found=found, hint=hint) for name in subjects])
 
     def _report_full(self) -> None:
         causes: dict[str, list[str]] = {}
@@ -171,7 +162,7 @@ class EagerStep:
                 ``unsupported-wrapper`` for models that another wrapper holds, ``parameter-hooks``,
                 ``ranks-disagree`` for other parameters on other ranks.
         """
-        reach = Reach(self.function, args, kwargs)
+        reach = Reach(self.function, args, kwargs, self.roots)
         parameters = reach.parameters
         problems = _problems(self.name, reach, parameters, self.reducer is None)
         lines = [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
@@ -253,7 +244,7 @@ class EagerStep:
     def release(self) -> None:
         """Take the hooks off, and make every parameter, gradient and optimizer state full and plain again."""
         if self.units.modules:
-            reach = Reach(self.function, self.modules)
+            reach = Reach(self.function, self.modules, self.roots)
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
             parameter: Any
             for unit in self.units.modules:

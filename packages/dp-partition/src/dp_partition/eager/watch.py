@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dp_partition._torch_compat import has_gradient_hooks, pytree
 
@@ -22,20 +23,28 @@ class Watch(TorchFunctionMode):
     Args:
         parameters: Name -> parameter.
         roots: The modules that hold them.
-        kept: Ids of tensors that the step keeps beside models and optimizers, such as averages of weights.
+        states: Tensors of optimizers, which move into shards with the parameters.
 
     Attributes:
         reasons: Name -> why the parameter has to stay full.
         users: Name -> modules that were running at every use of the parameter.
         ran: Numbers of the modules that ran, in order; ranks compare them.
+        combined: Parameters that one operation outside of forwards uses: all are in shards, or none.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], roots: Iterable[nn.Module], kept: set[int]) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], roots: Iterable[nn.Module], states: Iterable[torch.Tensor]
+    ) -> None:
         super().__init__()
-        self.kept = kept - {id(parameter) for parameter in parameters.values()}
+        # Tensors that would be DTensors on shards -> the parameters that they are computed from.
+        self.origins = WeakTensorKeyDictionary(dict.fromkeys(states, frozenset[str]()))
+        self.origins.update({parameter: frozenset([name]) for name, parameter in parameters.items()})
+        self.combined: set[frozenset[str]] = set()
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-        self.reasons = {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
+        inside = {id(p) for module in self.modules for p in module._parameters.values()}
+        self.reasons = {name: "is in no module" for name, p in parameters.items() if id(p) not in inside}
+        self.reasons |= {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
         self.reasons |= {name: "has a gradient hook" for name, p in parameters.items() if has_gradient_hooks(p)}
         self.users: dict[str, set[nn.Module]] = {}
         self.ran: list[int] = []
@@ -70,13 +79,12 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is torch.autograd.grad or name == "backward":
             return self._note_derivative(func, args, kwargs, result)
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not self._stack:
+            self._note_outside(name, [x for x in leaves if isinstance(x, torch.Tensor)], result)
         if name in ("__get__", "__set__"):  # shapes, .grad, .data
             return result
-        leaves = pytree.tree_leaves((args, kwargs))
         read = {self.names[id(x)]: x for x in leaves if id(x) in self.names}
-        if not read:
-            return result
-        mixes = not self._stack and any(id(x) in self.kept for x in leaves)
         writes = name.endswith("_") and not name.endswith("__") and id(args[0]) in self.names
         for fqn, parameter in read.items():
             if self._stack:
@@ -84,11 +92,24 @@ class Watch(TorchFunctionMode):
                     self.reasons.setdefault(fqn, f"a forward writes it ({name})")
                 running = set(self._stack)
                 self.users[fqn] = self.users.get(fqn, running) & running
-            elif mixes:
-                self.reasons.setdefault(fqn, f"is combined with a tensor that the step keeps ({name})")
             elif torch.is_grad_enabled() and _has_gradient(result, parameter):
                 self.reasons.setdefault(fqn, f"is read outside of any module's forward ({name})")
         return result
+
+    def _note_outside(self, name: str, tensors: list[torch.Tensor], result: Any) -> None:
+        """Follow what is computed from parameters: combined with a plain tensor, it would fail on shards."""
+        known = [self.origins[x] for x in tensors if x in self.origins]
+        if not known:
+            return
+        names = frozenset[str]().union(*known)
+        if name in ("numpy", "__array__") or any(x not in self.origins and x.numel() > 1 for x in tensors):
+            reason = f"is combined with a plain tensor ({name})" if len(tensors) > 1 else "is read as an array"
+            self.reasons = dict.fromkeys(names, reason) | self.reasons
+        elif len(names) > 1:
+            self.combined.add(names)
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.origins.setdefault(x, names)
 
     def _note_derivative(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         place = 4 if func is torch.autograd.grad else 3  # torch.Tensor.backward(tensor, gradient, retain, create)

@@ -9,7 +9,7 @@ from torch import fx
 from torch.distributed.tensor import Placement
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import FakeTensorMode, tensor_metadata
+from dp_partition._torch_compat import FakeTensorMode
 from dp_partition.plan.placements import local_shape
 
 
@@ -23,8 +23,6 @@ class _Recorder(fx.Interpreter):
             raise PlanError(Problem("shape-mismatch", f"node {n.name} ({n.target})", found=found, hint=hint)) from error
         n.meta["val"] = value
         n.meta.pop("tensor_meta", None)
-        if isinstance(value, torch.Tensor):
-            n.meta["tensor_meta"] = tensor_metadata(value)
         return value
 
 

@@ -7,6 +7,7 @@ programs issue different collectives could fill each other's tensors with what w
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from dp_partition.mesh import all_groups
 from dp_partition.ops import is_collective
 
 T = TypeVar("T")
+_PATIENCE_S = 10.0  # for ranks that enter a call later than one that cannot go on
 
 HINT = (
     "run the same step on every rank, with the same model and the same arguments of compile; under global semantics "
@@ -65,23 +67,31 @@ def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping
     return made[0]
 
 
-def announce(label: str) -> None:
+def announce(label: str, rank: int) -> None:
     """Count this rank among those that trace; ``label`` is empty where ranks share none."""
     if label and (store := default_store()) is not None:
-        store.add(f"{label}/ranks", 1)
+        store.set(f"{label}/{rank}", "")
 
 
-def all_announced(label: str, count: int) -> bool:
-    """Return, the same on all ranks, whether ``count`` ranks had announced a trace when the first was through with its.
+def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
+    """Return, the same on all ranks, whether all had announced a trace when the first was through with its.
 
     No collective: a rank may trace alone, which the others never learn of. Ranks enter a call within less than a trace
-    takes, as a rule, so that none has to wait here. The first verdict that is written holds for the late ones too.
+    takes, as a rule. The first verdict that is written holds for the late ones too.
+
+    Args:
+        label: The call, on all ranks alike.
+        ranks: Those that run the step.
+        waits: Give the others some time: this rank has failed, and would leave them in a collective.
     """
     store = default_store() if label else None
     if store is None:
         return False
-    verdict = "yes" if store.add(f"{label}/ranks", 0) == count else "no"
-    return bool(store.compare_set(f"{label}/all", "", verdict) == b"yes")
+    until = time.monotonic() + _PATIENCE_S * waits
+    keys, verdict = [f"{label}/{rank}" for rank in ranks], f"{label}/all"
+    while not (is_complete := store.check(keys)) and not store.check([verdict]) and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(store.compare_set(verdict, "", "yes" if is_complete else "no") == b"yes")
 
 
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:

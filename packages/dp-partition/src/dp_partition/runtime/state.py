@@ -130,7 +130,7 @@ class Binding:
         for number, optimizer in enumerate(self.step_state.optimizers):
             for group in optimizer.param_groups:
                 for param in group["params"]:
-                    if param in optimizer.state:
+                    if param in optimizer.state and id(param) in fqn_of:
                         yield number, fqn_of[id(param)], optimizer.state[param]
 
     def placed_states(
@@ -195,7 +195,7 @@ class Binding:
                 if entries:
                     state[params[fqn]] = entries
             for group in optimizer.param_groups:
-                group["params"] = [params[fqn_of[id(param)]] for param in group["params"]]
+                group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
             optimizer.state = state
         self.install_modules(params)
         found = "another parameter has replaced it in the model: no gradient reaches this one"

@@ -7,7 +7,7 @@ from torch import fx
 
 from dp_partition.ops import base_name
 from dp_partition.sharding.op_rules import along, matmul, neural, reductions, views
-from dp_partition.sharding.op_rules.pointwise import foreach, is_pointwise, pointwise
+from dp_partition.sharding.op_rules.pointwise import EXTRA_POINTWISE, foreach, pointwise
 from dp_partition.sharding.op_rules.table import RULES, Rule
 
 _FAMILIES = (along, matmul, neural, reductions, views)
@@ -22,4 +22,4 @@ def find_rule(node: fx.Node) -> Rule | None:
         return RULES[name]
     if name.startswith(("_foreach_", "_fused_")):
         return foreach
-    return pointwise if is_pointwise(node, name) else None
+    return pointwise if name in EXTRA_POINTWISE else None

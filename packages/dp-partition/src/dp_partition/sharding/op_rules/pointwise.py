@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from dp_partition.ops import arguments, is_op, nodes_in
+from dp_partition.ops import arguments, nodes_in
 from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
 
 # f(a + b) == f(a) + f(b) in the one argument that is partial, the others being equal on every rank.
@@ -21,10 +21,8 @@ KEEPS_NORMS = frozenset(["clone", "_to_copy", "alias", "detach"])
 # Elementwise, but without torch's tag for it.
 EXTRA_POINTWISE = frozenset(
     [
-        "clone",
         "_to_copy",
         "native_dropout",
-        "native_dropout_backward",
         "copy",
         "fill",
         "zero",
@@ -38,16 +36,8 @@ EXTRA_POINTWISE = frozenset(
         "randn_like",
         "bernoulli",
         "masked_fill",
-        "lerp",
-        "addcmul",
-        "addcdiv",
         "where",
-        "gelu_backward",
-        "threshold_backward",
-        "tanh_backward",
-        "sigmoid_backward",
         "detach",
-        "silu_backward",
         "hardtanh_backward",
         "elu_backward",
         "leaky_relu_backward",
@@ -56,19 +46,11 @@ EXTRA_POINTWISE = frozenset(
         "uniform",
         "normal",
         "exponential",
-        "mse_loss_backward_none",
-        "logit_backward",
         "hardswish_backward",
         "hardsigmoid_backward",
     ]
 )
 _FACTORY_LIKE = frozenset(["zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"])
-
-
-def is_pointwise(node: fx.Node, name: str) -> bool:
-    """Return whether the operator works element by element on broadcast operands."""
-    target: Any = node.target
-    return is_op(node) and (torch.Tag.pointwise in target.tags or name in EXTRA_POINTWISE)
 
 
 def pointwise(call: Call) -> Iterator[Candidate]:
