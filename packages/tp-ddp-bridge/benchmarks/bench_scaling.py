@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import statistics
 import tempfile
 import time
 import warnings
@@ -23,7 +22,8 @@ import bench_bridge
 import torch
 import torch.distributed as dist
 
-Series = dict[str, list[tuple[float, float]]]
+Times = list[float]
+Series = dict[str, list[tuple[float, Times]]]  # each x with the seconds of its runs
 MAKERS: dict[str, Any] = {
     "bridge": bench_bridge._bridge,
     "buckets by hand": bench_bridge._by_hand,
@@ -34,7 +34,7 @@ TENSORS = (12, 36, 100, 300)
 WIDTHS = (32, 128, 512)
 
 
-def steps(mesh: Any, tensors: int, repeats: int) -> dict[str, float]:
+def steps(mesh: Any, tensors: int, repeats: int) -> dict[str, Times]:
     """CPU seconds a rank of a step, by variant; those that refuse are left out."""
     x = torch.randn(
         bench_bridge.BATCH, bench_bridge.WIDTH, generator=torch.Generator().manual_seed(dist.get_rank() // 2)
@@ -46,10 +46,10 @@ def steps(mesh: Any, tensors: int, repeats: int) -> dict[str, float]:
         except Exception as error:  # a peer that cannot do it has no point here
             print(f"{name}, {tensors} tensors: {type(error).__name__}")
     times = bench_bridge._interleaved(calls, repeats)
-    return {name: statistics.median(seconds) / bench_bridge.RANKS for name, seconds in times.items()}
+    return {name: [each / bench_bridge.RANKS for each in seconds] for name, seconds in times.items()}
 
 
-def wrapping(mesh: Any, tensors: int, repeats: int) -> dict[str, float]:
+def wrapping(mesh: Any, tensors: int, repeats: int) -> dict[str, Times]:
     """Wall seconds of wrapping a model, on the slowest rank."""
     found: dict[str, list[float]] = {}
     for _ in range(repeats):
@@ -60,7 +60,7 @@ def wrapping(mesh: Any, tensors: int, repeats: int) -> dict[str, float]:
             spent = torch.tensor(time.perf_counter() - begin)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             found.setdefault(name, []).append(float(spent))
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+    return found
 
 
 def curves(mesh: Any, repeats: int) -> list[dict[str, Any]]:
@@ -74,21 +74,29 @@ def curves(mesh: Any, repeats: int) -> list[dict[str, Any]]:
         bench_bridge.WIDTH = width
         numel = 36 // 4 * (4 * width * width + 3 * width)
         _add(by_width, numel, steps(mesh, 36, repeats))
-    step = "CPU seconds a rank"
+    step = "CPU time of a rank"
+    see = "The bridge does what buckets by hand do; what lies between them is its hooks."
     return [
-        _curve("tensors", "A step, width 64, 2 x 2 ranks", "tensors", step, by_tensors),
-        _curve("parameters", "A step, 36 tensors, 2 x 2 ranks", "parameters", step, by_width),
-        _curve("wrapping", "Making and wrapping the model, 2 x 2 ranks", "tensors", "seconds", by_wrap),
+        _curve("tensors", "A step, width 64, 2 x 2 ranks", "tensors", step, by_tensors, see),
+        _curve("parameters", "A step, 36 tensors, 2 x 2 ranks", "parameters", step, by_width, see),
+        _curve(
+            "wrapping",
+            "Making and wrapping the model, 2 x 2 ranks",
+            "tensors",
+            "time",
+            by_wrap,
+            "Wrapping is done once; its time grows with the tensors.",
+        ),
     ]
 
 
-def _add(series: Series, x: float, found: dict[str, float]) -> None:
-    for name, y in found.items():
-        series.setdefault(name, []).append((x, y))
+def _add(series: Series, x: float, found: dict[str, Times]) -> None:
+    for name, times in found.items():
+        series.setdefault(name, []).append((x, times))
 
 
-def _curve(name: str, title: str, x: str, y: str, series: Series) -> dict[str, Any]:
-    return {"name": name, "title": title, "x": x, "y": y, "series": series}
+def _curve(name: str, title: str, x: str, y: str, series: Series, see: str) -> dict[str, Any]:
+    return {"name": name, "title": title, "x": x, "y": y, "series": series, "see": see}
 
 
 def _rank(rank: int, folder: str, repeats: int, results: Any) -> None:

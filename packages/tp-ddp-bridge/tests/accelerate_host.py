@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import bridge_models as models
 import pytest
@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from tp_ddp_bridge import PlanError, check_replicas
+from tp_ddp_bridge import GradScaler, PlanError, check_replicas
 from tp_ddp_bridge.accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -296,8 +296,11 @@ def test_a_model_that_is_not_tensor_parallel_is_named(ranks: Ranks) -> None:
 class OfAScript(Accelerator):
     """Makes the scripts' models tensor parallel; the scripts take one process for one replica."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(2, cpu=True, **kwargs)
+    def __init__(self, mixed_precision: str | None = None, **kwargs: Any) -> None:
+        half = mixed_precision == "fp16"  # which accelerate has for no CPU; torch has
+        super().__init__(2, cpu=True, mixed_precision="no" if half else mixed_precision, **kwargs)
+        if half:
+            self.state._mixed_precision, self.native_amp, self.scaler = "fp16", True, GradScaler("cpu")
 
     @property
     def num_processes(self) -> int:
@@ -406,6 +409,8 @@ def test_script_of_communication_hooks(ranks: Ranks, hook: str) -> None:
 class Line(Regression):
     """As the scripts' regression, with its two numbers beside sharded layers."""
 
+    seen: ClassVar[set[torch.dtype]] = set()
+
     def __init__(self) -> None:
         super().__init__()
         self.line = nn.Parameter(torch.zeros(2))
@@ -421,7 +426,9 @@ class Line(Regression):
         return full
 
     def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
-        return self.line[0] * x + self.line[1] + super().forward(x)
+        self.seen.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype)
+        with torch.autocast("cpu", enabled=False):  # as the script's own model, which has nothing that autocast rounds
+            return self.line[0] * x + self.line[1] + super().forward(x)
 
 
 class StateOfReplicas:
@@ -438,12 +445,11 @@ def test_script_of_training_samplers_and_triggers(ranks: Ranks) -> None:
         patch.setattr(basic_script, "Accelerator", OfAScript)
         patch.setattr(basic_script, "RegressionModel", Line)
         patch.setattr(basic_script, "AcceleratorState", StateOfReplicas)
-        # These parts compare with float32, bit for bit: the scripts' models have no layer that autocast rounds.
-        patch.setattr(basic_script, "is_bf16_available", lambda: False)
-        patch.setattr(basic_script, "is_fp16_available", lambda: False)
         OfAScript()  # the script's main() makes one
         basic_script.test_trigger()
         basic_script.check_seedable_sampler()
         basic_script.check_seedable_sampler_with_data_seed()
         for use_seedable_sampler in (False, True):
+            Line.seen.clear()
             basic_script.training_check(use_seedable_sampler)
+            assert Line.seen == {torch.float32, torch.bfloat16, torch.float16}

@@ -40,6 +40,11 @@ ROWS: list[tuple[str, str, str]] = [
         "optim/test_elementwise.py::test_torchs_clip_raises_at_the_step",
     ),
     (
+        "hooks that are registered on what an attribute reads; post-accumulate hooks from before the bridge",
+        "refused: `RuntimeError`, `parameter-hooks`",
+        "module/test_eager.py::test_hooks_registered_through_an_attribute",
+    ),
+    (
         "`norm()` of a leaf",
         "refused: `local-shard-as-full`",
         "module/test_transform.py::test_norms_of_shards_are_refused",
@@ -83,7 +88,7 @@ ROWS: list[tuple[str, str, str]] = [
     ),
     ("DTensor buffers", RIGHT, "module/test_view_class.py::test_buffers"),
     (
-        "hooks on parameters, their handles",
+        "gradient hooks from before the bridge, and their handles",
         RIGHT,
         "module/test_eager.py::test_users_hooks_see_dtensors_before_under_and_after",
     ),

@@ -386,13 +386,3 @@ def test_communication_hooks_under_the_guards(ranks: Ranks) -> None:
         model.head = nn.Linear(16, 16)
         with pytest.raises(PlanError, match="parameter-replaced"):
             ddp(torch.ones(1, 16))
-
-
-@pytest.mark.ranks(4)
-def test_errors_of_a_forward_name_rank_and_step(ranks: Ranks) -> None:
-    mesh, model = sharded(ranks)
-    ddp = wrap_ddp(model, mesh=mesh)
-    ddp(torch.ones(1, 16))
-    with pytest.raises(RuntimeError) as caught:
-        ddp(torch.ones(1, 17))
-    assert caught.value.__notes__ == [f"in forward 2 of DistributedDataParallel on rank {ranks.rank}"]

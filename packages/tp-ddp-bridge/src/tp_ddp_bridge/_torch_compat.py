@@ -5,10 +5,11 @@ Read against torch 2.13.0; the same names exist in 2.11.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,11 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map as tree_map
 
-HOOK_TABLES = {
-    "register_hook": "_backward_hooks",
-    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
-}
-"""Method that registers a hook -> attribute with the dict that it fills; handles remove from this very dict."""
+GRAD_HOOKS, POST_ACCUMULATE_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+"""Attributes with the dicts that a tensor's hooks are registered in; handles remove from these very dicts."""
 
 
 def make_spec(
@@ -89,17 +87,11 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return mesh[axes]._flatten()
 
 
-def torch_bridge_spec(tensor: torch.Tensor) -> DTensorSpec | None:
-    """Return what torch's own ``_pre_dp_module_transform`` left on a parameter it made local."""
-    spec = getattr(tensor, "_st_info", None)
-    return spec if isinstance(spec, DTensorSpec) else None
+def torch_bridged(module: nn.Module) -> bool:
+    """Return whether torch's own ``_pre_dp_module_transform`` ran: it leaves a hook that swaps DTensors in."""
+    from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor
 
-
-def torch_bridge_hooks(hooks: Iterable[Any]) -> bool:
-    """Return whether torch's own swap-and-restore hooks are among ``hooks``."""
-    from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
-
-    return any(hook is _localize_dtensor or hook is _reconstruct_dtensor for hook in hooks)
+    return _reconstruct_dtensor in module._forward_pre_hooks.values()
 
 
 class LocalGradScaler(torch.amp.GradScaler):

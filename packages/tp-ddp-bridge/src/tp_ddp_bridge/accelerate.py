@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
-from zlib import crc32
 
 import accelerate
 import torch
@@ -22,13 +21,13 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.norms import clip_grad_norm_
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
-from tp_ddp_bridge.consistency.replicas import raise_on_all_ranks
+from tp_ddp_bridge.consistency.replicas import fingerprint, raise_on_all_ranks
 from tp_ddp_bridge.ddp import tensor_ranks
 from tp_ddp_bridge.optim.elementwise import parameters_of
 from tp_ddp_bridge.optim.repoint import repoint
@@ -50,6 +49,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
 
     Attributes:
         mesh: The ranks as ``(dp_replicate, tp)``.
+        data_parallel_size: Number of ranks that see different batches.
 
     Raises:
         PlanError: ``tp_size`` does not divide the ranks, or another parallelism is configured; in ``prepare``, an
@@ -59,6 +59,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
 
     scaler: Any
     flag_tensor: torch.Tensor | None
+    data_parallel_size: int
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -72,6 +73,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         self.dataloader_config.dispatch_batches = False  # dispatching sends other rows to each rank of the world
         axes = ("dp_replicate", "tp")  # accelerate's names, which its data loaders read
         self.mesh = init_device_mesh(self.device.type, (ranks // tp_size, tp_size), mesh_dim_names=axes)
+        self.state.device_mesh, self.data_parallel_size = self.mesh, ranks // tp_size
         self._data_group, self._tensor_group = self.mesh.get_group(axes[0]), self.mesh.get_group(axes[1])
         self._unbridged: list[Optimizer] = []
         if self.scaler is not None:
@@ -79,16 +81,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
             self.scaler = GradScaler(self.device.type, **({} if handler is None else handler.to_kwargs()))
         self.register_save_state_pre_hook(self._save_shards)
         self.register_load_state_pre_hook(self._load_shards)
-
-    @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The same as ``mesh``."""
-        return getattr(self, "mesh", None)
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of ranks that see different batches."""
-        return dist.get_world_size(self._data_group)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as accelerate does; an optimizer of the model before it was prepared follows its new parameters."""
@@ -264,16 +256,15 @@ class _SameBatches:
     def __iter__(self) -> Iterator[Any]:
         self.accelerator._share_random_states()
         lines: list[str] = []
+
+        def note(each: torch.Tensor) -> None:
+            lines.append(f"batch: {each.dtype} {tuple(each.shape)}, checksum {fingerprint(each).tolist()}")
+
         for index, batch in enumerate(super().__iter__()):  # type: ignore[misc]  # of the loader's own class
             if index == 0:
-                recursively_apply(lambda each: lines.append(_summary(each)), batch)
+                recursively_apply(note, batch)
                 raise_on_all_ranks([self.accelerator.mesh["tp"]], "the first batch of a data loader", (), lines)
             yield batch
-
-
-def _summary(tensor: torch.Tensor) -> str:
-    values = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
-    return f"batch: {tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(values.tobytes()):x}"
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # the host has no types here

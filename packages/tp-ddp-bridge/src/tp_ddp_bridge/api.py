@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -19,13 +18,12 @@ from tp_ddp_bridge.consistency.replicas import (
     Scope,
     named_tensors,
     raise_on_all_ranks,
+    replica_problems,
     replicas_in,
     shard_problems,
     structure_lines,
-    structure_problems,
-    value_problems,
 )
-from tp_ddp_bridge.ddp import BridgedDDP, guard_ddp, tensor_ranks
+from tp_ddp_bridge.ddp import BridgedDDP, guard_ddp, guard_of, tensor_ranks
 from tp_ddp_bridge.layout import tensor_groups
 from tp_ddp_bridge.module.survey import survey
 from tp_ddp_bridge.module.transform import bridging_problems, is_bridged, transform, undo_dp_transform
@@ -35,13 +33,14 @@ from tp_ddp_bridge.optim.repoint import as_list
 M = TypeVar("M", bound=nn.Module)
 
 
-def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = (), buffers: bool = True) -> M:
+def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = ()) -> M:
     """Prepare a tensor-parallel module for ``DistributedDataParallel``.
 
-    Every DTensor parameter is replaced by a local leaf, for good; reading it as an attribute gives a DTensor of the
-    same layout. Names, order, ties, ``requires_grad``, gradients, user attributes and hooks stay. Calling it again
-    changes nothing, except that DTensors that were added since, and ``optimizers`` that were forgotten, are bridged
-    too. Communicates nothing, unless a gradient or optimizer state is laid out otherwise than its parameter.
+    Every DTensor parameter and buffer is replaced by a local leaf, for good; reading it as an attribute gives a DTensor
+    of the same layout. Names, order, ties, ``requires_grad``, gradients, user attributes and gradient hooks stay.
+    Calling it again changes nothing, except that DTensors that were added since, and ``optimizers`` that were
+    forgotten, are bridged too. Communicates nothing, unless a gradient or optimizer state is laid out otherwise than
+    its parameter.
 
     From now on every DDP around leaves is guarded in this process, and every optimizer that holds shards is tried at
     its first step.
@@ -49,7 +48,6 @@ def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Opti
     Args:
         module: Changed in place. Its parameters may come from torch's ``parallelize_module``, tp-styles, or by hand.
         optimizers: Optimizers that hold DTensor parameters of ``module``; re-pointed in place, their state is kept.
-        buffers: Whether DTensor buffers become local too (DDP cannot broadcast DTensors).
 
     Returns:
         ``module``.
@@ -59,27 +57,10 @@ def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Opti
     """
     guard_ddp()
     check_steps()
-    return transform(module, as_list(optimizers), buffers=buffers)
+    return transform(module, as_list(optimizers))
 
 
 _pre_dp_module_transform = pre_dp_module_transform  # its name in torch
-
-
-@contextmanager
-def dp_bridge(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = (), buffers: bool = True) -> Iterator[M]:
-    """Bridge ``module`` for the length of a ``with`` block; a block that raises is undone as well.
-
-    Args:
-        module: As in ``pre_dp_module_transform``.
-        optimizers: As there; also re-pointed back at the end.
-        buffers: As there.
-    """
-    listed = as_list(optimizers)
-    pre_dp_module_transform(module, optimizers=listed, buffers=buffers)
-    try:
-        yield module
-    finally:
-        undo_dp_transform(module, optimizers=listed)
 
 
 def wrap_ddp(
@@ -117,7 +98,11 @@ def wrap_ddp(
     problems = bridging_problems(surveyed, listed)
     data_group, group_problems = _data_group(module, mesh, group)
     problems += group_problems
-    scope = _scope(module, mesh, data_group, problems)
+    if mesh is not None and mesh.ndim > 1:
+        scope: Scope = [mesh]
+    else:  # from what all ranks were given; groups that are wrong are so on each of them
+        raise_problems(problems if data_group is None else (), "no data-parallel group")
+        scope = [cast(dist.ProcessGroup, data_group), *tensor_groups(module.parameters())]
 
     # In this order: every exchange is one that all ranks make, because the one before has shown that they can.
     raise_on_all_ranks(scope, "wrap_ddp", problems, [*_settings(ddp_kwargs), *structure_lines(module)])
@@ -126,7 +111,7 @@ def wrap_ddp(
     differences = []
     for tensor_group in tensor_groups(module.parameters()):
         replicas = replicas_in(named_tensors(module), dist.get_process_group_ranks(tensor_group))
-        differences += structure_problems(replicas, tensor_group) or value_problems(replicas, tensor_group)
+        differences += replica_problems(replicas, tensor_group)
     raise_on_all_ranks(scope, "wrap_ddp", differences)
 
     bridged_before = is_bridged(module)
@@ -137,7 +122,7 @@ def wrap_ddp(
         if not bridged_before:
             undo_dp_transform(module, optimizers=listed)
         raise
-    ddp.guard.scope = scope
+    guard_of(ddp).scope = scope
     return ddp
 
 
@@ -145,18 +130,10 @@ def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, d
     for name in ("process_group", "device_mesh"):
         if name in ddp_kwargs:
             raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
-    if not dist.is_available() or not dist.is_initialized():
-        reason = "torch.distributed is not initialized"
-        raise PlanError(Problem("no-process-group", "wrap_ddp", found=reason, hint="init_process_group first"))
     if (mesh is None) == (group is None):
         code, both = ("missing-mesh", "neither") if mesh is None else ("conflicting-arguments", "both")
         hint = "name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them"
         raise PlanError(Problem(code, "mesh, group", found=f"{both} of them given", hint=hint))
-    fits = {"mesh": isinstance(mesh, DeviceMesh | None), "group": not isinstance(group, str | DeviceMesh)}
-    for name, value in (("mesh", mesh), ("group", group)):
-        if not fits[name]:
-            hint = "mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it"
-            raise PlanError(Problem("wrong-type", name, found=f"{value!r:.100}", hint=hint))
     if mesh is not None and mesh.get_coordinate() is None:
         reason = f"rank {dist.get_rank()} is not in it"
         raise PlanError(
@@ -186,21 +163,6 @@ def _data_group(
     named = dict(zip(mesh.mesh_dim_names or (f"axis{index}" for index in range(mesh.ndim)), groups, strict=True))
     axes = {name: frozenset(dist.get_process_group_ranks(each)) for name, each in named.items()}
     names, problems = data_axes(rank, axes, ranks_by_name)
-    if len(names) > 1 and mesh.mesh_dim_names is None:
-        reason = f"{len(names)} data axes"
-        problems += (Problem("invalid-mesh", "mesh", found=reason, hint="give the mesh mesh_dim_names"),)
     if problems:
         return None, list(problems)
     return flatten_axes(mesh, names).get_group() if len(names) > 1 else named[names[0]], []
-
-
-def _scope(
-    module: nn.Module, mesh: DeviceMesh | None, data_group: dist.ProcessGroup | None, problems: list[Problem]
-) -> Scope:
-    """Return the ranks that raise together; they have to follow from what all ranks were given."""
-    if mesh is not None and mesh.ndim > 1:
-        return [mesh]
-    if data_group is None:  # the groups themselves are wrong, on every rank that was given them
-        raise_problems(problems, "no data-parallel group")
-    assert data_group is not None
-    return [data_group, *tensor_groups(module.parameters())]

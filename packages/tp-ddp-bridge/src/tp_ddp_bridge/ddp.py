@@ -27,32 +27,16 @@ from tp_ddp_bridge.consistency.axes import mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
     raise_on_all_ranks,
+    replica_problems,
     replicas_in,
     shard_problems,
     structure_lines,
-    value_problems,
 )
 from tp_ddp_bridge.layout import bridge_tag, is_replicated_tag, layout_of, tensor_groups
 
 
 class BridgedDDP(DistributedDataParallel):
-    """DDP as ``wrap_ddp`` returns it: torch's communication hooks run on its own group, errors name rank and step."""
-
-    _num_forwards = 0
-
-    @property
-    def guard(self) -> ReducerGuard:
-        """The hook that runs before each forward."""
-        return next(hook for hook in self._forward_pre_hooks.values() if isinstance(hook, ReducerGuard))
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; an error that leaves it names this rank and the step."""
-        self._num_forwards += 1
-        try:
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's stub
-        except Exception as error:
-            error.add_note(f"in forward {self._num_forwards} of DistributedDataParallel on rank {dist.get_rank()}")
-            raise
+    """DDP as ``wrap_ddp`` returns it: torch's communication hooks run on its own group, those of users are tried."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook on the data-parallel group; a collective of all ranks.
@@ -178,10 +162,14 @@ def tensor_ranks(module: nn.Module) -> dict[str, frozenset[int]]:
     return {name: frozenset(each.mesh.mesh.flatten().tolist()) for name, each in layouts.items() if each is not None}
 
 
+def guard_of(ddp: DistributedDataParallel) -> ReducerGuard:
+    """Return the hook that runs before each forward of a DDP around leaves."""
+    return next(hook for hook in ddp._forward_pre_hooks.values() if isinstance(hook, ReducerGuard))
+
+
 def _scope_of(ddp: DistributedDataParallel) -> Scope:
     """Return the ranks that raise together."""
-    guard = next(hook for hook in ddp._forward_pre_hooks.values() if isinstance(hook, ReducerGuard))
-    return guard.scope or [ddp.process_group, *tensor_groups(ddp.module.parameters())]
+    return guard_of(ddp).scope or [ddp.process_group, *tensor_groups(ddp.module.parameters())]
 
 
 # ---- the guard before each forward ---------------------------------------------------------------------------------
@@ -194,21 +182,26 @@ class ReducerGuard:
         scope: The ranks that raise together at the first forward; by default those that the groups connect.
     """
 
+    scope: Scope | None = None
+    _reduced: dict[int, torch.Tensor] | None = None
+    _accepted: tuple[list[nn.Parameter], list[bool]] | None = None  # by identity, and which train
+    _compared = False
+
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
-        self.scope: Scope | None = None
         # DDP builds its reducer of these right afterwards.
         named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-        self._reduced: dict[int, torch.Tensor] | None = {id(each): each for name, each in named if name not in ignored}
-        self._accepted: ParameterSet | None = None
-        self._compared = False
+        self._reduced = {id(each): each for name, each in named if name not in ignored}
 
     def __call__(self, ddp: DistributedDataParallel, inputs: Any) -> None:
         """Raise where this forward would train replicas apart."""
         if torch.compiler.is_compiling():
             return
-        if self._accepted is None or not self._accepted.unchanged():
+        parameters = list(ddp.module.parameters())
+        trains = [parameter.requires_grad for parameter in parameters]
+        accepted = self._accepted
+        if accepted is None or trains != accepted[1] or not all(map(operator.is_, parameters, accepted[0])):
             self._check_reducer_parameters(ddp)
-            self._accepted = ParameterSet(ddp.module)
+            self._accepted = parameters, trains
         # Elsewhere ranks need not run the same forwards: evaluation, no_sync(), join() with uneven inputs.
         if not self._compared and ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             if not is_joining(ddp):
@@ -246,36 +239,11 @@ class ReducerGuard:
             raise_on_all_ranks(scope, "first forward of DDP", tried)
         raise_on_all_ranks(scope, "first forward of DDP", shard_problems(module, group))
         # Buffers are synchronized by DDP itself, or are the rank's own.
-        problems = [
-            problem
-            for each in (group, *tensor_groups(module.parameters()))
-            for problem in value_problems(
-                replicas_in(module.named_parameters(), dist.get_process_group_ranks(each)), each
-            )
-        ]
+        problems = []
+        for each in (group, *tensor_groups(module.parameters())):
+            replicas = replicas_in(module.named_parameters(), dist.get_process_group_ranks(each))
+            problems += replica_problems(replicas, each)
         raise_on_all_ranks(scope, "first forward of DDP", problems)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A DDP that was copied or pickled makes a new reducer, of the parameters that it has then.
-        self.scope, self._accepted, self._compared = None, None, False
-        self._reduced = None
-
-
-class ParameterSet:
-    """Parameters and submodules of a module at one moment, by identity, and which of them train."""
-
-    def __init__(self, module: nn.Module) -> None:
-        tables: list[dict[str, Any]] = [table for m in module.modules() for table in (m._parameters, m._modules)]
-        self._tables = [(table, list(table.values())) for table in tables]
-        self._parameters = list(module.parameters())
-        self._trains = [parameter.requires_grad for parameter in self._parameters]
-
-    def unchanged(self) -> bool:
-        """Return whether everything is as it was; a fraction of a millisecond for a thousand parameters."""
-        return [parameter.requires_grad for parameter in self._parameters] == self._trains and all(
-            len(table) == len(values) and all(map(operator.is_, table.values(), values))
-            for table, values in self._tables
-        )
+        return {}  # a DDP that was copied or pickled makes a new reducer, of the parameters that it has then

@@ -13,14 +13,12 @@ Vocabulary of this package:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge._shared.sharding_info import ShardingInfo, sharding_info_of
@@ -156,16 +154,6 @@ def tensor_groups(parameters: Iterable[torch.Tensor], sharded: bool = False) -> 
 # ---- that can have happened.
 
 
-@dataclass(frozen=True)
-class ReplicatedOn:
-    """The mesh on which a module's plain parameters are replicated: the largest of its DTensors' meshes."""
-
-    mesh: DeviceMesh
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedOn:
-        return self
-
-
 def tag_leaf(leaf: Any, layout: Layout) -> None:
     """Let a leaf carry its layout."""
     leaf._sharding_info = tuple(layout[:4])  # no sections: the form that every version reads
@@ -179,12 +167,12 @@ def _refuse_norm(*args: Any, **kwargs: Any) -> NoReturn:
     raise PlanError(Problem("local-shard-as-full", "norm()", found="the norm of one rank's shard", hint=hint))
 
 
-def tag_replicated(parameters: Iterable[nn.Parameter], on: ReplicatedOn) -> None:
-    """Let every parameter that is neither a DTensor nor a shard carry that it is replicated."""
+def tag_replicated(parameters: Iterable[nn.Parameter], on: Layout) -> None:
+    """Let every parameter that is neither a DTensor nor a shard carry that it is replicated on that mesh."""
     for parameter in parameters:
         if not isinstance(parameter, DTensor) and not hasattr(parameter, "_sharding_info"):
             tagged: Any = parameter
-            layout = Layout(on.mesh, (Replicate(),) * on.mesh.ndim, parameter.shape, tuple(parameter.stride()))
+            layout = on._replace(shape=parameter.shape, stride=tuple(parameter.stride()))
             tagged._sharding_info = tuple(layout[:4])
             tagged._dp_replicated = layout
 

@@ -89,9 +89,7 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
             not the same.
     """
     replicas = replicas_in(named_tensors(module), ranks_of(group))
-    raise_problems(structure_problems(replicas, group))
-    problems = value_problems(replicas, group)
-    raise_problems(problems, f"{len(problems)} of {len(replicas)} tensors differ between replicas")
+    raise_problems(replica_problems(replicas, group), "replicas differ")
     return len(replicas)
 
 
@@ -128,14 +126,14 @@ def _replicas_of(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> Itera
             yield Replica(name, local, shards if len(places) == len(ranks) else ("full",) * len(ranks))
 
 
-def structure_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
-    """Compare names, shapes and dtypes; a collective, the same problems on all ranks of ``group``."""
+def replica_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
+    """Compare names, shapes and dtypes, then values; a collective, the same problems on all ranks of ``group``."""
     lines = [
         # Shards that differ may be uneven.
         f"{each.name} {tuple(each.local.shape) if len(set(each.shard)) == 1 else each.shard} {each.local.dtype}"
         for each in replicas
     ]
-    return _digest_problems(lines, group, "check_replicas")
+    return _digest_problems(lines, group, "check_replicas") or _value_problems(replicas, group)
 
 
 def structure_lines(module: nn.Module) -> list[str]:
@@ -173,8 +171,8 @@ def _digest_problems(lines: Iterable[str], group: dist.ProcessGroup | None, subj
     return [Problem("ranks-disagree", "module", found=reason, hint=hint)]
 
 
-def value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
-    """Compare values by fingerprint; a collective, the same problems on all ranks of ``group``."""
+def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
+    """Compare values by fingerprint."""
     ranks = ranks_of(group)
     if len(ranks) == 1 or not replicas:
         return []

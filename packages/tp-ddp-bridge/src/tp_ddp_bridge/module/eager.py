@@ -1,20 +1,17 @@
-"""Views outside a forward, where users read parameters, assign to them and register hooks.
+"""Views outside a forward, where users read parameters and assign to them.
 
-Whatever is assigned to or registered on such a view goes to the leaf: on the view it would vanish with it.
+Whatever is assigned to such a view goes to the leaf: on the view it would vanish with it. Hooks are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from tp_ddp_bridge.layout import Layout
-from tp_ddp_bridge.module.hooks import register_on_leaf
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -38,13 +35,14 @@ class EagerView(DTensor):
     data = property(_DATA.__get__, _set_data)
     grad = property(_GRAD.__get__, _set_grad)  # as it was when the view was read
 
-    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register ``hook`` for the leaf's gradient, which it gets as a DTensor."""
-        return register_on_leaf(*self._of, "register_hook", hook)
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refuse: the hook would vanish with the view."""
+        raise RuntimeError(
+            "a hook on a parameter that was read as an attribute would vanish with it: register it on the leaf, "
+            "dict(module.named_parameters())[name], whose gradient is this rank's shard, or before bridging"
+        )
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register ``hook`` for the leaf, which it gets as a DTensor parameter."""
-        return register_on_leaf(*self._of, "register_post_accumulate_grad_hook", hook)
+    register_post_accumulate_grad_hook = register_hook
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save as a plain DTensor: whoever loads it needs no bridge."""

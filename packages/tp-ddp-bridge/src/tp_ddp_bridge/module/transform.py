@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale, mark_stale
-from tp_ddp_bridge.layout import LEAF_TAGS, ReplicatedOn, is_local_shard, untag_replicated
-from tp_ddp_bridge.module.hooks import forward_hooks_to_leaf, has_local_hooks, refuse_gradients, return_hooks
+from tp_ddp_bridge._torch_compat import local_of
+from tp_ddp_bridge.layout import LEAF_TAGS, Layout, is_local_shard, untag_replicated
+from tp_ddp_bridge.module.hooks import forward_hooks_to_leaf, hook_problems, refuse_gradients, return_hooks
 from tp_ddp_bridge.module.survey import Registration, Survey, SurveyedTensor, survey
 from tp_ddp_bridge.module.view import View
 from tp_ddp_bridge.module.view_class import BridgedModule, LeafTable, restore_class, set_views, tag_after_load, tag_all
@@ -29,9 +31,9 @@ def is_bridged(module: nn.Module) -> bool:
     return any(isinstance(submodule, BridgedModule) for submodule in module.modules())
 
 
-def transform(module: M, optimizers: list[Optimizer], *, buffers: bool = True) -> M:
+def transform(module: M, optimizers: list[Optimizer]) -> M:
     """Exchange every DTensor of ``module`` for a leaf, and re-point ``optimizers``; see ``pre_dp_module_transform``."""
-    surveyed = survey(module, buffers=buffers)
+    surveyed = survey(module)
     raise_problems(bridging_problems(surveyed, optimizers), "the module cannot be bridged")
     for each in surveyed.bridgeable:
         if not each.is_leaf:
@@ -53,13 +55,15 @@ def bridging_problems(surveyed: Survey, optimizers: list[Optimizer]) -> list[Pro
         target = targets.get(id(parameter))
         return is_local_shard(parameter) if target is None else bool(target.layout.sharded_axes())
 
-    return [*surveyed.problems, *repointing_problems(optimizers, is_replaced, is_sharded)]
+    hooks = [each for target in targets.values() for each in hook_problems(target.name, target.tensor)]
+    return [*surveyed.problems, *hooks, *repointing_problems(optimizers, is_replaced, is_sharded)]
 
 
 def _bridge(surveyed: SurveyedTensor) -> None:
     """Exchange one DTensor for its leaf, under all its names."""
     tensor, layout = surveyed.tensor, surveyed.layout
-    leaf = surveyed.local.detach()
+    assert isinstance(tensor, DTensor)
+    leaf = local_of(tensor).detach()
     is_parameter = surveyed.kind == "parameter"
     if is_parameter:
         leaf = nn.Parameter(leaf, requires_grad=tensor.requires_grad)
@@ -76,7 +80,7 @@ def _bridge(surveyed: SurveyedTensor) -> None:
         refuse_gradients(tensor, surveyed.name)
     for registration in surveyed.registrations:
         _register(registration, surveyed.kind, leaf)
-        view = View(layout, surveyed.kind, registration.fqns[0], leaf.shape)
+        view = View(layout, surveyed.kind, registration.fqn, leaf.shape)
         set_views(registration.owner, {registration.name: view})
 
 
@@ -91,12 +95,12 @@ def _make_root(module: nn.Module, surveyed: Survey) -> None:
     """Let one call of ``module`` span a forward, and tag its plain parameters as replicated."""
     if not isinstance(module, BridgedModule):
         set_views(module, {})
-    if not surveyed.distributed:
+    if not surveyed.meshes:
         return
     if "_dp_replicated_on" not in module.__dict__:
         module.register_load_state_dict_post_hook(tag_after_load)
-    mesh = max((each.layout.mesh for each in surveyed.distributed), key=lambda mesh: mesh.size())
-    module.__dict__["_dp_replicated_on"] = ReplicatedOn(mesh)
+    mesh = max(surveyed.meshes, key=lambda mesh: mesh.size())
+    module.__dict__["_dp_replicated_on"] = Layout(mesh, (Replicate(),) * mesh.ndim, torch.Size(), ())
     tag_all(module)
     for submodule in module.modules():
         if submodule._parameters:
@@ -120,12 +124,7 @@ def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer 
     surveyed = survey(module)
     leaves = {id(each.tensor): each for each in surveyed.bridgeable if each.is_leaf}
     problems = [problem for problem in surveyed.problems if problem.code == "already-applied"]
-    reason, hint = "a hook that was registered on the local leaf", "remove it; on the DTensor it would see DTensors"
-    problems += [
-        Problem("parameter-hooks", each.name, found=reason, hint=hint)
-        for each in leaves.values()
-        if each.kind == "parameter" and has_local_hooks(each.tensor)
-    ]
+    problems += [each for leaf in leaves.values() for each in hook_problems(leaf.name, leaf.tensor)]
     problems += repointing_problems(listed, lambda each: id(each) in leaves or is_stale(each), lambda _: False)
     raise_problems(problems, "the bridge cannot be undone")
     for each in leaves.values():

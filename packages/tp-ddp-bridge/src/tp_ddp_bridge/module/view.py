@@ -61,19 +61,15 @@ class View:
         kind: ``"parameter"`` or ``"buffer"``.
         name: FQN in the module that was transformed, for messages.
         local_shape: Shape of the leaf on this rank.
-        leaf: The leaf, to restore it where torch deletes it from the module.
-        index: Its place among the module's parameters.
     """
 
-    __slots__ = ("_specs", "index", "kind", "layout", "leaf", "local_shape", "name")
+    __slots__ = ("_specs", "kind", "layout", "local_shape", "name")
 
     def __init__(self, layout: Layout, kind: str, name: str, local_shape: torch.Size) -> None:
         self.layout = layout
         self.kind = kind
         self.name = name
         self.local_shape = local_shape
-        self.leaf: torch.Tensor | None = None
-        self.index = 0
         self._specs: dict[tuple[torch.dtype, torch.device], DTensorSpec] = {}
 
     def read(self, value: torch.Tensor | None) -> torch.Tensor | None:
@@ -119,9 +115,7 @@ class View:
 
     def make(self, leaf: torch.Tensor) -> DTensor:
         """Return a new view of ``leaf`` in the current grad mode."""
-        spec = self._specs.get((leaf.dtype, leaf.device))
-        if spec is None:
-            spec = self._spec_for(leaf)
+        spec = self._specs.get((leaf.dtype, leaf.device)) or self._spec_for(leaf)
         if leaf.requires_grad and torch.is_grad_enabled():
             view: DTensor = AsDTensor.apply(leaf, spec)  # type: ignore[no-untyped-call]  # torch's stub
         else:
@@ -143,11 +137,8 @@ class View:
         self._specs[leaf.dtype, leaf.device] = spec
         return spec
 
-    def __getstate__(self) -> tuple[Layout, str, str, torch.Size]:
-        return (self.layout, self.kind, self.name, self.local_shape)
-
-    def __setstate__(self, state: tuple[Layout, str, str, torch.Size]) -> None:
-        self.__init__(*state)  # type: ignore[misc]  # the specs are made anew
+    def __reduce__(self) -> tuple[Any, ...]:  # the specs are made anew
+        return View, (self.layout, self.kind, self.name, self.local_shape)
 
 
 class _Forward(threading.local):

@@ -11,14 +11,14 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem
-from tp_ddp_bridge.layout import ReplicatedOn, bridge_tag, is_local_shard, tag_leaf, tag_replicated
+from tp_ddp_bridge.layout import Layout, bridge_tag, is_local_shard, tag_leaf, tag_replicated
 from tp_ddp_bridge.module.eager import eager_view
 from tp_ddp_bridge.module.loading import ShardingStateDict, run_pre_hooks_first
 from tp_ddp_bridge.module.view import ForwardScope, View, in_forward
@@ -28,9 +28,10 @@ _classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = weak
 
 
 class LeafTable(dict[str, Any]):
-    """``_parameters`` of a module below a bridged root: refuses that a leaf's place is taken past ``nn.Module``.
+    """``_parameters`` of a module below a bridged root: refuses that a leaf's place is taken.
 
-    Handles of what sharded the model write full parameters here, with the attributes of those that stand here.
+    Handles of what sharded the model write full parameters here, past ``nn.Module`` and with the attributes of those
+    that stand here; ``weight_norm`` and its kin delete a parameter and register others.
     """
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -42,6 +43,14 @@ class LeafTable(dict[str, Any]):
                 hint = "undo in the reverse order: undo_dp_transform(module), then the undo() of what sharded it"
                 raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
         super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if isinstance(self[name], nn.Parameter) and hasattr(self[name], "_dp_leaf"):
+            raise RuntimeError(
+                f"parameter {name!r} is a local leaf under the data-parallel bridge, which weight_norm and the "
+                "like cannot take over: call them before bridging, or undo_dp_transform(module) first"
+            )
+        super().__delitem__(name)
 
 
 class BridgedModule:
@@ -67,26 +76,6 @@ class BridgedModule:
         super().__setattr__(name, value)
         if name in self._dp_views:
             tag_leaves(as_module(self))
-
-    def __delattr__(self, name: str) -> None:
-        if name in self._dp_views and not isinstance(self.__dict__.get(name), torch.Tensor):
-            _refuse_taking(self._dp_views[name])
-        super().__delattr__(name)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; refuse it where it is about to take the place of a leaf.
-
-        ``torch.nn.utils.weight_norm`` deletes the leaf from ``_parameters`` and then registers two parameters.
-        """
-        for lost, view in self._dp_views.items():
-            if view.kind == "parameter" and lost not in as_module(self)._parameters:
-                table = as_module(self)._parameters
-                items = list(table.items())
-                items.insert(view.index, (lost, cast(nn.Parameter, view.leaf)))  # optimizers go by the order
-                table.clear()
-                table.update(items)
-                _refuse_taking(view)
-        super().register_parameter(name, param)  # type: ignore[misc]  # nn.Module's
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Apply ``.to()`` and its kin to the leaves; whatever replaces a leaf gets its tags."""
@@ -162,9 +151,7 @@ def view_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 
     def body(namespace: dict[str, Any]) -> None:
         for name in names:
-            namespace[name] = property(
-                functools.partial(_read, name), functools.partial(_write, name), functools.partial(_delete, name)
-            )
+            namespace[name] = property(functools.partial(_read, name))
         namespace["__module__"] = base.__module__
         namespace["__qualname__"] = base.__qualname__
         namespace["__doc__"] = base.__doc__
@@ -202,23 +189,20 @@ def set_views(module: nn.Module, views: dict[str, View]) -> None:
 
 
 def tag_leaves(module: nn.Module) -> None:
-    """Let every leaf of one module carry its layout, and every view refer to its leaf."""
+    """Let every leaf of one module carry its layout."""
     views: dict[str, View] = module.__dict__.get("_dp_views", {})
-    indices = {name: index for index, name in enumerate(module._parameters)} if views else {}
     for name, view in views.items():
         leaf: torch.Tensor | None = module._parameters.get(name)
         if leaf is None:
             leaf = module._buffers.get(name)
         if leaf is not None and not isinstance(leaf, DTensor) and leaf.shape == view.local_shape:
             tag_leaf(leaf, view.layout)
-            view.leaf = leaf
-            view.index = indices.get(name, 0)
 
 
 def tag_all(module: nn.Module) -> None:
     """Set the tags of one module again, and those of all plain parameters below a root."""
     tag_leaves(module)
-    on: ReplicatedOn | None = module.__dict__.get("_dp_replicated_on")
+    on: Layout | None = module.__dict__.get("_dp_replicated_on")
     if on is not None:
         tag_replicated(module.parameters(), on)
 
@@ -228,20 +212,15 @@ def tag_after_load(module: nn.Module, incompatible_keys: Any) -> None:
     tag_all(module)
 
 
-def _refuse_taking(view: View) -> NoReturn:
-    raise RuntimeError(
-        f"{view.kind} {view.name!r} is a local leaf under the data-parallel bridge, which weight_norm, parametrize and "
-        "the like cannot take over: call them before bridging, or undo_dp_transform(module), call them, bridge again"
-    )
-
-
 def _read(name: str, self: nn.Module) -> Any:
     own = self.__dict__
     value = own["_parameters"].get(name)
     if value is None:
         value = own["_buffers"].get(name)
         if value is None:
-            return _missing(name, self)
+            if name in own["_parameters"] or name in own["_buffers"]:
+                return None
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
     view: View = own["_dp_views"][name]
     if torch.compiler.is_compiling():
         return view.read(value)
@@ -250,25 +229,6 @@ def _read(name: str, self: nn.Module) -> Any:
     except AttributeError as error:
         # nn.Module.__getattr__ would answer an AttributeError with the plain local leaf: a silently wrong shape.
         raise RuntimeError(f"{view.kind} {view.name!r} could not be read as a DTensor: {error}") from error
-
-
-def _missing(name: str, self: nn.Module) -> Any:
-    own = self.__dict__
-    if name in own["_parameters"] or name in own["_buffers"]:
-        return None
-    if name in own:  # functions of torch.nn.utils put a plain attribute in a parameter's place
-        return own[name]
-    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _write(name: str, self: nn.Module, value: Any) -> None:
-    self.__dict__[name] = value
-
-
-def _delete(name: str, self: nn.Module) -> None:
-    if name not in self.__dict__:
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-    del self.__dict__[name]
 
 
 def _buffer_value(self: Any, name: str, value: torch.Tensor) -> torch.Tensor:

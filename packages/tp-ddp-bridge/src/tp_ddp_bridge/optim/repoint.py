@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
+from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import current_parameter, is_stale
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_local_shard, layout_of
@@ -54,21 +54,12 @@ def repointing_problems(
     return problems
 
 
-def repoint(optimizer: Optimizer) -> int:
-    """Exchange every replaced parameter of ``optimizer`` for the current one and move its state along.
-
-    Args:
-        optimizer: Changed in place.
-
-    Returns:
-        How many parameters were exchanged.
-    """
-    exchanged = 0
+def repoint(optimizer: Optimizer) -> None:
+    """Exchange every replaced parameter of ``optimizer`` for the current one and move its state along."""
     successors: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
         old: list[torch.Tensor] = list(group["params"])
         new = [current_parameter(parameter) for parameter in old]
-        exchanged += sum(before is not after for before, after in zip(old, new, strict=True))
         successors.update({id(before): after for before, after in zip(old, new, strict=True)})
         group["params"][:] = new
     states = list(optimizer.state.items())
@@ -78,7 +69,6 @@ def repoint(optimizer: Optimizer) -> int:
         if target is not key and isinstance(state, dict):
             state = {name: _state_like(target, value) for name, value in state.items()}
         optimizer.state[target] = state
-    return exchanged
 
 
 def _state_like(parameter: torch.Tensor, value: Any) -> Any:
@@ -111,9 +101,6 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
         PlanError: Parameters that were replaced, trainable parameters that it does not hold, or an optimizer that needs
             full matrices: all in one error.
     """
-    if not hasattr(optimizer, "param_groups"):
-        hint = "the order is check_optimizer(module, optimizer)"
-        raise PlanError(Problem("wrong-type", "optimizer", found=type(optimizer).__name__, hint=hint))
     parameters = list(parameters_of(optimizer))
     reason = "the optimizer holds a parameter that the bridge replaced"
     hint = "pass the optimizer as optimizers=, or build it from module.parameters() again"

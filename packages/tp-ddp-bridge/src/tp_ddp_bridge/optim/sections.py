@@ -6,17 +6,15 @@ hold copies offer equal chunks, of which DCP writes one. Any other mesh, and one
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from tp_ddp_bridge._torch_compat import tree_map
 from tp_ddp_bridge.layout import Layout
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class SectionedTensor(torch.Tensor):
@@ -63,34 +61,21 @@ class SectionedTensor(torch.Tensor):
         layout, local = self._layout, self.local()
         axis, dim = layout.section_axis()
         group = layout.mesh.get_group(axis)
-        lengths = [sum(stop - start for start, stop in layout.ranges(rank)) for rank in range(group.size())]
-        shape = list(layout.shape)
-        shape[dim] = max(lengths)  # shards may be uneven: gathered with padding
-        padded = local.new_zeros(shape)
-        padded.narrow(dim, 0, lengths[group.rank()]).copy_(local)
-        gathered = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(gathered, padded, group=group)
-        full = local.new_empty(layout.shape)
-        for rank, shard in enumerate(gathered):
-            offset = 0
-            for start, stop in layout.ranges(rank):
-                full.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
-                offset += stop - start
+        full = local.new_zeros(layout.shape)
+        for (start, rows), section in zip(layout.section_views(local), layout.sections, strict=True):
+            if group.rank() % section.copies == 0:  # of the ranks that hold copies one contributes
+                full.narrow(dim, start, rows.shape[dim]).copy_(rows)
+        dist.all_reduce(full, group=group)  # everything else is zero: shards may be uneven
         return full
 
     # ---- the protocol of torch.distributed.checkpoint
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the place of each section in the global tensor."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
         return [ChunkStorageMetadata(offsets=offsets, sizes=view.shape) for offsets, view in self._chunks()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return one item for each section."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
         properties, kind = TensorProperties.create_from_tensor(self.local()), WriteItemType.SHARD
         chunks = [(chunk, TensorWriteData(chunk, properties, self.shape)) for chunk in self.__create_chunk_list__()]
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), kind, tensor_data=data) for chunk, data in chunks]

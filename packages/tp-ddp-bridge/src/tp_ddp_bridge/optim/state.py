@@ -9,7 +9,9 @@ nothing. Loading leaves such a parameter without state again, as it was.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -187,42 +189,25 @@ def _group_problems(
 
 def _numbered(optimizer: Optimizer, saved: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups' settings with this optimizer's own numbering."""
-    groups = []
-    start = 0
-    for own, other in zip(optimizer.param_groups, saved, strict=True):
-        count = len(own["params"])
-        settings = {key: value for key, value in other.items() if key != HAS_STATE}
-        groups.append({**settings, "params": list(range(start, start + count))})
-        start += count
-    return groups
+    numbers = count()
+    return [
+        {key: value for key, value in other.items() if key != HAS_STATE}
+        | {"params": [next(numbers) for _ in own["params"]]}
+        for own, other in zip(optimizer.param_groups, saved, strict=True)
+    ]
 
 
 def _first_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the state that a first step makes for ``parameters``: of a step that is then taken back.
-
-    Gradients and learning rates are zero in that step; every other parameter has no gradient and is passed over.
-    """
-    wanted = list(parameters)
-    if not wanted:
-        return {}
-    grads = {parameter: parameter.grad for parameter in parameters_of(optimizer)}
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    before = dict(optimizer.state)
-    try:
-        for parameter in grads:
-            parameter.grad = None
-        for parameter in wanted:
-            parameter.grad = torch.zeros_like(parameter)
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler counts
-        return {parameter: optimizer.state[parameter] for parameter in wanted if parameter in optimizer.state}
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(before)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if "lr" in group:
-                group["lr"] = rate
-        for parameter, grad in grads.items():
-            parameter.grad = grad
+    """Return the state that a first step makes for ``parameters``: of a twin's step, on zeros in their place."""
+    zeros = {parameter: nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters}
+    for each in zeros.values():
+        each.grad = torch.zeros_like(each)
+    groups = [
+        {**group, "params": [zeros[each] for each in group["params"] if each in zeros]}
+        for group in optimizer.param_groups
+    ]
+    twin = type(optimizer).__new__(type(optimizer))
+    vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
+    if zeros:
+        type(optimizer).step(twin)  # not optimizer.step, which a scheduler counts
+    return {parameter: twin.state[zero] for parameter, zero in zeros.items() if zero in twin.state}
