@@ -92,6 +92,7 @@ class Runner:
     ) -> None:
         self.original, self.mesh, self.settings = function, mesh, settings
         self.function = closing(function)
+        self.name = getattr(self.function, "__name__", type(self.function).__name__)
         self.eager: EagerStep | None = None
         self.before_trace: PythonState | None = None
         self.has_agreed = False
@@ -108,11 +109,6 @@ class Runner:
         self.marked, self.has_warned = settings.dynamic, False
 
     # ---- what was chosen --------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """Name of the function the step was made from."""
-        return getattr(self.function, "__name__", type(self.function).__name__)
 
     def checks(self) -> str:
         """Return the checked calls as text for the plan."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import current_parameter, is_stale
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_local_shard, layout_of
@@ -35,10 +35,9 @@ def repointing_problems(
     is_replaced: Callable[[torch.Tensor], bool],
     is_sharded: Callable[[torch.Tensor], bool],
 ) -> list[Problem]:
-    """Return all problems of the ``optimizers=`` argument.
+    """Return all problems of the optimizers whose parameters are to be exchanged.
 
     Args:
-        optimizers: Optimizers whose parameters are to be exchanged.
         is_replaced: Whether a parameter is about to be exchanged, or already was.
         is_sharded: Whether a parameter is, or becomes, a local shard.
     """
@@ -47,9 +46,7 @@ def repointing_problems(
         if is_zero_optimizer(optimizer) and any(map(is_replaced, parameters_of(optimizer))):
             reason = "its partition and flat buffers hold the parameters that are about to be replaced"
             hint = "build it after the module has been bridged (or undone)"
-            problems.append(
-                Problem("unsupported-wrapper", "optimizers: ZeroRedundancyOptimizer", found=reason, hint=hint)
-            )
+            problems.append(Problem("unsupported-wrapper", "ZeroRedundancyOptimizer", found=reason, hint=hint))
         problems += shard_problems(optimizer, is_sharded)
     return problems
 
@@ -101,6 +98,9 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
         PlanError: Parameters that were replaced, trainable parameters that it does not hold, or an optimizer that needs
             full matrices: all in one error.
     """
+    if not hasattr(optimizer, "param_groups"):
+        hint = "the order is check_optimizer(module, optimizer)"
+        raise PlanError(Problem("wrong-type", "optimizer", found=type(optimizer).__name__, hint=hint))
     parameters = list(parameters_of(optimizer))
     reason = "the optimizer holds a parameter that the bridge replaced"
     hint = "pass the optimizer as optimizers=, or build it from module.parameters() again"
