@@ -1,4 +1,4 @@
-"""Planners: from a module to a `ShardingPlan`. All are `ShardingPlanner`s; `compose` puts them one after the other."""
+"""Planners: from a module to a `ShardingPlan`. `compose` runs several in sequence."""
 
 from shard_spec.planners.base import (
     ComposedPlanner,

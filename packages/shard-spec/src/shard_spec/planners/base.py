@@ -1,4 +1,4 @@
-"""ShardingPlanner: from a module to a plan; and how planners follow one another."""
+"""Base classes of planners, which turn a module into a plan, and their composition."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimalityBound:
-    """Proof of an optimising planner about its plan, under its own cost model.
+    """Bound on the distance of a plan from the optimum, under the planner's own cost model.
 
     Attributes:
         objective: modelled cost of the plan (seconds a step, or bytes for balancing).
-        lower_bound: no plan of the same search space costs less.
-        unit: of both.
-        method: how the bound was found.
-        memory_bytes: bytes that the modelled part of a step needs on the fullest rank, where memory was modelled.
-        memory_limit: the cap that was kept, if there was one.
-        choices: name of each node of the model to the strategy that was chosen.
+        lower_bound: minimum cost over the same search space, or less.
+        unit: unit of `objective` and `lower_bound`.
+        method: name of the method behind the bound.
+        memory_bytes: bytes of the modelled part of a step on the fullest rank; ``None`` if memory was not modelled.
+        memory_limit: memory cap in bytes, if one was set.
+        choices: name of each node of the model to its strategy.
     """
 
     objective: float
@@ -44,9 +44,9 @@ class OptimalityBound:
 
     @property
     def gap(self) -> float:
-        """Largest distance from the best plan, as a share of the objective; 0 means proven optimal."""
+        """Maximum distance from the optimum as a share of the objective; 0 means proven optimal."""
         if self.objective == self.lower_bound:
-            return 0.0
+            return 0.0  # covers an objective of 0
         return (self.objective - self.lower_bound) / abs(self.objective)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class OptimalityBound:
 
 
 def short_text(layout: Layout) -> str:
-    """The layout's text without the axes that replicate."""
+    """Format a layout without its replicated axes."""
     kept = [pair for pair in zip(layout.mesh.axis_names, layout.specs, strict=True) if str(pair[1]) != "R"]
     return format_layout([axis for axis, _ in kept], [spec for _, spec in kept], layout.order)
 
@@ -67,30 +67,30 @@ MeshLike = MeshSpec | Mapping[str, int] | str
 
 
 class ShardingPlanner(abc.ABC):
-    """Decides how a module is sharded. Subclass it and write `build_plan`; every planner of this package is one."""
+    """Base class of all planners: subclass it and write `build_plan`."""
 
     @abc.abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
         """Return the plan that shards `module` over the ranks.
 
         Args:
-            module: the module; a planner reads its structure, shapes and configuration, never its values, so that it
-                may be on the meta device. It is not changed.
+            module: read for its structure, shapes and configuration, never its values; it may be on the meta device.
+                It is not changed.
 
         Returns:
-            The plan: a layout for each parameter that is not replicated.
+            The plan: a layout for each sharded parameter.
         """
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """Decisions of a planner: layouts by FQN, and what a reader of the plan should know.
+    """Decisions of a planner: layouts by FQN, and remarks for readers of the plan.
 
     Attributes:
-        layouts: FQN to layout, for parameters that are cut along an axis of this planner.
-        notes: remarks a reader of the plan should know, in a stable order.
-        unrecognised: FQN of each matmul weight that the planner did not understand, with the reason.
-        certificate: how good the plan is, if the planner can prove it.
+        layouts: FQN to layout, for parameters sharded along an axis of this planner.
+        notes: remarks for readers of the plan, in a stable order.
+        unrecognised: FQN of each matmul weight of unknown role, with the reason.
+        certificate: bound on the distance from the optimum, if the planner proves one.
     """
 
     layouts: Mapping[str, Layout]
@@ -100,11 +100,11 @@ class Decisions:
 
 
 class PlannedSharding(ShardingPlan):
-    """A `ShardingPlan` that remembers what its planner had to say. Equal to a plain plan with the same content.
+    """A `ShardingPlan` with its planner's remarks; equal to a plain plan with the same content.
 
     Attributes:
-        notes: remarks: what trains only with care, what is uneven, what could not be verified.
-        unrecognised: FQN of each matmul weight that the planner did not understand and left whole, with the reason.
+        notes: remarks on delicate training, uneven shards and unverified blocks.
+        unrecognised: FQN of each matmul weight of unknown role, which stays replicated, with the reason.
         certificate: objective, lower bound and gap, for planners that optimise.
     """
 
@@ -114,7 +114,7 @@ class PlannedSharding(ShardingPlan):
 
     def __init__(self, rules: Mapping[str, str], mesh: MeshSpec, decisions: Decisions) -> None:
         super().__init__(rules, mesh=mesh)
-        object.__setattr__(self, "notes", tuple(decisions.notes))
+        object.__setattr__(self, "notes", tuple(decisions.notes))  # frozen base class: no plain assignment
         object.__setattr__(self, "unrecognised", dict(decisions.unrecognised))
         object.__setattr__(self, "certificate", decisions.certificate)
 
@@ -124,7 +124,7 @@ class PlannedSharding(ShardingPlan):
 
 
 class LayoutPlanner(ShardingPlanner):
-    """A planner that works on one mesh and can follow another one: it sees what was decided before it.
+    """A planner on one mesh that can follow another planner and reads its decisions.
 
     Args:
         mesh: the axes: a `MeshSpec`, a mapping from axis name to size, text (``"dp=2, tp=4"``), or a DeviceMesh.
@@ -139,10 +139,10 @@ class LayoutPlanner(ShardingPlanner):
 
     @abc.abstractmethod
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
-        """Decide what to shard along this planner's axes; `given` holds what is sharded along others."""
+        """Choose shardings along this planner's axes; `given` holds the shardings along other axes."""
 
     def build_plan(self, module: nn.Module) -> PlannedSharding:
-        """The plan, with `notes`, `unrecognised` and `certificate` on it.
+        """Build the plan, with `notes`, `unrecognised` and `certificate`.
 
         Raises:
             PlanError: the planner's own settings do not fit the module.
@@ -151,9 +151,9 @@ class LayoutPlanner(ShardingPlanner):
 
 
 class ComposedPlanner(LayoutPlanner):
-    """Several planners, one after the other; each cuts what the ones before it left.
+    """Several planners in sequence; each shards the local shards of those before it.
 
-    A tensor dimension that two of them cut is cut by the earlier one first, so that ``compose(MegatronPlanner(mesh),
+    On a tensor dimension that two of them shard, the earlier axis comes first: ``compose(MegatronPlanner(mesh),
     FullyShardPlanner(mesh))`` shards tensor-parallel slices over the data-parallel ranks.
     """
 
@@ -173,13 +173,13 @@ class ComposedPlanner(LayoutPlanner):
         self.planners = tuple(planners)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
-        """Runs the planners in order."""
         layouts = dict(given)
         notes: list[Problem] = []
         unrecognised: dict[str, Problem] = {}
         certificate = None
         for planner in self.planners:
             made = planner.decide(module, layouts)
+            # `merged` puts the axes of earlier planners first in the shard order.
             layouts = merged(layouts, made.layouts)
             notes += made.notes
             unrecognised.update(made.unrecognised)
@@ -188,12 +188,12 @@ class ComposedPlanner(LayoutPlanner):
 
 
 def compose(*planners: LayoutPlanner) -> ComposedPlanner:
-    """Several planners as one: ``compose(MegatronPlanner(mesh), FullyShardPlanner(mesh)).build_plan(model)``."""
+    """Combine planners: ``compose(MegatronPlanner(mesh), FullyShardPlanner(mesh)).build_plan(model)``."""
     return ComposedPlanner(planners)
 
 
 def planned(module: nn.Module, mesh: MeshSpec, decisions: Decisions) -> PlannedSharding:
-    """The plan of `decisions`, its rules shortened to patterns."""
+    """Build the plan of `decisions`, with its rules shortened to patterns."""
     texts: dict[str, str | None] = {name: None for name, _ in module.named_parameters()}
     texts |= {name: short_text(each) for name, each in decisions.layouts.items() if not each.is_replicated}
     others = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(texts)
@@ -202,7 +202,7 @@ def planned(module: nn.Module, mesh: MeshSpec, decisions: Decisions) -> PlannedS
 
 
 def merge_notes(notes: Iterable[Problem]) -> tuple[Problem, ...]:
-    """One remark for all layers it is true of: numbers in names become ``*`` where there are several."""
+    """Merge equal remarks on several layers: the numbers in their names become ``*``."""
     groups: dict[Problem, list[Problem]] = {}
     for note in notes:
         groups.setdefault(replace(note, name=pattern_of(note.name)), []).append(note)
@@ -210,10 +210,10 @@ def merge_notes(notes: Iterable[Problem]) -> tuple[Problem, ...]:
 
 
 def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Layouts with the axes of both; where both cut one tensor dimension, `first` does so first.
+    """Combine the axes of both layouts; on a shared tensor dimension the axes of `first` come first.
 
     Raises:
-        PlanError: both cut one tensor along the same axis.
+        PlanError: both shard one tensor along the same axis.
     """
     layouts = dict(first)
     problems = []

@@ -1,12 +1,12 @@
-"""Simulation of a block's ranks in one process: does a rank need channels that it does not hold?
+"""Simulate a block's ranks in one process to detect channels needed from other ranks.
 
-A block may be sharded if slice ``r`` of what its rows read depends on slice ``r`` of what its columns write, and on
-nothing else of them. That is found by intervention: a rank's result is computed, the other ranks' channels are replaced
-by other values, and the result must not move. `BlockSimulator` does so for any model that can be run:
+A block may be sharded if row inputs of slice ``r`` depend on column outputs of slice ``r`` and of no other slice. The
+test is an intervention: compute a rank's result, replace the other ranks' channels by other values, and compare.
+`BlockSimulator` does so for any model that can be run:
 
-* `simulate_block` runs one block without its weights, so that meta modules of any size take milliseconds: in a shallow
-  copy column linears return prepared values, other linears mix all they read, and the row linear ends the run;
-* `verify_units` runs a model with its weights, where a rank's result is the output with other ranks' rows set to zero.
+* `simulate_block` runs one block without its weights, so meta modules of any size take milliseconds: in a shallow
+  copy column linears return prepared values, other linears mix all their inputs, and the row linear ends the run;
+* `verify_units` runs a model with its weights; a rank's result is the output with other ranks' rows set to zero.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Slices = Sequence[Tensor]  # for each rank the indices of its channels
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """A tensor that columns write with, and for each rank a mask (that broadcasts to it) of the rank's entries."""
+    """A tensor of column outputs or weights, and for each rank a mask (broadcast to it) of its entries."""
 
     value: Tensor
     owned: Sequence[Tensor]
 
 
 class BlockSimulator:
-    """Ranks of some blocks, simulated one at a time.
+    """Simulator of the ranks of some blocks, one at a time.
 
     Args:
-        run: returns what a rank computes, for the values that the columns hold at that moment.
-        columns: for each block the tensors that its columns write with; they are changed and restored.
+        run: returns a rank's result for the current values of the columns.
+        columns: for each block the tensors of its columns; they are changed and restored.
         tolerance: relative; a smaller change of a result is rounding.
     """
 
@@ -56,26 +56,26 @@ class BlockSimulator:
         self._run, self._columns, self._tolerance = run, columns, tolerance
 
     def mixing(self, rank: int) -> dict[str, float]:
-        """Blocks whose result on `rank` moves with other ranks' channels, and by how much of its greatest value."""
+        """Return blocks with a result on `rank` that depends on other ranks' channels, with the relative change."""
         alone = self._run(rank)
         if self.displacement(alone, rank, self._columns, others=True) <= self._tolerance:
             return {}
         moved = {name: self.displacement(alone, rank, (name,), others=True) for name in self._columns}
-        # Several blocks may move it together only: then all of them are named.
+        # Several blocks may move the result only jointly: then all of them are named.
         return {name: by for name, by in moved.items() if by > self._tolerance} or moved
 
     def idle(self, rank: int) -> list[str]:
-        """Blocks whose channels on `rank` do not reach the result."""
+        """Return blocks with channels on `rank` that do not reach the result."""
         alone = self._run(rank)
         return [
             name
             for name, columns in self._columns.items()
-            if any(bool(one.owned[rank].any()) for one in columns)
+            if any(bool(one.owned[rank].any()) for one in columns)  # an empty slice cannot reach anything
             and self.displacement(alone, rank, (name,), others=False) <= self._tolerance
         ]
 
     def displacement(self, alone: Tensor, rank: int, blocks: Iterable[str], *, others: bool) -> float:
-        """Change of the result where other ranks' channels (or the rank's own) hold other values."""
+        """Measure the change of the result under other values of other ranks' channels (or the rank's own)."""
         columns = [one for name in blocks for one in self._columns[name]]
         kept = [one.value.clone() for one in columns]
         try:
@@ -85,14 +85,14 @@ class BlockSimulator:
             changed = self._run(rank)
         finally:
             for one, value in zip(columns, kept, strict=True):
-                one.value.copy_(value)
+                one.value.copy_(value)  # also after an error in the caller's forward
         if changed.shape != alone.shape:
             return float("inf")
         return float((changed - alone).abs().max() / alone.abs().max().clamp_min(1e-30)) if alone.numel() else 0.0
 
 
 def _other_values(value: Tensor, seed: int) -> Tensor:
-    """Numbers of the same size that are not `value`."""
+    """Return values of the same magnitude that differ from `value`."""
     if not value.is_floating_point():
         return value + 1
     scale = float(value.abs().mean()) or 0.02
@@ -105,14 +105,14 @@ def _other_values(value: Tensor, seed: int) -> Tensor:
 def verify_units(
     module: nn.Module, units: tuple[TPBlock, ...], tp_size: int, call: Callable[[nn.Module], Tensor]
 ) -> tuple[Problem, ...]:
-    """Every unit whose summands mix slices, or that the call does not exercise; empty if all is well.
+    """Report every unit with summands that mix slices, or that the call does not exercise.
 
-    Use a small model with random weights, in float64 if you can: it is run once per unit and rank, and a few times
+    Use a small model with random weights, in float64 if possible: it runs once per unit and rank, and a few times
     more.
 
     Args:
         module: the model, materialised; it is not changed.
-        units: what `MegatronPlanner.analyse(module)` found; vocabulary units have nothing between and are skipped.
+        units: `MegatronPlanner.analyse(module).units`; vocabulary units have no region and are skipped.
         tp_size: number of tensor-parallel ranks.
         call: runs a model and returns one output tensor; deterministic (dropout off).
     """
@@ -127,13 +127,13 @@ def verify_units(
 
     def run(rank: int) -> Tensor:
         for row, value in rows:
-            row.value.copy_(value * row.owned[rank])  # what remains are the rank's summands
+            row.value.copy_(value * row.owned[rank])  # keep the rank's summands only
         return call(twin)
 
     problems: list[Problem] = []
     columns = {unit.name: channels((*unit.columns, *unit.inner)) for unit in blocks}
     with torch.no_grad():
-        tolerance = 1e-9 if call(twin).dtype == torch.float64 else 1e-4
+        tolerance = 1e-9 if call(twin).dtype == torch.float64 else 1e-4  # relative rounding of a full forward
         simulator = BlockSimulator(run, columns, tolerance)
         for rank in range(tp_size):
             for name, by in simulator.mixing(rank).items():
@@ -146,7 +146,7 @@ def verify_units(
 
 
 def _masks(value: Tensor, cut: Cut, tp_size: int) -> list[Tensor]:
-    """For each rank True at the entries that it holds."""
+    """Return a mask for each rank, True at its entries."""
     layout = Layout(MeshSpec({"tp": tp_size}), {"tp": cut.placement})
     masks = [torch.zeros(value.shape, dtype=torch.bool, device=value.device) for _ in range(tp_size)]
     for rank, mask in enumerate(masks):
@@ -163,10 +163,10 @@ class Verdict:
     """Result of a simulation without weights.
 
     Attributes:
-        separate: ``None`` if the forward could not be run.
-        reason: why it could not, or what mixes.
-        between: which of the doubted parameters change what the row reads: they act between the columns and the row,
-            not before or after them.
+        separate: True if no slice depends on another; ``None`` if the forward could not be run.
+        reason: reason of a failure or a refusal.
+        between: the doubted parameters that change the row's input: they act between the columns and the row, not
+            before or after them.
     """
 
     separate: bool | None
@@ -175,7 +175,7 @@ class Verdict:
 
 
 class _Captured(Exception):
-    """Carries the row linear's input out of the forward."""
+    """Carry the row linear's input out of the forward."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__("captured")
@@ -183,12 +183,12 @@ class _Captured(Exception):
 
 
 class _FakeLinear(nn.Module):
-    """Any linear, without its weight: one of rank one, so that every output depends on every input."""
+    """A linear of rank one without its weight: every output depends on every input."""
 
     def __init__(self, view: LinearView, seed: int) -> None:
         super().__init__()
         self.in_features, self.out_features = view.in_features, view.out_features
-        self.nf, self.nx = view.out_features, view.in_features
+        self.nf, self.nx = view.out_features, view.in_features  # attribute names of GPT-2's Conv1D
         self.reads = _random((view.in_features,), seed) / view.in_features**0.5
         self.writes, self.adds = _random((view.out_features,), seed + 1), _random((view.out_features,), seed + 2)
 
@@ -198,7 +198,7 @@ class _FakeLinear(nn.Module):
 
 
 class _FakeColumn(_FakeLinear):
-    """Returns prepared channels for every token, so that nothing before it matters."""
+    """Return prepared channels for every token, independent of the input."""
 
     def __init__(self, view: LinearView, seed: int) -> None:
         super().__init__(view, seed)
@@ -214,7 +214,7 @@ class _FakeColumn(_FakeLinear):
 
 
 class _FakeRow(_FakeLinear):
-    """Hands back what it reads and ends the run."""
+    """Raise with its input, which ends the run."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise _Captured(x)
@@ -228,24 +228,24 @@ def simulate_block(
     head_dim: int | None = None,
     doubted: Iterable[str] = (),
 ) -> Verdict:
-    """Compare what each rank's row reads with and without other ranks' channels.
+    """Compare the row inputs of each rank with and without other ranks' channels.
 
     Args:
         module: the smallest module that holds the columns and the row.
         columns: each column linear and, for each rank, the indices of its output channels.
         row: the row linear.
         row_slices: for each rank, the indices of its input channels.
-        head_dim: channels of an attention head, to make up rotary embeddings that its forward may ask for.
-        doubted: names of other parameters of the module that may act inside the region.
+        head_dim: channels of an attention head, for the rotary embeddings of some forwards.
+        doubted: names of other parameters that may act inside the region.
     """
     fake_columns = {view: _FakeColumn(view, seed) for seed, view in enumerate(columns)}
     fakes: dict[nn.Module, nn.Module] = {view.module: fake for view, fake in fake_columns.items()}
     fakes[row.module] = _FakeRow(row, 999)
     try:
         clone = _without_weights(module, fakes)
-    except Exception as error:  # somebody else's module: copying it may fail in any way
+    except Exception as error:  # a foreign module: copying it may fail in any way
         return Verdict(None, f"it could not be copied ({type(error).__name__}: {str(error)[:120]})")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # the forward may draw random numbers
         run, reason = _first_call_that_reaches_the_row(clone, row, head_dim)
         if run is None:
             return Verdict(None, reason)
@@ -257,7 +257,7 @@ def simulate_block(
         for rank in range(len(row_slices)):
             if simulator.mixing(rank):
                 return Verdict(False, f"what rank {rank} would read depends on other ranks' channels")
-            if simulator.idle(rank):
+            if simulator.idle(rank):  # a test that moves nothing proves nothing
                 return Verdict(None, "the row linear does not read what the columns write")
         values = {name: value for name in doubted if (value := _value_of(clone, name)) is not None}
         entries = {name: [Channels(value, [torch.ones((), dtype=torch.bool)])] for name, value in values.items()}
@@ -273,7 +273,7 @@ def _index_masks(fake: _FakeColumn, slices: Slices) -> list[Tensor]:
 
 
 def _value_of(clone: nn.Module, name: str) -> Tensor | None:
-    """Values to change in place of a parameter; none of columns and row, which the simulation has replaced."""
+    """Return the values that stand for a parameter; ``None`` for replaced columns and rows."""
     path, _, leaf = name.rpartition(".")
     owner = clone.get_submodule(path)
     if isinstance(owner, _FakeColumn | _FakeRow):
@@ -282,7 +282,7 @@ def _value_of(clone: nn.Module, name: str) -> Tensor | None:
 
 
 def _without_weights(module: nn.Module, fakes: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A shallow copy of the module tree with fake linears; other parameters and buffers on the CPU in float64."""
+    """Copy the module tree without weights: fake linears, other tensors on the CPU in float64."""
     if module in fakes:
         return fakes[module]
     view = as_linear("", module)
@@ -290,8 +290,8 @@ def _without_weights(module: nn.Module, fakes: dict[nn.Module, nn.Module]) -> nn
         fakes[module] = _FakeLinear(view, 1000 + 3 * len(fakes))
         return fakes[module]
     twin = copy.copy(module)
-    fakes[module] = twin
-    twin.__dict__["training"] = False
+    fakes[module] = twin  # before the recursion: shared modules stay shared
+    twin.__dict__["training"] = False  # directly: train() would recurse, and classes override it
     twin.__dict__["_modules"] = {
         name: None if child is None else _without_weights(child, fakes) for name, child in module._modules.items()
     }
@@ -303,12 +303,12 @@ def _without_weights(module: nn.Module, fakes: dict[nn.Module, nn.Module]) -> nn
         name: None if value is None else _cpu(value) for name, value in module._buffers.items()
     }
     for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-        twin.__dict__[hooks] = type(module.__dict__[hooks])()
+        twin.__dict__[hooks] = type(module.__dict__[hooks])()  # hooks of wrappers expect the real module
     return twin
 
 
 def _filled(value: Tensor) -> Tensor:
-    """Something that blocks no flow: ones with a little noise, for norms, gates and scales of whatever shape."""
+    """Fill with ones and a little noise, so that norms, gates and scales of any shape block no flow."""
     if not value.is_floating_point():
         return torch.ones(value.shape, dtype=value.dtype)
     if value.numel() > 2**24:
@@ -326,7 +326,7 @@ def _cpu(value: Tensor) -> Tensor:
 def _first_call_that_reaches_the_row(
     clone: nn.Module, row: LinearView, head_dim: int | None
 ) -> tuple[Callable[[], Tensor] | None, str]:
-    """Tries the argument lists that such modules usually take until one gets to the row linear."""
+    """Try common argument lists until one reaches the row linear."""
     reason = "no way was found to call it"
     for arguments, keywords in itertools.islice(_calls(clone, _width(clone, row), head_dim), 48):
 
@@ -339,7 +339,7 @@ def _first_call_that_reaches_the_row(
 
         try:
             run()
-        except Exception as error:  # somebody else's forward: anything can happen
+        except Exception as error:  # a foreign forward: it may fail in any way
             reason = f"its forward could not be run on its own ({type(error).__name__}: {str(error)[:120]})"
             continue
         return run, ""
@@ -347,7 +347,7 @@ def _first_call_that_reaches_the_row(
 
 
 def _width(clone: nn.Module, row: LinearView) -> int:
-    """Channels of the stream: what the first stand-in reads."""
+    """Return the width of the stream: the input size of the first fake linear."""
     for module in clone.modules():
         if isinstance(module, _FakeLinear) and not isinstance(module, _FakeRow):
             return module.in_features
@@ -355,7 +355,7 @@ def _width(clone: nn.Module, row: LinearView) -> int:
 
 
 def _calls(clone: nn.Module, width: int, head_dim: int | None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Argument lists: the stream for everything required, then common extras by name."""
+    """Yield argument lists: the stream for the first argument, then guesses by name."""
     try:
         parameters = list(inspect.signature(clone.forward).parameters.values())
     except (TypeError, ValueError):
@@ -372,7 +372,7 @@ def _calls(clone: nn.Module, width: int, head_dim: int | None) -> Iterator[tuple
 
 
 def _guesses(name: str, stream: Tensor, head_dim: int | None) -> list[Any]:
-    """Values worth trying for a required argument called `name`."""
+    """Return candidate values of a required argument called `name`."""
     lowered = name.lower()
     if head_dim and any(word in lowered for word in ("rope", "rotary", "freq", "cos", "sin", "position_emb")):
         return _rotary(head_dim, single=lowered in ("cos", "sin"))
@@ -387,7 +387,7 @@ def _guesses(name: str, stream: Tensor, head_dim: int | None) -> list[Any]:
 
 
 def _rotary(head_dim: int, single: bool) -> list[Any]:
-    """Rotary embeddings as models pass them: complex, or cosine and sine for all or half of the channels."""
+    """Return rotary embeddings in common forms: complex, or cosine and sine of all or half of the channels."""
     angles = _random((_SEQUENCE, head_dim // 2), 9)
     full = torch.cat([angles, angles], dim=-1)
     if single:
@@ -397,7 +397,7 @@ def _rotary(head_dim: int, single: bool) -> list[Any]:
 
 
 def even_slices(num_channels: int, tp_size: int) -> Slices:
-    """The channels of each rank, cut as ``torch.chunk`` cuts."""
+    """Return the channels of each rank, split like ``torch.chunk``."""
     step = -(-num_channels // tp_size)
     return [torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels)) for r in range(tp_size)]
 

@@ -1,4 +1,4 @@
-"""FullyShardPlanner: every parameter cut along its first dimension over the data-parallel ranks."""
+"""FullyShardPlanner: every parameter sharded along dim 0 over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Uneven = Literal["shard", "replicate", "refuse"]
 
 
 class FullyShardPlanner(LayoutPlanner):
-    """ZeRO-3, as ``torch.distributed.fsdp.fully_shard`` lays parameters out: dim 0 over one or several axes.
+    """ZeRO-3, as in ``torch.distributed.fsdp.fully_shard``: dim 0 sharded over one or several axes.
 
-    After another planner (``compose(MegatronPlanner(mesh), FullyShardPlanner(mesh))``) it cuts what each rank was
-    left with.
+    After another planner (``compose(MegatronPlanner(mesh), FullyShardPlanner(mesh))``) it shards the local shards
+    of that planner.
 
     Args:
         mesh: the axes of the plan.
-        axis: the axis that cuts, or several, the first of them first. Axes that are not named replicate (a replica axis
-            beside ``axis="dp_shard"`` gives hybrid sharding).
-        uneven: what becomes of a parameter whose rows do not divide: ``"shard"`` shards it anyway, the last ranks hold
-            less or nothing, as FSDP2 does; ``"replicate"`` leaves it replicated, with a note; ``"refuse"`` raises with
-            all of them.
-        min_bytes: smaller parameters stay whole.
-        keep: patterns of parameters that stay whole.
+        axis: one sharding axis or several, outermost first. Other axes replicate (a replica axis beside
+            ``axis="dp_shard"`` gives hybrid sharding).
+        uneven: treatment of a parameter with rows that do not divide: ``"shard"`` shards it anyway, and the last ranks
+            hold fewer rows or none, as FSDP2 does; ``"replicate"`` leaves it replicated, with a note; ``"refuse"``
+            raises with all of them.
+        min_bytes: smaller parameters stay replicated.
+        keep: patterns of parameters that stay replicated.
 
     Raises:
-        PlanError: an axis is not in the mesh; a pattern of `keep` cannot be read, or matches nothing.
+        PlanError: an axis is not in the mesh; a pattern of `keep` cannot be parsed, or has no match.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class FullyShardPlanner(LayoutPlanner):
         self.keep = tuple(Pattern(text) for text in keep)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
-        """Cuts dim 0 of every parameter that is not kept whole."""
         parameters = dict(module.named_parameters())
         self._require_matches(parameters)
         layouts: dict[str, Layout] = {}
@@ -69,6 +68,7 @@ class FullyShardPlanner(LayoutPlanner):
                 continue
             cut = Layout(self.mesh, dict.fromkeys(self.axes, "S(0)"), self.axes if len(self.axes) > 1 else None)
             before = {name: given[name]} if name in given else {}
+            # Judge the combined layout: a preceding planner may have sharded dim 0 already.
             problem = self._unevenness(name, tuple(parameter.shape), merged(before, {name: cut})[name])
             if problem is not None:
                 uneven.append(problem)
@@ -80,7 +80,7 @@ class FullyShardPlanner(LayoutPlanner):
         return Decisions(layouts, notes)
 
     def _unevenness(self, name: str, shape: tuple[int, ...], layout: Layout) -> Problem | None:
-        """Why the ranks would hold different amounts: the first and the last rank do."""
+        """Return the problem if the first and the last rank hold different amounts."""
         first, last = layout.mesh.ranks[0], layout.mesh.ranks[-1]
         if layout.local_shape(first, shape) == layout.local_shape(last, shape):
             return None

@@ -1,4 +1,4 @@
-"""Tensor parallelism by structure: `planner` collects what the recognisers find, and decides.
+"""Tensor parallelism by structure: recognisers propose blocks, `planner` collects them and decides.
 
 Values (`blocks`, `linear`, `names`), then recognisers (`attention`, `mlp`, `inner`, `others`), then evidence
 (`shard_spec.planners.block_simulator`: without weights before, with weights after the fact).

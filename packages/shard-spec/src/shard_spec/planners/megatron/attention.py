@@ -33,7 +33,7 @@ from shard_spec.planners.megatron.linear import (
     linear_children,
 )
 
-# How library classes arrange the outputs of their fused projection: all of q, then k, then v ("sections"), q, k and v
+# Output order of the fused projections of library classes: all of q, then k, then v ("sections"), q, k and v
 # of each head together ("heads"), or a group of query heads with its k and v together ("groups").
 _LIBRARY_ORDER: dict[str, FusedOrder] = {
     "GPT2Attention": "sections",
@@ -62,16 +62,15 @@ class Projections:
 
     @property
     def fused(self) -> bool:
-        """True if q, k and v come out of one linear."""
-        return len(self.inputs) == 1
+        return len(self.inputs) == 1  # q, k and v come out of one linear
 
 
 def find_attention(context: Context, name: str) -> Found | None:
-    """Decide about the attention whose q, k and v are direct children of the module called `name`."""
+    """Plan the attention with q, k and v as direct children of the module called `name`."""
     projections = _projections(context, name)
     if projections is None:
         return None
-    context.claim(*projections.inputs, projections.out)
+    context.claim(*projections.inputs, projections.out)  # even if refused below: others must not take them
     heads = _heads(context, projections)
     if isinstance(heads, Problem):
         return kept_replicated(heads, *projections.inputs, projections.out)
@@ -83,10 +82,11 @@ def find_attention(context: Context, name: str) -> Found | None:
 
 
 def not_lent(context: Context, found: list[Found]) -> list[Found]:
-    """The same, with attention left whole where other layers of its class read its keys and values.
+    """Leave attention replicated if other layers of its class read its keys and values.
 
-    Such a layer has a query and an output projection only. Cutting the lender would hand it this rank's heads.
+    Such a layer has a query and an output projection only; a sharded lender would pass it one rank's heads.
     """
+    # By class: the lender of a borrowing layer is known at run time only, so all of the class stay replicated.
     borrowers = {type(each): name for name, each in context.modules.items() if _borrows(context, name)}
     kept = []
     for one in found:
@@ -127,12 +127,10 @@ def _projections(context: Context, name: str) -> Projections | None:
 
 
 def _two_linears_with_heads(module: nn.Module, name: str, views: list[LinearView]) -> Projections | None:
-    """Unknown names: a module that says how many heads it has, with one linear three times as wide as the other
-    reads.
-    """
+    """Fall back on shapes: a declared head count and one linear three times as wide as the other's input."""
     if len(views) != 2 or declared_heads([module]).num_heads is None:
         return None
-    for fused, out in (views, views[::-1]):
+    for fused, out in (views, views[::-1]):  # either order of registration
         if fused.out_features == 3 * out.in_features and fused.in_features == out.out_features:
             return Projections((fused,), out, name, name)
     return None
@@ -140,7 +138,7 @@ def _two_linears_with_heads(module: nn.Module, name: str, views: list[LinearView
 
 def _only(by_name: dict[str, LinearView], words: frozenset[str]) -> LinearView | None:
     found = [view for child, view in by_name.items() if child in words]
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 else None  # an ambiguous name is no evidence
 
 
 def _with_output(
@@ -151,11 +149,11 @@ def _with_output(
     at_least: int | None,
     at_most: int,
 ) -> Projections | None:
-    """Looks for the output projection beside the inputs, in a ``to_out`` sequence, or in a sibling ``output``."""
+    """Find the output projection beside the inputs, in a ``to_out`` sequence, or in a sibling ``output``."""
     for child, view in by_name.items():
         if child in names.ATTENTION_OUT and view not in inputs and view.in_features <= at_most:
             return Projections(inputs, view, name, name)
-    for child_name, block in context.modules[name].named_children():
+    for child_name, block in context.modules[name].named_children():  # diffusers: to_out = [Linear, Dropout]
         listed = isinstance(block, nn.Sequential | nn.ModuleList) and len(block) > 0
         if listed and child_name.lower() in names.ATTENTION_OUT:
             view_or_none = as_linear(join(name, child_name, "0"), next(block.children()))
@@ -163,6 +161,7 @@ def _with_output(
                 return Projections(inputs, view_or_none, name, name)
     if not name:
         return None
+    # BERT: attention.self and attention.output
     for sibling_name, sibling in context.modules[parent(name)].named_children():
         if sibling_name.lower() in names.OUTPUT_BLOCK and sibling is not context.modules[name]:
             dense = linear_children(join(parent(name), sibling_name), sibling).get("dense")
@@ -175,18 +174,19 @@ def _with_output(
 
 
 def _heads(context: Context, projections: Projections) -> Heads | Problem:
-    """Head counts, checked against the shapes."""
     declared = declared_heads(list(context.chain(projections.holder)))
     where = projections.scope
     if declared.num_heads is None:
         found = "no attribute or config gives the number of heads"
         hint = f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}"
         return Problem("missing-argument", where, found=found, hint=hint)
+    # The output projection reads num_heads * head_dim channels; its width is the one reliable size.
     width = projections.out.in_features
     if width % declared.num_heads:
         return _mismatch(projections, declared, f"the output projection reads {width} channels")
     head_dim = width // declared.num_heads
     if projections.fused:
+        # outputs are q + k + v, with k and v of one width
         kv_width, odd = divmod(projections.inputs[0].out_features - width, 2)
         if odd:
             outputs = projections.inputs[0].out_features
@@ -197,6 +197,7 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
         if q.out_features != width or v.out_features != kv_width:
             sizes = f"q, k, v have {q.out_features}, {k.out_features}, {v.out_features} outputs"
             return _mismatch(projections, declared, f"{sizes}, the output projection reads {width} channels")
+    # k and v need full heads, shared by equally many query heads
     if kv_width <= 0 or kv_width % head_dim or declared.num_heads % (kv_width // head_dim):
         return _mismatch(projections, declared, f"k and v have {kv_width} channels each, a head has {head_dim}")
     if declared.head_dim is not None and declared.head_dim != head_dim:
@@ -211,7 +212,7 @@ def _mismatch(projections: Projections, declared: DeclaredHeads, found: str) -> 
 
 
 def _sharing_problem(context: Context, projections: Projections, heads: Heads) -> Problem | None:
-    """Why the heads cannot be shared out."""
+    """Return the problem if the heads do not divide over the ranks."""
     tp_size = context.options.tp_size
     if heads.num_heads % tp_size:
         found = f"num_heads={heads.num_heads} with tp={tp_size}"
@@ -235,7 +236,7 @@ def _divisors(num_heads: int, num_kv_heads: int) -> str:
 def _separate(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
     q, k, v = projections.inputs
     share_kv = heads.num_kv_heads % context.options.tp_size == 0
-    columns = (q, k, v) if share_kv else (q,)
+    columns = (q, k, v) if share_kv else (q,)  # fewer key-value heads than ranks: k and v stay replicated
     slices = {view: even_slices(view.out_features, context.options.tp_size) for view in columns}
     if not share_kv:
         slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
@@ -282,7 +283,7 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
 def _possible_orders(
     context: Context, projections: Projections, heads: Heads
 ) -> tuple[tuple[FusedOrder, ...], Evidence | None]:
-    """The orders worth probing, or the one that is known and why."""
+    """Return the candidate orders, or the single known order with its evidence."""
     holder = context.modules[projections.holder]
     if from_library(holder):
         order = _library_order(holder)
@@ -290,7 +291,7 @@ def _possible_orders(
             return (order,), Evidence.LIBRARY
     if context.options.fused is not None:
         return (context.options.fused,), Evidence.USER_SPECIFIED
-    if heads.num_kv_heads == heads.num_heads:
+    if heads.num_kv_heads == heads.num_heads:  # "groups" equals "heads" here
         return ("sections", "heads"), None
     return ("sections", "groups"), None
 
@@ -298,7 +299,7 @@ def _possible_orders(
 def _library_order(holder: nn.Module) -> FusedOrder | None:
     class_name = type(holder).__name__
     if class_name == "FalconAttention":
-        if getattr(holder, "new_decoder_architecture", False):
+        if getattr(holder, "new_decoder_architecture", False):  # the class has three arrangements, by configuration
             return "groups"
         return "sections" if getattr(holder, "multi_query", True) else "heads"
     if class_name == "GPTBigCodeAttention":
@@ -307,10 +308,10 @@ def _library_order(holder: nn.Module) -> FusedOrder | None:
 
 
 def fused_slices(order: FusedOrder, heads: Heads, tp_size: int) -> Slices:
-    """For each rank, the output channels of a fused projection in `order`."""
+    """Return, for each rank, the output channels of a fused projection in `order`."""
     q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     if order != "sections":
-        return even_slices(q + 2 * kv, tp_size)
+        return even_slices(q + 2 * kv, tp_size)  # heads or groups are contiguous: plain chunks of them
     starts = [(0, q), (q, kv), (q + kv, kv)]
     parts = [[start + piece for piece in even_slices(size, tp_size)] for start, size in starts]
     return [torch.cat([part[rank] for part in parts]) for rank in range(tp_size)]
@@ -324,7 +325,7 @@ def _evidence(
     head_dim: int,
     known: Evidence | None = None,
 ) -> Evidence | Problem:
-    """Return whether the region may be cut: by knowledge, by probing, by names; else why not."""
+    """Return the evidence that the region may be sharded, from knowledge, probing or names, or the problem."""
     holder = context.modules[projections.holder]
     library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
     if not library and context.options.probe:
@@ -333,9 +334,9 @@ def _evidence(
         within = f"{projections.scope}." if projections.scope else ""
         doubts = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
         verdict = simulate_block(scope, slices, projections.out, row_slices, head_dim, doubts)
-        if verdict.separate:  # a norm before q, k and v, or what comes after the output, is none of the region's
+        if verdict.separate:  # norms before q, k and v or after the output are outside the region: not between
             return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
-        if verdict.separate is False:
+        if verdict.separate is False:  # None: the forward could not be run, so fall through to the names
             found = f"its forward was probed: {verdict.reason}"
             hint = "its heads cannot be computed separately; leave it replicated"
             return Problem("slices-mix", projections.scope, found=found, hint=hint)
@@ -350,7 +351,7 @@ def _evidence(
         return Evidence.LIBRARY
     if known is Evidence.USER_SPECIFIED:
         return Evidence.USER_SPECIFIED
-    if projections.fused:
+    if projections.fused:  # order unknown and not probed
         return Problem("heads-not-recognised", projections.scope, found=reason)
     return Evidence.NAMED
 
@@ -378,25 +379,24 @@ def _unit(
 
 
 def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
-    """The remark on a unit that was recognised by names and shapes alone."""
+    """Return the remark on a unit recognised by names and shapes alone."""
     found = "recognised by names and shapes; its forward could not be run on its own"
     hint = "compare one step with the unsharded module before you trust it"
     return (Problem("unverified", scope, found=found, hint=hint),) if evidence is Evidence.NAMED else ()
 
 
 def kept_replicated(problem: Problem, *views: LinearView) -> Found:
-    """Linears that stay replicated, and the reason."""
+    """Report linears as replicated, with the reason."""
     return Found(left_whole=tuple((name, problem) for view in views for name in parameter_names(view)))
 
 
 def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
-    """Weight and bias of a column linear; `pattern` is the placement with ``{dim}`` for the output dimension."""
+    """Return the cuts of a column linear; `pattern` is the placement with ``{dim}`` for the output dimension."""
     cuts = [Cut(view.weight_name, pattern.format(dim=view.out_dim))]
     if view.has_bias:
-        cuts.append(Cut(view.bias_name, pattern.format(dim=0)))
+        cuts.append(Cut(view.bias_name, pattern.format(dim=0)))  # the bias has the output dimension only
     return tuple(cuts)
 
 
 def parameter_names(view: LinearView) -> tuple[str, ...]:
-    """FQNs of a linear's parameters."""
     return (view.weight_name, view.bias_name) if view.has_bias else (view.weight_name,)

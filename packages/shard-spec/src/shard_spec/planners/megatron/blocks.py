@@ -1,9 +1,9 @@
-"""Units of the recognisers: groups of parameters that are sharded together.
+"""TP blocks of the recognisers: groups of parameters that are sharded together.
 
-Vocabulary of this folder. A *column* linear is cut along its outputs and needs no communication before it; a *row*
-linear is cut along its inputs and its outputs are summed. Between them lies the *region*, where every rank works on
-its own slice of the channels (heads, for attention). A *unit* is a region with its columns and rows. A unit is right
-if slice ``r`` of what the rows read depends on slice ``r`` of what the columns wrote, and on nothing else of them.
+Vocabulary of this folder. A *column* linear is sharded along its outputs and needs no communication before it; a
+*row* linear is sharded along its inputs, and its outputs are summed. Between them lies the *region*: every rank works
+on its own slice of the channels (heads, for attention). A *unit* is a region with its columns and rows. A unit is
+right if row inputs of slice ``r`` depend on column outputs of slice ``r`` and of no other slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shard_spec.planners.megatron.linear import LinearView
 
 
 class TPBlockKind(StrEnum):
-    """Kind of a unit."""
+    """Kinds of units."""
 
     ATTENTION = "attention"
     MLP = "mlp"
@@ -31,11 +31,11 @@ class TPBlockKind(StrEnum):
 
 
 class Evidence(StrEnum):
-    """Why we believe that a unit may be cut.
+    """Evidence that a unit may be sharded.
 
-    ``LIBRARY``: a class of torch or transformers whose arrangement is known. ``PROBED``: its forward was run on small
+    ``LIBRARY``: a class of torch or transformers of known arrangement. ``PROBED``: its forward was run on small
     random tensors, and no slice depended on another. ``NAMED``: names and shapes only, the forward could not be run.
-    ``BY_NATURE``: cutting rows of a vocabulary needs no evidence. ``USER_SPECIFIED``: the caller said so.
+    ``BY_NATURE``: sharding rows of a vocabulary needs no evidence. ``USER_SPECIFIED``: the caller's `fused=`.
     """
 
     LIBRARY = "library"
@@ -58,16 +58,16 @@ class TPBlock:
     """A region with its columns and rows.
 
     Attributes:
-        kind: what it is.
-        name: FQN of the smallest module that holds all of it.
-        columns: parameters that produce the region's slices (weights and biases).
-        rows: weights that read them; their outputs are summed.
-        inner: parameters inside the region that are cut with it (one entry per head or channel).
-        replicated: parameters inside the region that every rank holds whole. Each rank computes only its slice's part
-            of their gradient: whoever executes the plan has to sum it over the axis.
+        kind: kind of block.
+        name: FQN of the smallest module around all of it.
+        columns: weights and biases of the linears before the region.
+        rows: weights of the linears after the region; their outputs are summed.
+        inner: parameters inside the region, sharded with it (one entry per head or channel).
+        replicated: replicated parameters inside the region. Each rank computes its slice's share of their gradient:
+            the executor of the plan has to sum it over the axis.
         row_biases: biases added once, after the sum.
-        num_pieces: how many equal pieces there are to share out (heads, channels, rows of the vocabulary).
-        evidence: why cutting is right.
+        num_pieces: number of equal units to distribute (heads, channels, rows of the vocabulary).
+        evidence: reason to believe that the sharding is right.
     """
 
     kind: TPBlockKind
@@ -82,18 +82,18 @@ class TPBlock:
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        """Every parameter that is cut."""
+        """Every sharded parameter."""
         return (*self.columns, *self.inner, *self.rows)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Finding of one recogniser at one place: a unit, or why the parameters stay replicated, and remarks.
+    """Finding of one recogniser at one place: a unit, or the reason for replication, and remarks.
 
     Attributes:
-        unit: the unit, if it may be cut.
-        left_whole: FQNs of parameters that were understood and are not cut, with the reason as a `Problem`.
-        notes: remarks that concern no refusal.
+        unit: the unit, if it may be sharded.
+        left_whole: FQNs of recognised parameters that stay replicated, with the reason as a `Problem`.
+        notes: remarks besides refusals.
     """
 
     unit: TPBlock | None = None
@@ -106,7 +106,7 @@ FusedOrder = Literal["sections", "heads", "groups", "pairs"]
 
 @dataclass(frozen=True)
 class Options:
-    """The planner's settings that recognisers read (see `MegatronPlanner`)."""
+    """Settings of the planner for its recognisers (see `MegatronPlanner`)."""
 
     tp_size: int
     kv_replicate: bool = False
@@ -116,7 +116,7 @@ class Options:
 
 @dataclass
 class Context:
-    """One model under analysis. `claimed` holds the modules that some recogniser has dealt with."""
+    """One model under analysis; `claimed` holds the ids of modules that a recogniser has handled."""
 
     root: nn.Module
     options: Options
@@ -124,11 +124,11 @@ class Context:
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
-        """Every module by FQN; shared modules once, under their first name."""
+        """Return every module by FQN; shared modules once, under their first name."""
         return dict(self.root.named_modules())
 
     def chain(self, name: str) -> Iterator[nn.Module]:
-        """The module called `name`, then the modules around it up to the root."""
+        """Yield the module called `name`, then the modules around it up to the root."""
         while True:
             yield self.modules[name]
             if not name:
@@ -136,19 +136,19 @@ class Context:
             name = parent(name)
 
     def claim(self, *views: LinearView) -> None:
-        """Marks linears as dealt with."""
+        """Mark linears as handled."""
         self.claimed.update(id(view.module) for view in views)
 
     def free(self, views: dict[str, LinearView]) -> dict[str, LinearView]:
-        """Those that nobody has dealt with."""
+        """Filter the linears that no recogniser has handled."""
         return {name: view for name, view in views.items() if id(view.module) not in self.claimed}
 
 
 def parent(name: str) -> str:
-    """FQN of the module around `name`."""
+    """Return the FQN of the module around `name`."""
     return name.rpartition(".")[0]
 
 
 def leaf(name: str) -> str:
-    """Last part of an FQN."""
+    """Return the last component of an FQN."""
     return name.rpartition(".")[2]

@@ -14,20 +14,20 @@ from shard_spec.planners.megatron.linear import Heads, LinearView, from_library,
 _NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")
 
 _ONE_PER_HEAD = ("sinks",)  # of library classes
-# Library classes that keep the norm after their output projection beside q, k and v.
+# Library classes with the norm after their output projection beside q, k and v.
 _AFTER_THE_OUTPUT = {"AlbertAttention": ("LayerNorm.weight", "LayerNorm.bias")}
 
 
 @dataclass(frozen=True)
 class Inner:
-    """Cut with the region, whole on every rank, or doubtful.
+    """Parameters beside the linears: sharded with the region, replicated, or doubtful.
 
     Attributes:
-        cuts: one entry per head: each rank holds its own.
-        replicated: the same for every head: gradients have to be summed over the axis.
-        numbers: single numbers; whole on every rank if a probe says that the heads are computed apart.
-        doubts: parameters that may belong to something across all heads, and that nobody says how to cut: they forbid
-            cutting, unless a probe says that they act before or after the heads.
+        cuts: one entry per head; each rank holds its own entries.
+        replicated: the same for every head; gradients have to be summed over the axis.
+        numbers: scalars; replicated if a probe shows that the heads are independent.
+        doubts: parameters that may act across all heads, of unknown sharding; they forbid sharding unless a probe
+            shows that they act before or after the heads.
     """
 
     cuts: tuple[Cut, ...] = ()
@@ -37,7 +37,7 @@ class Inner:
 
 
 def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, ...], heads: Heads) -> Inner:
-    """Sorts every other parameter of the module `holder`."""
+    """Classify every other parameter of the module `holder`."""
     known = {id(parameter) for view in linears for parameter in view.module.parameters()}
     cuts, replicated, numbers, doubts = [], [], [], []
     after_the_output = _AFTER_THE_OUTPUT.get(type(context.modules[holder]).__name__, ())
@@ -48,7 +48,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
         head_dims = [dim for dim, size in enumerate(shape) if size == heads.num_heads]
         others = [size for dim, size in enumerate(shape) if dim not in head_dims[:1] and size != 1]
         owner = context.modules[join(holder, name.rpartition(".")[0])]
-        if parameter.numel() == 1 and heads.num_heads > 1:
+        if parameter.numel() == 1 and heads.num_heads > 1:  # its gradient sums over all heads
             numbers.append(fqn)
         elif isinstance(owner, nn.Linear):
             doubts.append(doubt(fqn, shape))  # a projection that is none of q, k, v and output
@@ -77,7 +77,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
 
 
 def _is_input_norm(name: str, shape: tuple[int, ...], heads: Heads) -> bool:
-    """Return whether a vector is clearly a norm before q, k and v (its size is not that of all heads)."""
+    """Return True if a vector is clearly a norm before q, k and v (not of the size of all heads)."""
     return (
         len(shape) == 1
         and shape[0] not in (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)
@@ -87,7 +87,7 @@ def _is_input_norm(name: str, shape: tuple[int, ...], heads: Heads) -> bool:
 
 
 def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
-    """Why an attention with this parameter stays whole."""
+    """Report a parameter that keeps its attention replicated."""
     found = f"a parameter of shape {shape} beside q, k and v that may act across heads"
     hint = "if every head can be computed apart, write the rules of this attention by hand"
     return Problem("partial-gradient", fqn, found=found, hint=hint)

@@ -1,4 +1,4 @@
-"""Linear layers under one view, whichever way round they keep their weight."""
+"""Linear layers under one view, for either orientation of the weight."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shard_spec.planners.megatron import names
 
 @dataclass(frozen=True, eq=False)
 class LinearView:
-    """A module that computes ``y = x W + b``, and where its weight keeps inputs and outputs.
+    """A module that computes ``y = x W + b``, with the orientation of its weight.
 
     Attributes:
         name: FQN of the module.
         module: the module.
         out_features: size of the last dimension of its output.
         in_features: size of the last dimension of its input.
-        out_dim: weight dimension that indexes outputs: 0 in ``nn.Linear``, 1 in the ``Conv1D`` of GPT-2.
-        in_dim: the other one.
+        out_dim: weight dimension of the outputs: 0 in ``nn.Linear``, 1 in the ``Conv1D`` of GPT-2.
+        in_dim: weight dimension of the inputs.
     """
 
     name: str
@@ -47,17 +47,17 @@ class LinearView:
 
 
 def as_linear(name: str, module: nn.Module) -> LinearView | None:
-    """The view of `module`, or ``None`` if it is not a plain linear layer.
+    """Return the view of `module`, or ``None`` if it is not a plain linear layer.
 
-    Not plain: further parameters or submodules (LoRA, quantisation, parametrisations), a weight that is not
-    materialised, or somebody's own ``forward``, which could do anything with the weight.
+    Not plain: further parameters or submodules (LoRA, quantisation, parametrisations), a lazy weight, or a custom
+    ``forward``, which may use the weight in any way.
     """
     weight = module._parameters.get("weight")
     if weight is None or getattr(weight, "shape", None) is None or isinstance(weight, nn.UninitializedParameter):
         return None
     if weight.dim() != 2 or set(module._parameters) - {"weight", "bias"} or module._modules:
         return None
-    if not weight.is_floating_point():
+    if not weight.is_floating_point():  # quantised weights come with scales of their own
         return None
     if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or from_library(module)):
         return LinearView(name, module, weight.shape[0], weight.shape[1], out_dim=0, in_dim=1)
@@ -67,7 +67,7 @@ def as_linear(name: str, module: nn.Module) -> LinearView | None:
 
 
 def linear_children(name: str, module: nn.Module) -> dict[str, LinearView]:
-    """The direct children that are plain linear layers, by child name, in order."""
+    """Return the direct children that are plain linear layers, by child name, in order."""
     found = {}
     for child_name, child in module.named_children():
         view = as_linear(join(name, child_name), child)
@@ -77,18 +77,18 @@ def linear_children(name: str, module: nn.Module) -> dict[str, LinearView]:
 
 
 def join(*parts: str) -> str:
-    """FQN of nested names, empty ones left out."""
+    """Join nested names to an FQN; empty ones are left out."""
     return ".".join(part for part in parts if part)
 
 
 def from_library(module: nn.Module) -> bool:
-    """Return whether the module's class comes from torch or transformers, whose arrangements are known and tested."""
+    """Return True if the module's class comes from torch or transformers, of known and tested arrangement."""
     return type(module).__module__.split(".")[0] in ("torch", "transformers")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Head counts of an attention that fit its shapes."""
+    """Head counts of an attention that match its shapes."""
 
     num_heads: int
     num_kv_heads: int
@@ -97,7 +97,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class DeclaredHeads:
-    """Declared counts; ``None`` where nothing is declared."""
+    """Declared counts; ``None`` where no module or config declares one."""
 
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -105,7 +105,7 @@ class DeclaredHeads:
 
 
 def declared_heads(chain: Sequence[nn.Module]) -> DeclaredHeads:
-    """Looks at the attention module first, then at the modules around it, innermost first, each with its config.
+    """Read the attention module first, then the modules around it, innermost first, each with its config.
 
     Args:
         chain: the attention module, its parent, and so on up to the root.
@@ -119,24 +119,24 @@ def declared_heads(chain: Sequence[nn.Module]) -> DeclaredHeads:
 
 
 def declared_vocab_sizes(modules: Iterable[nn.Module]) -> set[int]:
-    """Every vocabulary size that a config or attribute of `modules` declares."""
+    """Return every vocabulary size declared by a config or attribute of `modules`."""
     places = (place for place in places_of(modules) if not isinstance(place, nn.Embedding))
     return {size for place in places if (size := first_declared([place], names.VOCAB_SIZE)) is not None}
 
 
 def places_of(modules: Iterable[nn.Module]) -> list[object]:
-    """Each module and its config, where attributes are declared."""
+    """Return each module and its config, the places of declared attributes."""
     both = (place for module in modules for place in (module, getattr(module, "config", None)))
     return [place for place in both if place is not None]
 
 
 def first_declared(places: Iterable[object], attributes: Sequence[str]) -> int | None:
-    """The first of the attributes that some place has as a positive integer."""
+    """Return the first positive integer among the attributes, place by place."""
     for place in places:
         for attribute in attributes:
             try:
                 value = getattr(place, attribute, None)
-            except Exception:  # configs of transformers raise errors of their own for what differs between layers
+            except Exception:  # configs of transformers raise their own errors if layers differ in a value
                 continue
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value

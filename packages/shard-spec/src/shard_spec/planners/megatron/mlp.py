@@ -1,4 +1,4 @@
-"""Feed-forward blocks: one or two linears up, something elementwise, one linear down."""
+"""Feed-forward blocks: one or two linears up, an elementwise operation, one linear down."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class FeedForward:
 
     @property
     def fused(self) -> bool:
-        """True if gate and up come out of one linear."""
+        # Gate and up come out of one linear.
         return len(self.columns) == 1 and self.columns[0].out_features == 2 * self.row.in_features
 
 
 def find_mlps(context: Context, name: str) -> list[Found]:
-    """Decide about the feed-forward blocks whose linears are children of the module called `name`."""
+    """Plan the feed-forward blocks with linears among the children of the module called `name`."""
     module = context.modules[name]
     if type(module).forward is nn.Sequential.forward:
         return [_decide(context, block, Evidence.LIBRARY) for block in _sequential(context, name, module)]
@@ -51,7 +51,7 @@ def find_mlps(context: Context, name: str) -> list[Found]:
 
 
 def _sequential(context: Context, name: str, module: nn.Module) -> list[FeedForward]:
-    """Pairs of linears with only elementwise modules between them, first with second, third with fourth, ..."""
+    """Pair linears with only elementwise modules between them: first with second, third with fourth, ..."""
     blocks = []
     pending: LinearView | None = None
     for child_name, child in module.named_children():
@@ -63,7 +63,7 @@ def _sequential(context: Context, name: str, module: nn.Module) -> list[FeedForw
             else:
                 pending = view
         elif not isinstance(child, _ELEMENTWISE):
-            pending = None
+            pending = None  # any other module may mix channels
     return blocks
 
 
@@ -71,7 +71,7 @@ def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward 
     children = context.free(linear_children(name, module))
     by_name = {child.lower(): view for child, view in children.items()}
     for down_name, down in by_name.items():
-        if down_name not in names.DOWN:
+        if down_name not in names.DOWN:  # w3 may be down or up
             continue
         rest = {child: view for child, view in by_name.items() if view is not down}
         gated = {child: view for child, view in rest.items() if child in names.FUSED_GATE_UP | names.UP}
@@ -87,14 +87,14 @@ def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward 
 
 
 def _also_down(plain: list[LinearView], down: LinearView) -> bool:
-    """``w1, w2, w3`` mean (gate, down, up) to some and (gate, up, down) to others: only shapes can tell."""
+    """``w1, w2, w3`` mean (gate, down, up) or (gate, up, down): only shapes tell them apart."""
     ambiguous = {"w1", "w2", "w3"}
     parts = {view.name.rpartition(".")[2].lower() for view in (*plain, down)}
     return bool(parts & ambiguous) and len(plain) == 2 and down.in_features == down.out_features
 
 
 def _by_shapes(name: str, views: list[LinearView]) -> FeedForward | None:
-    """Two or three linears, one of which undoes the shape of the others."""
+    """Match two or three linears by shape: the row has the transposed shape of the columns."""
     if len(views) not in (2, 3):
         return None
     for row in views:
@@ -108,7 +108,7 @@ def _by_shapes(name: str, views: list[LinearView]) -> FeedForward | None:
 
 
 def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> FeedForward | None:
-    """BERT: ``intermediate.dense`` and ``output.dense`` under one layer."""
+    """Match BERT: ``intermediate.dense`` and ``output.dense`` under one layer."""
     up = down = None
     for child_name, child in module.named_children():
         dense = context.free(linear_children(join(name, child_name), child)).get("dense")
@@ -125,7 +125,7 @@ def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> 
 
 
 def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Found:
-    context.claim(*block.columns, block.row)
+    context.claim(*block.columns, block.row)  # even if refused: not for other recognisers
     tp_size, width = context.options.tp_size, block.row.in_features
     if width < tp_size:
         return kept_replicated(
@@ -160,18 +160,18 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
 def _arrangements(
     context: Context, block: FeedForward, known: Evidence | None
 ) -> list[tuple[str, dict[LinearView, Slices]]]:
-    """Placement patterns worth trying, with the channels that each rank would hold."""
+    """Return candidate placement patterns, each with the channels of every rank."""
     tp_size, width = context.options.tp_size, block.row.in_features
     even = even_slices(width, tp_size)
     if not block.fused:
         return [("S({dim})", dict.fromkeys(block.columns, even))]
     (column,) = block.columns
     sections: tuple[str, dict[LinearView, Slices]] = (
-        f"I({{dim}}, [{width}, {width}])",
+        f"I({{dim}}, [{width}, {width}])",  # gate first, then up: a rank gets its slice of each
         {column: [torch.cat([own, own + width]) for own in even]},
     )
     pairs: tuple[str, dict[LinearView, Slices]] = (
-        "B({dim}, 2)",
+        "B({dim}, 2)",  # gate and up alternate: a rank gets its channels in pairs
         {column: [torch.stack([2 * own, 2 * own + 1], dim=1).flatten() for own in even]},
     )
     if context.options.fused is not None:
@@ -190,7 +190,7 @@ def _evidence(
     if known is None and context.options.probe:
         row_slices = even_slices(block.row.in_features, context.options.tp_size)
         verdict = simulate_block(context.modules[block.scope], slices, block.row, row_slices)
-        if verdict.separate:
+        if verdict.separate:  # a probe also clears doubtful parameters: it ran them
             return Evidence.PROBED
         if verdict.separate is False:
             hint = "an operation between its linears acts across channels; leave it replicated"
@@ -209,14 +209,14 @@ def _evidence(
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
-    """A parameter with as many entries as hidden channels, beside the linears: a norm between them cannot be cut."""
+    """Report a parameter of the hidden size between the linears: a norm over all hidden channels."""
     own = {id(p) for view in (*block.columns, block.row) for p in view.module.parameters()}
     width, outer = block.row.in_features, block.row.out_features
     for name, parameter in context.modules[block.scope].named_parameters():
         owner = context.modules.get(join(block.scope, name.rpartition(".")[0]))
         if id(parameter) in own or id(owner) in context.claimed:
             continue
-        # Of a library's class only a norm is to be feared, of others anything that meets the hidden channels.
+        # Library classes: only a norm can be there. Other classes: any parameter with a dimension of the hidden size.
         meets = width in parameter.shape if known is None else tuple(parameter.shape) == (width,)
         if meets and width != outer:
             found = f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block"
@@ -226,6 +226,6 @@ def _parameters_between(context: Context, block: FeedForward, known: Evidence | 
 
 
 def uneven(scope: str, width: int, tp_size: int) -> Problem:
-    """The remark that ranks hold different amounts."""
+    """Return the remark on shards of unequal size."""
     found = f"{width} over tp={tp_size} does not divide: the first ranks hold more"
     return Problem("uneven-shards", scope, found=found, hint="pad it, or choose a tp size that divides it")

@@ -1,7 +1,7 @@
-"""Names that model authors give to the parts of a transformer block.
+"""Usual names of the submodules of a transformer block.
 
-A name alone decides nothing: the shapes have to fit, and for modules that are not from a known library the dataflow
-is probed (see `block_simulator`). Names only say where to look, and are compared in lower case (``Wqkv``, ``Wo``).
+A name alone decides nothing: the shapes have to match, and blocks outside of known libraries are probed (see
+`block_simulator`). Names only restrict the search, and are compared in lower case (``Wqkv``, ``Wo``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ATTENTION_OUT = _set(
     "o_proj out_proj o wo w_o dense out_lin out_linear to_out proj c_proj proj_out out linear_out "
     "attn_out output projection output_proj"
 )
-# What BERT and its descendants call the module after attention, with the Linear `dense` in it.
+# Name of the module after attention in BERT and its descendants, with the Linear `dense` in it.
 OUTPUT_BLOCK = _set("output out attention_output")
 
 UP = _set(

@@ -11,16 +11,16 @@ from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, T
 from shard_spec.planners.megatron.linear import LinearView, as_linear, declared_vocab_sizes, from_library, join
 from shard_spec.planners.megatron.mlp import uneven
 
-# Library classes that do not say so themselves: whether weights are ``[experts, in, out]``.
+# Library classes without an attribute `is_transposed`: True if weights are ``[experts, in, out]``.
 _TRANSPOSED = {"Llama4TextExperts": True}
 
 
 def find_multihead_attention(context: Context, name: str) -> Found | None:
-    """Torch's own attention module: q, k and v in one ``in_proj_weight`` or in three, biases for keys and values."""
+    """Plan ``nn.MultiheadAttention``: one ``in_proj_weight`` or three, and biases of keys and values."""
     module = context.modules[name]
     if not isinstance(module, nn.MultiheadAttention) or not _forward_is_known(module, nn.MultiheadAttention):
         return None
-    context.claimed.add(id(module.out_proj))
+    context.claimed.add(id(module.out_proj))  # a child of its own, but read without its forward
     own = [parameter_name for parameter_name, _ in module.named_parameters()]
     width, tp_size = module.embed_dim, context.options.tp_size
     if module.num_heads % tp_size:
@@ -28,11 +28,11 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
         found = f"num_heads={module.num_heads} with tp={tp_size}"
         problem = Problem("does-not-divide", name, found=found, hint=f"valid tp sizes: {valid}")
         return Found(left_whole=tuple((join(name, parameter), problem) for parameter in own))
-    sections = f"I(0, [{width}, {width}, {width}])"
+    sections = f"I(0, [{width}, {width}, {width}])"  # q, k and v by sections: each rank gets its heads of all three
     placements = {
         **dict.fromkeys(("in_proj_weight", "in_proj_bias"), sections),
         **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), "S(0)"),
-        **dict.fromkeys(("bias_k", "bias_v"), "S(2)"),
+        **dict.fromkeys(("bias_k", "bias_v"), "S(2)"),  # [1, 1, embed_dim]
     }
     return Found(
         TPBlock(
@@ -51,7 +51,7 @@ def _forward_is_known(module: nn.Module, base: type[nn.Module]) -> bool:
 
 
 def find_experts(context: Context, name: str) -> Found | None:
-    """Experts in three-dimensional weights ``gate_up_proj`` and ``down_proj``, with biases or without."""
+    """Plan experts in three-dimensional weights ``gate_up_proj`` and ``down_proj``, with or without biases."""
     module = context.modules[name]
     weights = {key: value for key, value in module._parameters.items() if value is not None}
     gate_up, down = weights.get("gate_up_proj"), weights.get("down_proj")
@@ -72,10 +72,10 @@ def find_experts(context: Context, name: str) -> Found | None:
         problem = Problem("does-not-divide", name, found=found)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     concatenated = getattr(module, "is_concatenated", True)
-    pattern = f"I({{dim}}, [{width}, {width}])" if concatenated else "B({dim}, 2)"
+    pattern = f"I({{dim}}, [{width}, {width}])" if concatenated else "B({dim}, 2)"  # gate then up, or alternating
     columns = [Cut(join(name, "gate_up_proj"), pattern.format(dim=out_dim))]
     if "gate_up_proj_bias" in weights:
-        columns.append(Cut(join(name, "gate_up_proj_bias"), pattern.format(dim=1)))
+        columns.append(Cut(join(name, "gate_up_proj_bias"), pattern.format(dim=1)))  # [experts, channels]
     return Found(
         TPBlock(
             TPBlockKind.EXPERTS,
@@ -89,7 +89,7 @@ def find_experts(context: Context, name: str) -> Found | None:
 
 
 def find_vocabulary(context: Context) -> list[Found]:
-    """Token embeddings and the heads that make logits, cut by rows of the vocabulary."""
+    """Plan token embeddings and heads that make logits, sharded by rows of the vocabulary."""
     embeddings = {
         name: module
         for name, module in context.modules.items()
@@ -117,7 +117,7 @@ def find_vocabulary(context: Context) -> list[Found]:
 
 
 def _is_token_embedding(name: str, module: nn.Embedding, sizes: set[int], linears: list[LinearView]) -> bool:
-    if any(word in name.lower() for word in names.POSITION_WORDS):
+    if any(word in name.lower() for word in names.POSITION_WORDS):  # position tables have rows, but no vocabulary
         return False
     heads = {view.out_features for view in linears if leaf(view.name).lower() in names.HEAD}
     tokens = any(word in leaf(name).lower() for word in ("tok", "word", "wte", "vocab", "shared", "embed_in"))

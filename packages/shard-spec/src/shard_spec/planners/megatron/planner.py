@@ -27,12 +27,12 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 @dataclass(frozen=True)
 class Analysis:
-    """Analysis of a model by `MegatronPlanner`.
+    """Result of the analysis of a model by `MegatronPlanner`.
 
     Attributes:
-        units: regions that are cut, in module order.
-        left_whole: FQN of each parameter that was understood and stays whole, with the reason.
-        unrecognised: FQN of each matmul weight that was not understood, with the reason.
+        units: sharded regions, in module order.
+        left_whole: FQN of each recognised parameter that stays replicated, with the reason.
+        unrecognised: FQN of each matmul weight of unknown role, with the reason.
         notes: remarks.
         matmul_bytes: bytes of each matmul weight (linears, expert weights, attention projections, heads) by FQN.
     """
@@ -45,31 +45,31 @@ class Analysis:
 
     @property
     def cuts(self) -> dict[str, Cut]:
-        """Every cut by the FQN of its parameter."""
+        """Return every cut by the FQN of its parameter."""
         return {cut.name: cut for unit in self.units for cut in unit.cuts}
 
     @property
     def sharded_share(self) -> float:
-        """Share of the matmul-weight bytes that is cut; 1.0 for a model without any."""
+        """Sharded share of the matmul-weight bytes; 1.0 for a model without any."""
         total = sum(self.matmul_bytes.values())
         cut = self.cuts
         return sum(size for name, size in self.matmul_bytes.items() if name in cut) / total if total else 1.0
 
     @property
     def rest(self) -> dict[str, str]:
-        """Matmul weights that stay whole, and why."""
+        """Return the matmul weights that stay replicated, each with the reason."""
         why = {**self.left_whole, **self.unrecognised}
         return {name: str(why[name]) for name in self.matmul_bytes if name in why}
 
 
 def analyse(module: nn.Module, options: Options) -> Analysis:
-    """Recognises attention first, then feed-forward blocks, experts, embeddings and heads."""
+    """Recognise attention first, then feed-forward blocks, experts, embeddings and heads."""
     context = Context(module, options)
     found: list[Found] = []
-    for name in context.modules:
+    for name in context.modules:  # attention first: its output projection could pass for a feed-forward row
         found += [one for one in (find_multihead_attention(context, name), find_attention(context, name)) if one]
     found = not_lent(context, found)
-    heads = find_vocabulary(context)  # before feed-forward blocks: a model's `output` is not one's end
+    heads = find_vocabulary(context)  # before feed-forward blocks: a model's `output` is not the row of one
     for name in context.modules:
         found += find_mlps(context, name)
     for name in context.modules:
@@ -80,7 +80,7 @@ def analyse(module: nn.Module, options: Options) -> Analysis:
     left_whole = {name: problem for one in found for name, problem in one.left_whole}
     notes = tuple(note for one in found for note in one.notes) + tuple(_gradient_notes(units))
     matmul = _matmul_weights(context)
-    known = {cut.name for unit in units for cut in unit.cuts} | set(left_whole)
+    known = {cut.name for unit in units for cut in unit.cuts} | set(left_whole)  # left_whole has its own reason
     unrecognised = {name: _unrecognised(name) for name in matmul if name not in known}
     return Analysis(units, left_whole, unrecognised, notes, matmul)
 
@@ -100,7 +100,7 @@ def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
 
 
 def _matmul_weights(context: Context) -> dict[str, int]:
-    """Bytes of every weight that a matmul reads, each tensor once."""
+    """Return the bytes of every weight of a matmul; tied tensors count once."""
     found: dict[str, int] = {}
     seen: set[int] = set()
     for name, module in context.modules.items():
@@ -112,7 +112,7 @@ def _matmul_weights(context: Context) -> dict[str, int]:
 
 
 def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Parameter) -> bool:
-    """Weights of linears, experts and routers; not tables (but heads tied to one), convolutions or biases."""
+    """Return True for weights of linears, experts and routers; not for tables, convolutions or biases."""
     if isinstance(module, nn.Linear):
         return key == "weight"
     if isinstance(module, nn.MultiheadAttention):
@@ -120,7 +120,7 @@ def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Para
     if isinstance(module, (nn.Embedding, *_CONVOLUTIONS)) or not parameter.is_floating_point():
         return False
     no_table = not any(word in join(name, key).lower() for word in (*names.POSITION_WORDS, "token", "conv", "bias"))
-    return parameter.dim() in (2, 3) and min(parameter.shape) > 1 and no_table
+    return parameter.dim() in (2, 3) and min(parameter.shape) > 1 and no_table  # min: [1, n] is a scale, not a matrix
 
 
 def _unrecognised(name: str) -> Problem:
@@ -130,30 +130,30 @@ def _unrecognised(name: str) -> Problem:
 
 
 class MegatronPlanner(LayoutPlanner):
-    """Cuts attention by heads, feed-forward blocks and experts by channels, embeddings and heads by vocabulary.
+    """Shard attention by heads, feed-forward blocks and experts by channels, embeddings and heads by vocabulary.
 
-    The first linears of a block are cut along their outputs (``S(0)``), the last along its inputs (``S(1)``), so that a
+    The first linears of a block are sharded along their outputs (``S(0)``), the last along its inputs (``S(1)``), so a
     block needs one all-reduce forward and one backward (Shoeybi et al., "Megatron-LM", 2019). Attention, feed-forward
     blocks (gated ones too), grouped-query attention, fused ``qkv`` and ``gate_up``, experts in three-dimensional
     weights, ``nn.MultiheadAttention``, token embeddings and tied or untied heads are recognised by structure, names
     and head counts.
 
-    Nothing is cut on a guess. A block from a class outside of torch and transformers is *probed*: its forward is run
-    on a few random numbers without its weights, to see that no head or channel depends on another rank's. Where that
-    is impossible, clear names and fitting shapes are accepted with a note (`unverified`); fused weights are not. What
-    is left whole is listed on the plan: `plan.unrecognised`, `plan.notes`.
+    Nothing is sharded on a guess. A block from a class outside of torch and transformers is *probed*: its forward is
+    run on a few random numbers without its weights, to check that no head or channel depends on another rank's. If it
+    cannot be run, clear names and matching shapes are accepted with a note (`unverified`); fused weights are not.
+    Replicated weights are listed on the plan: `plan.unrecognised`, `plan.notes`.
 
     Args:
         mesh: the axes of the plan.
-        axis: the axis that cuts; other axes replicate.
-        kv_replicate: where there are fewer key-value heads than ranks, keep k and v whole and cut q (whoever executes
-            the plan picks each rank's key-value heads). Otherwise such an attention stays whole, and the plan says so.
-        fused: the order of fused outputs where it cannot be found out: ``"sections"`` (all of q, then k, then v; all of
+        axis: the sharding axis; other axes replicate.
+        kv_replicate: with fewer key-value heads than ranks, replicate k and v and shard q (the executor of the plan
+            picks each rank's key-value heads). Otherwise such an attention stays replicated, with a note.
+        fused: the order of fused outputs if it cannot be inferred: ``"sections"`` (all of q, then k, then v; all of
             gate, then up), ``"heads"`` (q, k, v of each head together), ``"groups"`` (query heads with their k and v),
             ``"pairs"`` (gate and up alternate).
-        vocabulary: whether embeddings and heads are cut.
-        expert_axis: an axis over which whole experts are dealt out instead of cutting each.
-        probe: whether unknown blocks are probed.
+        vocabulary: shard embeddings and heads.
+        expert_axis: an axis over which full experts are distributed, instead of sharding each.
+        probe: probe unknown blocks.
         strict: raise if a matmul weight is not recognised, instead of listing it.
 
     Raises:
@@ -180,11 +180,10 @@ class MegatronPlanner(LayoutPlanner):
             self.mesh.axis_size(expert_axis)
 
     def analyse(self, module: nn.Module) -> Analysis:
-        """Return what was recognised, what was not, and why; the plan follows from it."""
+        """Return the analysis of `module`; the plan follows from it."""
         return analyse(module, self.options)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
-        """Layouts of every recognised parameter."""
         analysis = self.analyse(module)
         if self.strict and analysis.rest:
             raise PlanError(
@@ -200,12 +199,13 @@ class MegatronPlanner(LayoutPlanner):
         }
         if self.expert_axis is not None:
             layouts.update(self._dealt_experts(module))
+        # Experts distributed over `expert_axis` are sharded after all.
         unrecognised = {name: problem for name, problem in analysis.unrecognised.items() if name not in layouts}
         notes = (*analysis.left_whole.values(), *analysis.notes)
         return Decisions(_one_name_each(module, layouts), merge_notes(notes), unrecognised)
 
     def _dealt_experts(self, module: nn.Module) -> dict[str, Layout]:
-        """Every three-dimensional expert weight (and its bias) by its first dimension."""
+        """Shard every three-dimensional expert weight (and its bias) along its first dimension."""
         assert self.expert_axis is not None
         size = self.mesh.axis_size(self.expert_axis)
         layouts = {}
@@ -228,10 +228,10 @@ class MegatronPlanner(LayoutPlanner):
 
 
 def _one_name_each(module: nn.Module, layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Tied tensors under the first of their names; a contradiction between their roles leaves nobody guessing.
+    """Move layouts of tied tensors to the first of their names.
 
     Raises:
-        PlanError: one tensor would have two layouts.
+        PlanError: one tensor would get two layouts.
     """
     first: dict[int, str] = {}
     kept: dict[str, Layout] = {}
