@@ -1,12 +1,11 @@
-"""Activations: an estimate of what a step keeps beside the model's state, on the rank that keeps most.
+"""Estimate of a step's memory beside the model's state, on the fullest rank.
 
-Forward, loss and backward run once on the meta device: shapes only, but for what follows from integer inputs and
-constants (positions, masks, lengths), whose values are computed as well, since models branch on them. Each memory is
-followed from the operator that makes it until nothing refers to it; the sums of those alive give the peak, and
-recomputation (checkpointed blocks) is counted as it runs. Which memory a model axis shards is followed from weight to
-weight: the output of a weight with sharded output features is sharded, that of one with sharded input features is full
-again, and everything computed from something sharded is sharded; backward turns this round. It is an estimate because
-a real run may fuse or allocate otherwise.
+Forward, loss and backward run once on the meta device. Only shapes are computed, except for values derived from
+integer inputs and constants (positions, masks, lengths), since models branch on them. Each memory is followed from its
+operator until its last reference goes; the sums of live ones give the peak, and recomputation (checkpointed blocks)
+counts as it runs. Sharding along model axes is followed from weight to weight: a column-sharded weight makes its
+output sharded, a row-sharded one makes it full, and results of sharded inputs are sharded; backward is the mirror
+image. It is an estimate: a real run may fuse or allocate otherwise.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ _LOSSES = ("causal-lm", "vocab-parallel")
 
 @dataclass(frozen=True)
 class ActivationEstimate:
-    """Bytes of a step beside parameters, gradients and optimizer state, on one rank. An estimate, see the module.
+    """Bytes of a step beside parameters, gradients and optimizer state, on one rank. An estimate.
 
     Attributes:
-        local_bytes: Bytes that autograd keeps between forward and backward, where every axis cuts evenly.
-        whole_bytes: The same if nothing were cut: one process on the same local batch.
-        num_tensors: Number of memories that autograd keeps.
-        peak_bytes: Most bytes at one time in forward, loss and backward; gradients of parameters are not in it.
-        moment: ``"forward"``, ``"loss"`` or ``"backward"``: when that is.
-        loss_bytes: Share of ``peak_bytes`` that logits, loss and the gradient of the logits take.
+        local_bytes: Bytes saved by autograd between forward and backward, if every axis divides evenly.
+        whole_bytes: The same without any sharding: one process on the same local batch.
+        num_tensors: Number of memories saved by autograd.
+        peak_bytes: Most bytes at one time in forward, loss and backward, without gradients of parameters.
+        moment: Phase of the peak: ``"forward"``, ``"loss"`` or ``"backward"``.
+        loss_bytes: Share of ``peak_bytes`` for logits, loss and the gradient of the logits.
         num_blocks: Number of repeated blocks, the children of a `ModuleList`.
-        notes: What is not counted, a line each.
+        notes: Uncounted parts, a line each.
     """
 
     local_bytes: int
@@ -92,12 +91,12 @@ def estimate_activations(
     loss: Loss = "causal-lm",
     checkpointing: bool = False,
 ) -> ActivationEstimate:
-    """The estimate for one step; see ``ShardingPlan.activations``."""
+    """Estimate one step; see ``ShardingPlan.activations``."""
     require_floating(dtype)
     if isinstance(loss, str) and loss not in _LOSSES:
         hint = f"one of {', '.join(map(repr, _LOSSES))}, a function loss(output, batch), or None"
         raise PlanError(Problem("invalid-argument", "loss", found=repr(loss), hint=hint))
-    if getattr(type(module), "forward", None) is nn.Module.forward:
+    if getattr(type(module), "forward", None) is nn.Module.forward:  # nn.Module's own raises
         text = f"a {type(module).__name__} has no forward, so nothing says what it keeps"
         hint = "give a module whose forward calls its parts, or count their forwards one by one"
         raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
@@ -106,19 +105,20 @@ def estimate_activations(
     model_axes = [axis for axis in mesh.axis_names if axis not in data]
     state, effects = _meta_state(module, resolution, model_axes, dtype, gathers=loss != "vocab-parallel")
     flow = _Flow(effects, dict(mesh.axes))
+    # all ranks' batch: a data rank gets its share
     arguments, named = flow.inputs(forward_inputs(module, batch, prod(map(mesh.axis_size, data))))
     blocks = _blocks_of(module)
-    # transformers sets this on modules that checkpoint their blocks themselves.
+    # Modules of transformers with this attribute checkpoint their blocks themselves.
     checkpointing = checkpointing and not any(
         getattr(each, "gradient_checkpointing", False) for each in module.modules()
     )
     if checkpointing and "use_cache" in inspect.signature(module.forward).parameters:
-        named.setdefault("use_cache", False)  # a recomputed block would append its keys and values again
+        named.setdefault("use_cache", False)  # recomputed blocks would append their keys and values again
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
     step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named))
     with (
         _checkpointed(blocks if checkpointing else []),
-        torch.enable_grad(),
+        torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
         _TorchFunctions(flow),
     ):
@@ -126,7 +126,7 @@ def estimate_activations(
     notes = step.notes
     if expert_modules(resolution.metadata.parameters):
         notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
-    # A module on meta is planned for an accelerator, whose kernels make no such copies.
+    # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
     if dtype and on_cpu:
         on_cpu = [getattr(torch, dtype)]
@@ -139,14 +139,14 @@ def estimate_activations(
 
 
 class _Step(nn.Module):
-    """Forward, loss and backward as one call, so that recomputation in backward sees the same parameters on meta."""
+    """Forward, loss and backward as one call: recomputation in backward needs the same parameters on meta."""
 
     def __init__(self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any) -> None:
         super().__init__()
         self.model = model
         self.notes: list[str] = []
         self.local_bytes = self.whole_bytes = self.num_kept = 0
-        self.first_of_loss: int | None = None  # the allocation that holds the logits
+        self.first_of_loss: int | None = None  # allocation of the logits
         self._flow, self._loss, self._batch = flow, loss, batch
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -154,22 +154,22 @@ class _Step(nn.Module):
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if memory_of(tensor) not in flow.effects:
+            if memory_of(tensor) not in flow.effects:  # parameters are counted elsewhere
                 kept[memory_of(tensor)] = tensor.untyped_storage()
             return tensor
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)
-        # A checkpointed block keeps its inputs without autograd's hooks: what lives now and is no output counts too.
+        # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
         returned = {memory_of(tensor) for tensor in _held(output, set())}
         sizes = {memory: flow.local_bytes(memory, storage) for memory, storage in kept.items()}
         whole = {memory: storage.nbytes() for memory, storage in kept.items()}
         for memory, (allocation, nbytes) in flow.alive.items():
             if memory not in returned:
-                sizes.setdefault(memory, timeline.sizes[allocation])
+                sizes.setdefault(memory, timeline.sizes[allocation])  # setdefault: hooks' entries win
                 whole.setdefault(memory, nbytes)
         self.local_bytes, self.whole_bytes, self.num_kept = sum(sizes.values()), sum(whole.values()), len(sizes)
-        kept.clear()  # nothing but the step itself keeps memory alive
+        kept.clear()  # only the step itself may keep memory alive
         logits = self._logits_of(output)
         if logits is not None:
             self.first_of_loss = flow.alive.get(memory_of(logits), (None, 0))[0]
@@ -178,11 +178,11 @@ class _Step(nn.Module):
         if logits is None or not logits.requires_grad:
             timeline.begin("backward")
         else:
-            logits.register_hook(lambda grad: timeline.begin("backward"))
+            logits.register_hook(lambda grad: timeline.begin("backward"))  # fires when the loss's own backward is done
         self._backward(scalars)
 
     def _logits_of(self, output: Any) -> torch.Tensor | None:
-        """Scores over a vocabulary: the field ``logits``, or one tensor as wide as a table of the model is long."""
+        """Return the scores over a vocabulary: the field ``logits``, or a 3-d output as wide as an embedding table."""
         tables = {each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)}
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         if isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[-1] in tables:
@@ -190,10 +190,10 @@ class _Step(nn.Module):
         return logits if isinstance(logits, torch.Tensor) and logits.is_floating_point() else None
 
     def _scalars(self, output: Any, logits: torch.Tensor | None) -> list[torch.Tensor]:
-        """Tensors that backward begins at: the loss; without one, every output."""
+        """Return the tensors to start backward from: the loss, or else every output."""
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(own, torch.Tensor):
-            return [own]
+            return [own]  # computed by the model from labels
         if callable(self._loss):
             return [self._loss(output, self._batch)]
         tokens = self._batch
@@ -203,7 +203,7 @@ class _Step(nn.Module):
             scores = logits if logits is output else logits.float()
             return [functional.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())]
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        if not (len(outputs) == 1 and outputs[0].dim() == 0):
+        if not (len(outputs) == 1 and outputs[0].dim() == 0):  # a scalar is a loss
             self.notes.append("the loss is not counted: pass labels in batch, or loss=")
         return outputs
 
@@ -211,7 +211,7 @@ class _Step(nn.Module):
         timeline, alive = self._flow.timeline, self._flow.alive
 
         def exclude(parameter: torch.Tensor) -> None:
-            # Gradients of parameters are counted to the byte elsewhere, as their layouts cut them.
+            # Gradients of parameters are counted elsewhere, exactly and by layout.
             assert parameter.grad is not None
             timeline.excluded.add(alive.get(memory_of(parameter.grad), (-1, 0))[0])
 
@@ -221,13 +221,13 @@ class _Step(nn.Module):
         outputs = [tensor for tensor in outputs if tensor.requires_grad]
         try:
             torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
-        except Exception as error:  # an operator without a shape function; what forward keeps is known all the same
+        except Exception as error:  # no shape function for an operator; forward's figures are valid all the same
             reason = (str(error).splitlines() or [""])[0][:120]
             self.notes.append(f"backward is not counted: {type(error).__name__}: {reason}")
 
 
 class _Timeline:
-    """Every memory that was made and freed, in order; the largest sum of those alive."""
+    """Log of allocations and frees, in order, with the peak of live bytes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # local bytes by allocation
@@ -236,7 +236,7 @@ class _Timeline:
         self._begins: dict[str, int] = {"forward": 0}  # moment -> its first event
 
     def begin(self, moment: str) -> None:
-        self._begins.setdefault(moment, len(self._events))
+        self._begins.setdefault(moment, len(self._events))  # the first time counts
 
     def allocate(self, size: int) -> int:
         self.sizes.append(size)
@@ -247,10 +247,10 @@ class _Timeline:
         self._events.append((allocation, -1))
 
     def peak(self, logits: int | None) -> tuple[int, str, int]:
-        """Return the most bytes alive, when, and how many of them belong to logits and loss.
+        """Return the most live bytes, their moment, and the share of logits and loss.
 
         Args:
-            logits: The allocation of the logits; what is made after it and before backward passes it is the loss's.
+            logits: Allocation of the logits; later allocations until backward passes it belong to the loss.
         """
         begins = dict(self._begins)
         if logits is not None:
@@ -266,26 +266,26 @@ class _Timeline:
             current += sign * self.sizes[allocation]
             current_loss += sign * self.sizes[allocation] * (allocation in of_loss)
             if current > best:
-                best, best_loss, at_best = current, current_loss, at
+                best, best_loss, at_best = current, current_loss, at  # the loss's share at the same event
         return best, max((begin, moment) for moment, begin in begins.items() if begin <= at_best)[1], best_loss
 
 
 class _TorchFunctions(TorchFunctionMode):
-    """Attention without dropout as a fused kernel, which keeps queries, keys, values, output and one sum a row.
+    """Attention without dropout as a fused kernel, which saves queries, keys, values, output and one sum a row.
 
-    On the meta device torch would pick its unfused formula, which keeps every score. Lists of integers that index a
-    tensor keep their values there.
+    Integer lists that index a tensor keep their values.
     """
 
     def __init__(self, flow: _Flow) -> None:
         super().__init__()
+        # On the meta device torch would pick its unfused formula, which saves every score.
         self._flow = flow
 
     def __enter__(self) -> Any:
-        # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one): these look
-        # the name up in their module.
+        # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one), but these
+        # look the name up in their module.
         self._unfused = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = self._attention  # put back on leaving
+        functional.scaled_dot_product_attention = self._attention  # undone in __exit__
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *error: Any) -> None:
@@ -314,15 +314,15 @@ class _TorchFunctions(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,  # the kernel reads shared heads where they lie
+        enable_gqa: bool = False,  # the kernel reads shared heads in place
     ) -> torch.Tensor | None:
         equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        # Torch broadcasts one head over many with the unfused formula alone.
+        # Torch broadcasts one head over many in the unfused formula only.
         equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
         if dropout_p or not equal or (attn_mask is not None and attn_mask.requires_grad):
             return None
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask.to(query.dtype)  # the kernel adds it, and keeps it in the dtype of the scores
+            attn_mask = attn_mask.to(query.dtype)  # the kernel adds it, and saves it in the dtype of the scores
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
         )
@@ -331,7 +331,7 @@ class _TorchFunctions(TorchFunctionMode):
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: children of a `ModuleList` that lies in no other block."""
+    """Return the repeated blocks: children of a `ModuleList`, blocks inside other blocks excluded."""
     lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
     inner = {id(below) for each in lists for child in each for below in child.modules() if below is not child}
     return [child for each in lists if id(each) not in inner for child in each]
@@ -339,7 +339,7 @@ def _blocks_of(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
-    """Recompute each block in backward while this lasts."""
+    """Recompute each block in backward within this context."""
     before = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
         block.__dict__["forward"] = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -347,14 +347,14 @@ def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for block, own in zip(blocks, before, strict=True):
-            block.__dict__.pop("forward")
+            block.__dict__.pop("forward")  # the class's forward again
             if own is not None:
                 block.__dict__["forward"] = own
 
 
 @dataclass(frozen=True)
 class _Effect:
-    """Axes along which a parameter's cut makes what is computed with it sharded, or full; backward differs."""
+    """Axes that make results of a parameter sharded, or full; backward differs."""
 
     sharded: frozenset[str] = frozenset()
     full: frozenset[str] = frozenset()
@@ -363,21 +363,21 @@ class _Effect:
 
 
 class _Flow:
-    """Follows, memory by memory, along which axes each result is cut and how long it lives."""
+    """Track, memory by memory, the sharding axes and lifetime of each result."""
 
     def __init__(self, effects: dict[int, _Effect], axes: Mapping[str, int]) -> None:
         self.effects = effects  # by memory of a parameter or buffer
         self.timeline = _Timeline()
-        self.alive: dict[int, tuple[int, int]] = {}  # memory -> (allocation, bytes if nothing were cut)
+        self.alive: dict[int, tuple[int, int]] = {}  # memory -> (allocation, bytes without sharding)
         self._axes = axes
         self._cut: dict[int, frozenset[str]] = {}  # memory -> axes
         self._given: dict[int, torch.Tensor] = {}  # id of an input -> that input on meta
-        self._originals: list[Any] = []  # an id means something only while the input lives
-        self._given_memory: set[int] = set()  # inputs are the caller's, whatever views of them are made
-        self._values = WeakTensorKeyDictionary()  # tensor on meta -> its values, where they are known
+        self._originals: list[Any] = []  # keeps ids valid: an id is free again after its input
+        self._given_memory: set[int] = set()  # inputs and their views belong to the caller
+        self._values = WeakTensorKeyDictionary()  # tensor on meta -> its values, if known
 
     def inputs(self, value: Any) -> Any:
-        """Return inputs on meta; integers keep their values, those that are on meta already count as zeros."""
+        """Move inputs to meta; integers keep their values, and integers on meta count as zeros."""
         if isinstance(value, torch.Tensor):
             if id(value) in self._given:  # one tensor as query, key and value stays one
                 return self._given[id(value)]
@@ -390,15 +390,15 @@ class _Flow:
         return _mapped(value, self.inputs)
 
     def local_bytes(self, memory: int, storage: torch.UntypedStorage) -> int:
-        """Bytes of a memory on one rank."""
+        """Return the bytes of a memory on one rank."""
         size = storage.nbytes()
         for axis in self._cut.get(memory, frozenset()):
-            size = -(-size // self._axes[axis])
+            size = -(-size // self._axes[axis])  # rounded up: the fullest rank
         return size
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operator and note what it made."""
-        if operator is torch.ops.aten._local_scalar_dense.default:
+        """Run one operator and record its results."""
+        if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
             known = self._value(args[0])
             if known is None:
                 text = "forward reads a value that follows from parameters or floating-point inputs"
@@ -406,7 +406,7 @@ class _Flow:
                 raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
             return known.item()
         if operator is torch.ops.aten._grouped_mm.default:
-            # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it keeps the originals.
+            # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
             halves = (each.to(torch.bfloat16) for each in args[:2])
             result = operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
         else:
@@ -414,7 +414,7 @@ class _Flow:
         self._follow_values(operator, args, kwargs, result)
         sharded: frozenset[str] = frozenset()
         full: frozenset[str] = frozenset()
-        # Backward runs without grad mode, recomputation in it with.
+        # Backward runs without grad mode, recomputation within it with grad mode.
         forward = torch.is_grad_enabled() or "backward" not in self.timeline._begins
         for tensor in _tensors((args, kwargs)):
             memory = memory_of(tensor)
@@ -430,26 +430,26 @@ class _Flow:
         return result
 
     def _note(self, storage: torch.UntypedStorage, memory: int, axes: frozenset[str]) -> None:
-        """A result: of a memory that is new, or of one that lives already (a view, a result in place)."""
+        """Record a result: of new memory, or of live memory (a view, an in-place result)."""
         self._cut[memory] = axes
         if memory in self.alive:
-            self.timeline.sizes[self.alive[memory][0]] = self.local_bytes(memory, storage)
+            self.timeline.sizes[self.alive[memory][0]] = self.local_bytes(memory, storage)  # last writer decides
             return
         allocation = self.timeline.allocate(self.local_bytes(memory, storage))
         self.alive[memory] = allocation, storage.nbytes()
 
         def free() -> None:
             self.timeline.free(allocation)
-            if self.alive.get(memory, (-1, 0))[0] == allocation:
+            if self.alive.get(memory, (-1, 0))[0] == allocation:  # the address may have been reused meanwhile
                 del self.alive[memory], self._cut[memory]
 
-        weakref.finalize(storage, free).atexit = False
+        weakref.finalize(storage, free).atexit = False  # no work at interpreter exit
 
     def _follow_values(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute small results for real where all that they are computed from is known: integers and constants."""
+        """Compute small results for real if all inputs are known: integers and constants."""
         made = list(_tensors(result))
         small = all(tensor.numel() <= _MAX_VALUES for tensor in made)
-        if not made or not small or torch.Tag.nondeterministic_seeded in operator.tags:
+        if not made or not small or torch.Tag.nondeterministic_seeded in operator.tags:  # random results are not known
             return
         if any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
             return
@@ -458,7 +458,7 @@ class _Flow:
             self._values[tensor] = values
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Values of a tensor; one that is not on meta is a constant of the forward, such as a list that indexes."""
+        """Return the values of a tensor; tensors off meta are constants of the forward, such as index lists."""
         return self._values.get(tensor) if tensor.is_meta else tensor
 
     def _real(self, value: Any) -> Any:
@@ -470,10 +470,10 @@ class _Flow:
 def _meta_state(
     module: nn.Module, resolution: Resolution, model_axes: list[str], dtype: str | None, *, gathers: bool
 ) -> tuple[dict[str, torch.Tensor], dict[int, _Effect]]:
-    """Parameters and buffers on meta, and what each one's cuts do to what is computed with it.
+    """Return parameters and buffers on meta, and the effect of each one's sharding on results.
 
     Args:
-        gathers: Whether outputs that no later weight takes sharded (logits) are gathered.
+        gathers: True if outputs that no later weight takes sharded (logits) are gathered.
     """
     state: dict[str, torch.Tensor] = {}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -482,7 +482,7 @@ def _meta_state(
         metadata = resolution.tensor(name)
         layout = resolution.layouts.get(metadata.name)
         roles[name] = {} if layout is None else {axis: role(metadata, layout, axis) for axis in model_axes}
-    # Column-sharded weights behind the last row-sharded one: the model's ends.
+    # Column-sharded weights behind the last row-sharded one belong to the model's head.
     names = list(roles)
     last_row = {
         axis: max((at for at, name in enumerate(names) if roles[name].get(axis) == "row"), default=-1)
@@ -492,18 +492,18 @@ def _meta_state(
     for at, (name, tensor) in enumerate(tensors.items()):
         item = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
         shape = resolution.tensor(name).shape
-        meta = torch.empty(shape, dtype=item, device="meta", requires_grad=tensor.requires_grad)
+        meta = torch.empty(shape, dtype=item, device="meta", requires_grad=tensor.requires_grad)  # never allocated
         state[name] = meta
         by_role: dict[str, set[str]] = {kind: set() for kind in ("row", "column", "cut", "gathered", "whole")}
         for axis, kind in roles[name].items():
             gathered = kind == "column" and gathers and at > last_row[axis]
-            # A table that is the head too: as a table it is looked up, as a head it gives scores that are gathered.
+            # A tied table is looked up as a table, but as a head it gives scores to gather.
             gathered |= kind == "row" and is_embedding(resolution.tensor(name))
             by_role["gathered" if gathered else kind].add(axis)
         effects[memory_of(meta)] = _Effect(
             sharded=frozenset(by_role["column"] | by_role["cut"]),
             full=frozenset(by_role["row"] | by_role["gathered"]),
-            backward_sharded=frozenset(by_role["row"]),
+            backward_sharded=frozenset(by_role["row"]),  # mirror image of forward
             backward_full=frozenset(by_role["column"] | by_role["gathered"]),
         )
     return state, effects
@@ -521,19 +521,19 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _held(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Tensors of an output, those in attributes of its objects too (a cache of keys and values)."""
+    """Yield tensors of an output, also from attributes of its objects (a cache of keys and values)."""
     if isinstance(value, torch.Tensor | Mapping | list | tuple):
         items = value.values() if isinstance(value, Mapping) else value
         yield from (
             [value] if isinstance(value, torch.Tensor) else (each for item in items for each in _held(item, seen))
         )
     elif hasattr(value, "__dict__") and id(value) not in seen:
-        seen.add(id(value))
+        seen.add(id(value))  # objects may refer to each other in circles
         yield from _held(vars(value), seen)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a list, tuple or dict with ``function`` of each item; other values as they are."""
+    """Apply ``function`` to each item of a list, tuple or dict; other values pass unchanged."""
     if isinstance(value, Mapping):
         return {key: function(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

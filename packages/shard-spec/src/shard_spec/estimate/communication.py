@@ -1,7 +1,7 @@
-"""Communication: what one training step under a plan moves, axis by axis.
+"""Communication of one training step under a plan, axis by axis.
 
 Parameters and gradients are counted to the byte. Activations follow from the roles of the weights (see
-:mod:`shard_spec.estimate.roles`) and are what tensor-parallel training moves with one collective at each boundary.
+:mod:`shard_spec.estimate.roles`): tensor-parallel training moves them with one collective at each boundary.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Collectives of one kind that one tensor causes in a step.
+    """Collectives of one kind for one tensor in a step.
 
     Attributes:
         axis: Mesh axis whose groups communicate.
         op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
-        what: ``"parameters"``, ``"gradients"`` or ``"activations"``.
-        name: FQN of the tensor that causes it.
-        full_bytes: Size of the whole buffer as one group sees it: after a gather, before a scatter, in a reduction.
-        count: How often in a step.
+        what: Kind of content: ``"parameters"``, ``"gradients"`` or ``"activations"``.
+        name: FQN of the tensor.
+        full_bytes: Bytes of the full buffer of one group: after a gather, before a scatter, in a reduction.
+        count: Number of collectives in a step.
         group_size: Ranks in a group.
     """
 
@@ -61,20 +61,20 @@ class Transfer:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that each rank sends in the step, with the fewest a ring needs."""
-        passes = 2 if self.op == "all_reduce" else 1
+        """Bytes sent by each rank in the step, at a ring's minimum."""
+        passes = 2 if self.op == "all_reduce" else 1  # reduce-scatter, then all-gather
         return self.count * passes * self.full_bytes * (self.group_size - 1) / self.group_size
 
 
 @dataclass(frozen=True, eq=False)
 class Communication:
-    """Bytes that one step moves.
+    """Communication volume of one step.
 
     Attributes:
         mesh: The mesh of the axes.
-        transfers: One entry for each tensor, axis and kind of collective; those of one rank are meant (the fullest).
-        seconds: Axis to the time of its collectives one after another, where a topology was given.
-        assumptions: What was taken for granted about activations.
+        transfers: One entry for each tensor, axis and kind of collective, for the fullest rank.
+        seconds: Axis to the time of its collectives in sequence, if a topology was given.
+        assumptions: Assumptions about activations.
     """
 
     mesh: MeshSpec
@@ -83,7 +83,7 @@ class Communication:
     assumptions: tuple[str, ...]
 
     def by_axis(self) -> dict[str, dict[str, float]]:
-        """Axis to bytes that each rank sends in a step, by what is sent."""
+        """Return, per axis and kind of content, the bytes sent by each rank in a step."""
         found: dict[str, dict[str, float]] = {axis: {} for axis in self.mesh.axis_names}
         for transfer in self.transfers:
             kinds = found[transfer.axis]
@@ -91,16 +91,16 @@ class Communication:
         return found
 
     def count(self, axis: str | None = None, op: str | None = None) -> int:
-        """Number of collectives in a step, perhaps of one axis or one kind."""
+        """Count the collectives of a step, optionally of one axis or kind."""
         return sum(t.count for t in self.transfers if axis in (None, t.axis) and op in (None, t.op))
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that each rank sends in a step, over all axes."""
+        """Bytes sent by each rank in a step, over all axes."""
         return sum(transfer.sent_bytes for transfer in self.transfers)
 
     def to_json(self) -> str:
-        """The numbers as JSON."""
+        """Return the numbers as JSON."""
         document: dict[str, Any] = {
             "format": "shard-spec/communication",
             "version": 1,
@@ -124,7 +124,7 @@ def communication(
     dtype: str | None = None,
     cost_model: CostModel | None = None,
 ) -> Communication:
-    """Return what a step of a resolved plan moves; see ``ShardingPlan.communication``."""
+    """Return the communication of a step of a resolved plan; see ``ShardingPlan.communication``."""
     require_floating(dtype)
     mesh = found.one_mesh
     data = data_axes_of(mesh, data_axes)
@@ -147,7 +147,7 @@ def communication(
 
 @dataclass(frozen=True)
 class _Step:
-    """Settings that all transfers of a step share."""
+    """Settings shared by all transfers of a step."""
 
     mesh: MeshSpec
     data_axes: tuple[str, ...]
@@ -164,19 +164,19 @@ class _Step:
     def along_data(
         self, tensor: TensorMetadata, layout: Layout, axis: str, gathered: tuple[str, ...]
     ) -> list[Transfer]:
-        """Gather before each use and scatter the gradient where cut; reduce the gradient where whole."""
+        """Gather for each use and scatter the gradient if sharded; all-reduce the gradient if replicated."""
         local = _largest_local_bytes(layout, tensor, self.item_bytes(tensor))
         size = self.mesh.axis_size(axis)
         trains = tensor.requires_grad and tensor.is_floating
         if role(tensor, layout, axis) == "whole":
             return [Transfer(axis, "all_reduce", "gradients", tensor.name, local, 1, size)] if trains else []
-        # Other data axes that cut the tensor are gathered first, from the last axis to the first.
+        # Other data axes that shard the tensor are gathered first, from the last axis to the first.
         inner = 1
         for other in gathered:
             if self.mesh.axis_index(other) >= self.mesh.axis_index(axis) and role(tensor, layout, other) != "whole":
                 inner *= self.mesh.axis_size(other)
         full = local * inner
-        uses = 2 if trains else 1
+        uses = 2 if trains else 1  # forward and backward; frozen weights have no gradient to compute
         moved = [Transfer(axis, "all_gather", "parameters", tensor.name, full, uses, size)]
         if trains:
             moved.append(Transfer(axis, "reduce_scatter", "gradients", tensor.name, full, 1, size))
@@ -184,7 +184,7 @@ class _Step:
 
 
 def _activations(found: Resolution, step: _Step) -> list[Transfer]:
-    """Return transfers along model axes: after row-sharded weights, before column-sharded ones, at the model's ends."""
+    """Return transfers along model axes: after row-, before column-sharded weights, and at the model's ends."""
     transfers: list[Transfer] = []
     weights = [
         (tensor, found.layouts[tensor.name])
@@ -214,13 +214,13 @@ def _activations(found: Resolution, step: _Step) -> list[Transfer]:
                 if entry not in entered:
                     entered.add(entry)
                     transfers.append(Transfer(axis, "all_reduce", "activations", tensor.name, in_bytes, 1, size))
-                if _parent(tensor.name) not in row_parents:  # nothing downstream takes the cut output
+                if _parent(tensor.name) not in row_parents:  # no row-sharded weight takes the sharded output
                     transfers.append(Transfer(axis, "all_gather", "activations", tensor.name, out_bytes, 1, size))
     return transfers
 
 
 def _uncounted_weights(found: Resolution, step: _Step) -> list[str]:
-    """Remarks on sharded weights of modules whose use of them is not known, by model axis."""
+    """Return remarks, by model axis, on sharded weights of modules of unknown use."""
     remarks = []
     for axis in _model_axes(step) if step.tokens is not None else ():
         names = [
@@ -241,13 +241,13 @@ def _model_axes(step: _Step) -> list[str]:
 
 
 def _parent(name: str) -> str:
-    """FQN of the module around the one that has this weight: siblings of one block have the same."""
+    """Return the FQN two levels up: equal for sibling projections of one block."""
     return ".".join(name.split(".")[:-2])
 
 
 def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int) -> int:
-    """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
-    if not any(isinstance(spec, SpecialShard) for spec in layout.specs):
+    """Return the bytes of the fullest rank's local tensor."""
+    if not any(isinstance(spec, SpecialShard) for spec in layout.specs):  # plain chunks: rank 0 is the fullest
         return prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape)) * item_bytes
     return max(local_numels(layout, tensor.shape)) * item_bytes
 

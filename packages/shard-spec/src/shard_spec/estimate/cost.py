@@ -14,9 +14,9 @@ class Link:
 
     Args:
         size: number of ranks in the group.
-        bytes_per_second: what one rank can send while every rank of the group sends.
-        latency_seconds: time of one message that carries nothing.
-        crosses_hosts: whether some of the messages leave the host.
+        bytes_per_second: send rate of one rank while every rank of the group sends.
+        latency_seconds: time of one empty message.
+        crosses_hosts: True if some of the messages leave the host.
     """
 
     size: int
@@ -38,14 +38,13 @@ class Topology:
 
     Args:
         hbm_bytes: memory of one rank, in bytes.
-        ranks_per_host: ranks that share the fast links; rank ``r`` lives on host ``r // ranks_per_host``.
-        intra_bw: bytes per second and direction that one rank sends within its host.
-        inter_bw: bytes per second and direction that one rank sends to other hosts (its share of the NICs).
+        ranks_per_host: ranks with fast links among them; rank ``r`` lives on host ``r // ranks_per_host``.
+        intra_bw: bytes per second and direction from one rank within its host.
+        inter_bw: bytes per second and direction from one rank to other hosts (its share of the NICs).
         latency: seconds of one empty message within a host.
-        flops: dense matmul operations per second of one rank, in the dtype that trains (peak, see
-            `AlphaBetaCostModel`).
-        inter_latency: seconds of one empty message between hosts; ``None`` takes `latency`.
-        name: what reports call it.
+        flops: dense matmul operations per second of one rank, in the training dtype (peak, see `AlphaBetaCostModel`).
+        inter_latency: seconds of one empty message between hosts; ``None`` means `latency`.
+        name: name in reports.
 
     Raises:
         ValueError: a quantity is not positive.
@@ -74,7 +73,7 @@ class Topology:
                 raise ValueError(f"Topology({field}={value}): give seconds, zero or more.")
 
     def link(self, axes: Mapping[str, int], axis: str, ranks: Sequence[int] | None = None) -> Link:
-        """The link that the groups of `axis` have, for the slowest of them.
+        """Return the link of the groups of `axis`, for the slowest of them.
 
         Ranks are numbered row-major over `axes` (the last axis varies fastest), as in a DeviceMesh. A group with ``g``
         ranks on a host leaves it through ``g`` ranks' shares of the NICs, because collectives run one ring per NIC;
@@ -82,7 +81,7 @@ class Topology:
 
         Args:
             axes: axis name to size, in mesh order.
-            axis: which of them.
+            axis: axis of the groups.
             ranks: global rank of each mesh position, if it is not 0..n-1.
 
         Raises:
@@ -99,18 +98,19 @@ class Topology:
         fewest_together = self._fewest_ranks_of_a_group_on_a_host(size, stride, world_size, ranks)
         if fewest_together >= size:
             return Link(size, self.intra_bw, self.latency)
-        latency = self.latency if self.inter_latency is None else self.inter_latency
+        latency = self.latency if self.inter_latency is None else self.inter_latency  # NCCL over a network
         return Link(size, min(self.intra_bw, self.inter_bw * fewest_together), latency, crosses_hosts=True)
 
     def _fewest_ranks_of_a_group_on_a_host(
         self, size: int, stride: int, world_size: int, ranks: Sequence[int] | None
     ) -> int:
-        """Return the fewest ranks that any group has on one of its hosts."""
+        """Return the fewest ranks of a group on one of its hosts."""
         if ranks is None and stride * size <= self.ranks_per_host and self.ranks_per_host % (stride * size) == 0:
-            return size  # a whole number of groups fits in a host: no need to look at each
+            return size  # every group lies within one host: no need to look at each
         fewest = size
         for block in range(0, world_size, stride * size):
             for offset in range(stride):
+                # Row-major numbering: members of a group are `stride` apart.
                 on_host: dict[int, int] = {}
                 for position in range(block + offset, block + offset + stride * size, stride):
                     rank = position if ranks is None else ranks[position]
@@ -128,8 +128,8 @@ def _require_positive(owner: str, **values: float) -> None:
 
 # ---- common machines, from their makers' data sheets ----
 #
-# Peak numbers: `AlphaBetaCostModel` says how much of them it expects to get. Bandwidths are per rank and per direction,
-# so half of what data sheets print as the two-way total. Latencies are of the order of NCCL's own tuning constants
+# Peak numbers: `AlphaBetaCostModel` scales them to expected rates. Bandwidths are per rank and per direction, so
+# half of the two-way totals in data sheets. Latencies are of the order of NCCL's own tuning constants
 # (hardware latencies in its `src/graph/tuning.cc`: a few microseconds a step on NVLink and PCIe, about ten
 # over a network), not measured here. Memory is the data sheet's number of decimal gigabytes, which is a little less
 # than the driver reports and leaves room for it.
@@ -159,10 +159,10 @@ PRESETS: dict[str, Topology] = {
 
 
 def topology_preset(name: str) -> Topology:
-    """The preset called `name`.
+    """Return the preset called `name`.
 
     Raises:
-        ValueError: there is none; the message lists those that exist.
+        ValueError: it does not exist; the message lists the presets.
     """
     if name not in PRESETS:
         raise ValueError(f"no topology preset {name!r}: choose one of {sorted(PRESETS)} or build a Topology yourself.")
@@ -171,34 +171,34 @@ def topology_preset(name: str) -> Topology:
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Times of compute and collectives, in seconds. Implement these six methods to bring your own measurements.
+    """Times of compute and collectives, in seconds; implement these six methods for your own measurements.
 
-    A link with one rank must cost 0. `num_bytes` is always the full tensor as one group sees it, that is what each rank
-    holds after an all-gather, before a reduce-scatter, before and after an all-reduce, before and after an all-to-all.
+    A link with one rank must cost 0. `num_bytes` is always the full tensor of one group: each rank's buffer after an
+    all-gather, before a reduce-scatter, before and after an all-reduce, before and after an all-to-all.
     """
 
     def all_reduce(self, num_bytes: float, link: Link) -> float:
-        """Sum of a buffer of `num_bytes` on every rank."""
+        """Time to sum a buffer of `num_bytes` on every rank."""
         ...
 
     def all_gather(self, num_bytes: float, link: Link) -> float:
-        """Shards of ``num_bytes / size`` become `num_bytes` on every rank."""
+        """Time to gather shards of ``num_bytes / size`` to `num_bytes` on every rank."""
         ...
 
     def reduce_scatter(self, num_bytes: float, link: Link) -> float:
-        """Buffers of `num_bytes` become summed shards of ``num_bytes / size``."""
+        """Time to reduce buffers of `num_bytes` to summed shards of ``num_bytes / size``."""
         ...
 
     def all_to_all(self, num_bytes: float, link: Link) -> float:
-        """Every rank sends ``num_bytes / size`` of its `num_bytes` to each rank."""
+        """Time to send ``num_bytes / size`` of each rank's `num_bytes` to each rank."""
         ...
 
     def p2p(self, num_bytes: float, link: Link) -> float:
-        """One rank sends `num_bytes` to another."""
+        """Time to send `num_bytes` from one rank to another."""
         ...
 
     def compute(self, num_flops: float, topology: Topology) -> float:
-        """One rank does `num_flops` floating point operations of dense matmul."""
+        """Time of `num_flops` floating point operations of dense matmul on one rank."""
         ...
 
 
@@ -207,10 +207,10 @@ class AlphaBetaCostModel:
     """Ring collectives with a latency (alpha) and a byte time (beta) for each axis.
 
     Args:
-        bw_efficiency: share of a link's bandwidth that large collectives reach.
-        flops_efficiency: share of the peak rate that large matmuls reach.
+        bw_efficiency: achieved share of a link's bandwidth for large collectives.
+        flops_efficiency: achieved share of the peak rate for large matmuls.
 
-    Both defaults are round numbers of what well tuned training reports; pass your own if you have measured.
+    Both defaults are round numbers from reports of well tuned training; pass your own if you have measured.
     """
 
     bw_efficiency: float = 0.8
@@ -240,7 +240,7 @@ class AlphaBetaCostModel:
     def p2p(self, num_bytes: float, link: Link) -> float:
         """``alpha + b / bw``."""
         if link.size == 1 or num_bytes == 0:
-            return 0.0
+            return 0.0  # nothing to send: no latency either
         return link.latency_seconds + num_bytes / (self.bw_efficiency * link.bytes_per_second)
 
     def compute(self, num_flops: float, topology: Topology) -> float:

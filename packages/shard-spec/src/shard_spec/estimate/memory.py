@@ -1,4 +1,4 @@
-"""Memory: bytes on each rank for parameters, buffers, gradients and optimizer state, to the byte."""
+"""Bytes on each rank for parameters, buffers, gradients and optimizer state, exact to the byte."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """State that an optimizer keeps for each parameter with a gradient.
+    """Optimizer state of each parameter with a gradient.
 
     Attributes:
-        name: What reports call it.
+        name: Name in reports.
         slots: Number of tensors as large as the (local) parameter.
-        scalar_bytes: Bytes beside them for each parameter: torch counts steps in a float32 scalar. It lies on the CPU
-            unless the optimizer is ``fused`` or ``capturable``; it is counted all the same.
-        dtype: Dtype of the slots; None means that of the parameter (of the master copy where there is one).
-        master: Dtype of a second, finer copy of each floating parameter that the optimizer updates; None for none.
+        scalar_bytes: Further bytes for each parameter: torch counts steps in a float32 scalar. It is on the CPU unless
+            the optimizer is ``fused`` or ``capturable``, but counts all the same.
+        dtype: Dtype of the slots; None means that of the parameter (or of its master copy).
+        master: Dtype of a second, finer copy of each floating parameter, updated by the optimizer; None for none.
     """
 
     name: str
@@ -42,7 +42,7 @@ class OptimizerState:
 
 OptimizerLike: TypeAlias = "str | OptimizerState | torch.optim.Optimizer | type[torch.optim.Optimizer] | None"
 
-# Read off torch.optim 2.13: state tensors of the default arguments.
+# From torch.optim 2.13: state tensors under the default arguments.
 OPTIMIZERS = {
     "none": OptimizerState("none"),
     "sgd": OptimizerState("sgd"),
@@ -65,7 +65,7 @@ def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
     """Return the state of ``optimizer``: by name, as stated, or from a torch optimizer's class and settings.
 
     Raises:
-        PlanError: ``invalid-argument``, with the names that are known.
+        PlanError: ``invalid-argument``, with the known names.
     """
     if isinstance(optimizer, OptimizerState):
         return optimizer
@@ -86,10 +86,10 @@ def _from_torch(optimizer: object) -> OptimizerState | None:
 
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if kind.__module__.split(".")[:2] != ["torch", "optim"]:
-        return None  # a subclass may keep anything
+        return None  # a subclass may hold any state
     found = OPTIMIZERS.get(kind.__name__.lower())
     if found is None or not isinstance(optimizer, torch.optim.Optimizer):
-        return found
+        return found  # a class: its default settings
     states = {_state_of_group(found, {**optimizer.defaults, **group}) for group in optimizer.param_groups}
     if len(states) > 1:
         hint = "count each kind of parameter by itself, with OptimizerState"
@@ -105,15 +105,16 @@ def _state_of_group(found: OptimizerState, settings: dict[str, Any]) -> Optimize
     if found.name in ("adam", "adamw") and settings.get("amsgrad"):
         extra += 1
     if found.name == "rmsprop":
-        extra += bool(settings.get("momentum")) + bool(settings.get("centered"))
+        extra += bool(settings.get("momentum")) + bool(settings.get("centered"))  # one more tensor each
     return replace(found, slots=found.slots + extra)
 
 
 def _require_all_trained(optimizer: object, resolution: Resolution) -> None:
-    """Refuse an optimizer that leaves out parameters which train: which ones their FQNs do not say."""
+    """Refuse an optimizer with more or fewer parameters than train."""
     import torch
 
     if isinstance(optimizer, torch.optim.Optimizer):
+        # An optimizer has no FQNs, so only the counts are comparable.
         held = sum(each.requires_grad for group in optimizer.param_groups for each in group["params"])
         trained = sum(tensor.requires_grad for tensor in resolution.metadata.parameters)
         if held != trained:
@@ -128,17 +129,17 @@ STEP_PARTS = ("activations", "logits and loss")
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes per rank, without the allocator's rounding. Exact but for activations, logits and loss, an estimate.
+    """Bytes per rank without the allocator's rounding; exact except for activations, logits and loss.
 
     Attributes:
         ranks: The ranks, ascending.
         parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"``, ``"master"`` (copies) and, with a
             batch, ``"activations"`` and ``"logits and loss"`` at the peak of the step, to the bytes on each rank of
             ``ranks``.
-        optimizer: What was counted as optimizer state.
-        moment: When the peak is: ``"forward"``, ``"loss"`` or ``"backward"``; ``""`` without a batch.
-        notes: What is not counted, a line each.
-        uncounted: Modules whose parameters a Sharder shards: nobody knows how, they are not in the sums.
+        optimizer: The counted optimizer state.
+        moment: Phase of the peak: ``"forward"``, ``"loss"`` or ``"backward"``; ``""`` without a batch.
+        notes: Uncounted parts, a line each.
+        uncounted: Modules with a Sharder: their sharding is unknown, so their parameters are not in the sums.
     """
 
     ranks: tuple[int, ...]
@@ -152,31 +153,31 @@ class Memory:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Bytes on each rank of ``ranks``, all parts together."""
+        """Total bytes on each rank of ``ranks``."""
         return tuple(map(sum, zip(*self.parts.values(), strict=True)))
 
     def total(self, rank: int) -> int:
-        """Bytes on ``rank``."""
+        """Return the bytes on ``rank``."""
         return self.totals[self._at(rank)]
 
     def on(self, rank: int) -> dict[str, int]:
-        """Bytes on ``rank`` by part."""
+        """Return the bytes on ``rank`` by part."""
         at = self._at(rank)
         return {part: values[at] for part, values in self.parts.items()}
 
     @property
     def max_bytes(self) -> int:
-        """Bytes on the fullest rank."""
+        """Most bytes on a rank."""
         return max(self.totals, default=0)
 
     @property
     def worst_rank(self) -> int:
-        """The fullest rank, the lowest of several."""
+        """The fullest rank; the lowest if there are several."""
         totals = self.totals
         return self.ranks[totals.index(max(totals))] if totals else 0
 
     def largest(self, rank: int, count: int = 10) -> list[tuple[str, int]]:
-        """The ``count`` tensors that take most bytes on ``rank``, everything that is kept for them included."""
+        """Return the ``count`` tensors with most bytes on ``rank``, their gradients and state included."""
         assert self._resolution is not None
         found = []
         for tensor in self._resolution.metadata.tensors:
@@ -187,7 +188,7 @@ class Memory:
         return sorted(found, key=lambda item: (-item[1], item[0]))[:count]
 
     def groups(self) -> list[tuple[list[int], dict[str, int]]]:
-        """Ranks that need the same, and what they need, by part; parts that no rank needs are left out."""
+        """Group ranks of equal needs: their ranks and bytes by part; parts of zero bytes everywhere are left out."""
         found: dict[tuple[int, ...], list[int]] = {}
         needed = {part: values for part, values in self.parts.items() if any(values)}
         for at, rank in enumerate(self.ranks):
@@ -195,15 +196,15 @@ class Memory:
         return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in found.items()]
 
     def with_activations(self, estimate: ActivationEstimate) -> Memory:
-        """The same with what a step needs beside the state at its peak."""
+        """Return a copy with a step's peak beside the state added."""
         added = zip(STEP_PARTS, (estimate.peak_bytes - estimate.loss_bytes, estimate.loss_bytes), strict=True)
-        sizes = {part: (size,) * len(self.ranks) for part, size in added}
+        sizes = {part: (size,) * len(self.ranks) for part, size in added}  # the fullest rank's figure on all of them
         return replace(self, parts={**self.parts, **sizes}, moment=estimate.moment, notes=estimate.notes)
 
     def verdict(self, limit: int) -> str:
-        """Return in one line whether every rank stays within ``limit`` bytes."""
+        """Return one line: does every rank stay within ``limit`` bytes?"""
         of = f"{self.max_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB"
-        if max(self.max_bytes, limit) < 2**27:  # toys: a tenth of a GiB says nothing
+        if max(self.max_bytes, limit) < 2**27:  # small models: a tenth of a GiB is too coarse
             of = f"{human_bytes(self.max_bytes)} of {human_bytes(limit)}"
         counted = "" if self.moment else " for parameters, gradients and optimizer state; activations are not counted"
         if self.max_bytes <= limit:
@@ -212,7 +213,7 @@ class Memory:
         return f"does not fit: {of}, {where}{counted}"
 
     def to_json(self) -> str:
-        """The numbers as JSON."""
+        """Return the numbers as JSON."""
         document: dict[str, Any] = {
             "format": "shard-spec/memory",
             "version": 1,
@@ -237,21 +238,21 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Settings of what is kept for a parameter beside itself."""
+    """Settings of the memory count beside parameters."""
 
     state: OptimizerState
     gradients: str | bool
     dtype: str | None
 
     def item_bytes(self, tensor: TensorMetadata) -> int:
-        """Bytes of one stored element: ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
+        """Bytes of one element; ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
         return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
 
     def bytes_of(self, tensor: TensorMetadata, numel: int) -> dict[str, int]:
-        """Bytes by part for ``numel`` local elements of ``tensor``."""
+        """Return the bytes by part for ``numel`` local elements of ``tensor``."""
         own = numel * self.item_bytes(tensor)
         if tensor.kind == "buffer":
-            return {"buffers": own}
+            return {"buffers": own}  # no gradient, no state
         found = {"parameters": own}
         if tensor.requires_grad and tensor.is_floating and self.gradients is not False:
             gradient = self.item_bytes(tensor) if self.gradients is True else ITEM_BYTES[str(self.gradients)]
@@ -267,15 +268,16 @@ class MemorySettings:
 def memory_of(
     resolution: Resolution, *, optimizer: OptimizerLike = "adamw", grads: bool | str = True, dtype: str | None = None
 ) -> Memory:
-    """Bytes per rank of a resolved plan. Tensors of one shape, layout and kind are counted together."""
+    """Return the bytes per rank of a resolved plan."""
     require_floating(grads, dtype)
     _require_all_trained(optimizer, resolution)
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
     sums = {part: [0] * len(ranks) for part in PARTS}
+    # Tensors of one shape, layout and kind are counted together.
     for (layout, sample), count in _groups(resolution).items():
-        by_numel: dict[int, dict[str, int]] = {}
+        by_numel: dict[int, dict[str, int]] = {}  # most ranks share one local size
         for rank, numel in zip(layout.mesh.ranks, local_numels(layout, sample.shape), strict=True):
             if numel not in by_numel:
                 by_numel[numel] = settings.bytes_of(sample, numel)
@@ -298,16 +300,14 @@ def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
 
 
 def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
-    """Number of local elements on each rank of the layout's mesh, in mesh order.
-
-    A rank's number depends only on where it lies on the axes that cut, so ranks that differ elsewhere share one answer.
-    """
+    """Return the number of local elements on each rank of the layout's mesh, in mesh order."""
     cutting = [spec.dim is not None for spec in layout.specs]
     known: dict[tuple[int, ...], int] = {}
     found = []
     for rank in layout.mesh.ranks:
         coordinate = layout.mesh.coordinate(rank)
         assert coordinate is not None
+        # Only coordinates on sharding axes matter, so ranks that differ elsewhere share one result.
         place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
         if place not in known:
             known[place] = prod(layout.local_shape(rank, shape))

@@ -1,12 +1,12 @@
-"""Roles: what a sharded weight does to the activations that pass through it.
+"""Roles of sharded weights: their effect on activations.
 
-A plan says where weights lie, not how they are used. These rules hold for how the two common ways of use work: along a
-*data* axis ranks see different samples (weights are gathered before use, gradients are reduced); along a *model* axis
-they see the same samples (weights stay where they are, activations are gathered or reduced). Along an *expert* axis
-(a data axis) experts stay where they are and tokens go to them. Along a *context* axis ranks see other tokens of the
-same samples, along a *pipeline* axis they hold other layers.
+A plan fixes layouts, not their use. These rules cover the two common uses: along a *data* axis ranks see different
+samples (weights are gathered before use, gradients are reduced); along a *model* axis they see the same samples
+(weights stay, activations are gathered or reduced). Along an *expert* axis (a data axis) experts stay and tokens travel
+to them. Along a *context* axis ranks see other tokens of the same samples, along a *pipeline* axis they hold other
+layers.
 
-A batch is what every estimate takes as one: tokens, a shape of token ids, or what forward is given.
+A batch is given as a number of tokens, a shape of token ids, or the arguments of forward.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ DATA_AXIS_NAMES = EXPERT_AXIS_NAMES.union(
     ),
 )
 
-# Class of module -> (dim of its weight that counts output features, dim that counts input features).
+# Class of module -> (output dim of its weight, input dim).
 _LINEAR = {"Linear": (0, 1), "Conv1D": (1, 0)}
 _EMBEDDING = {"Embedding": (1, 0)}
 
 
 def data_axes_of(mesh: MeshSpec, data_axes: Iterable[str] | None) -> tuple[str, ...]:
-    """The axes along which ranks see different samples: those given, else those with a name that says so."""
+    """Return the axes of different samples: the given ones, or those with the name of a data axis."""
     if data_axes is None:
         return tuple(axis for axis in mesh.axis_names if axis in DATA_AXIS_NAMES)
     given = tuple(dict.fromkeys([data_axes] if isinstance(data_axes, str) else data_axes))
     for axis in given:
-        mesh.axis_index(axis)
+        mesh.axis_index(axis)  # raises for an unknown axis
     return given
 
 
 def uncounted_axes(mesh: MeshSpec) -> list[str]:
-    """Remarks on what estimates leave out along axes of more than one rank, by the axes' names."""
+    """Return remarks on costs left out along axes of more than one rank, by the axes' names."""
     remarks = (
         (
             EXPERT_AXIS_NAMES,
@@ -75,25 +75,25 @@ def uncounted_axes(mesh: MeshSpec) -> list[str]:
 
 
 def expert_modules(parameters: Iterable[TensorMetadata]) -> frozenset[str]:
-    """FQNs of the modules that hold several experts in one parameter: its dim 0 counts them."""
+    """Return FQNs of modules with several experts in one parameter, counted by dim 0."""
     stacked = (tensor for tensor in parameters if len(tensor.shape) == 3 and tensor.shape[0] > 1)
     return frozenset(t.name.rpartition(".")[0] for t in stacked if not t.module_type.startswith("Conv"))
 
 
 def weight_dims(tensor: TensorMetadata) -> tuple[int, int] | None:
-    """(output dim, input dim) of a weight that multiplies activations, or None for every other tensor."""
+    """Return (output dim, input dim) of a weight that multiplies activations, or None for other tensors."""
     if len(tensor.shape) != 2 or not tensor.name.rsplit(".", 1)[-1].startswith("weight"):
         return None
     return _LINEAR.get(tensor.module_type) or _EMBEDDING.get(tensor.module_type)
 
 
 def is_embedding(tensor: TensorMetadata) -> bool:
-    """Return whether the tensor is looked up in, not multiplied with."""
+    """Return True if the tensor is a lookup table, not a factor of a product."""
     return tensor.module_type in _EMBEDDING
 
 
 def role(tensor: TensorMetadata, layout: Layout, axis: str) -> str:
-    """Return what ``axis`` shards: ``"column"`` (outputs), ``"row"`` (inputs), ``"cut"`` (else) or ``"whole"``."""
+    """Return the role along ``axis``: ``"column"`` (outputs), ``"row"`` (inputs), ``"cut"`` (else) or ``"whole"``."""
     spec = layout.specs[layout.mesh.axis_index(axis)]
     if spec.dim is None or layout.mesh.axis_size(axis) == 1:
         return "whole"
@@ -122,7 +122,7 @@ def num_tokens(batch: Batch | None, data_ranks: int) -> int | None:
             raise _unknown(batch)
         batch = tuple(shape[:2])
     else:
-        data_ranks = 1
+        data_ranks = 1  # numbers count all ranks already
     sizes = [batch] if isinstance(batch, int) else batch
     if isinstance(batch, bool) or any(size < 1 for size in sizes):
         raise _unknown(batch)
@@ -130,10 +130,10 @@ def num_tokens(batch: Batch | None, data_ranks: int) -> int | None:
 
 
 def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that one rank passes to ``module.forward``; token ids are zeros on the meta device.
+    """Return one rank's arguments of ``module.forward``; token ids are zeros on the meta device.
 
     Raises:
-        PlanError: ``invalid-argument`` for a number of tokens alone, which says no shape.
+        PlanError: ``invalid-argument`` for a number of tokens alone, since it has no shape.
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -141,7 +141,7 @@ def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tu
         return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
     if isinstance(batch, int) or len(batch) != 2 or min(batch) < 1:
         raise _unknown(batch)
-    sequences = -(-batch[0] // data_ranks)
+    sequences = -(-batch[0] // data_ranks)  # rounded up: the fullest rank
     tokens = torch.zeros(sequences, batch[1], dtype=torch.long, device="meta")
     if "input_ids" in inspect.signature(module.forward).parameters:
         return (), {"input_ids": tokens}
@@ -149,7 +149,7 @@ def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tu
 
 
 def is_token_batch(batch: Batch) -> bool:
-    """Return whether ``batch`` is ``(sequences, length)`` of token ids."""
+    """Return True if ``batch`` is ``(sequences, length)`` of token ids."""
     return _is_numbers(batch)
 
 

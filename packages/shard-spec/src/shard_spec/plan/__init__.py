@@ -1,1 +1,1 @@
-"""Plans: the layout of every tensor of a model, checked, counted and explained."""
+"""Plans: the layout of every tensor of a model, validated, counted and explained."""

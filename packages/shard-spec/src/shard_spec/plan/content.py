@@ -1,4 +1,4 @@
-"""PlanContent: the data of a sharding plan. Everything that reads a plan takes this; `ShardingPlan` stands on top."""
+"""PlanContent: the data of a sharding plan, base of `ShardingPlan`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Rule:
     """One item of a plan.
 
     Attributes:
-        key: The pattern as it was written.
-        pattern: The pattern, or None where it cannot be read.
-        value: What was written on the right.
+        key: The pattern as written.
+        pattern: The parsed pattern, or None if it cannot be parsed.
+        value: The right side as written.
         kind: ``"layout"``, ``"spec"``, ``"sharder"`` or ``"wrong"``.
-        layout: The layout, where the kind is ``"layout"``.
-        problems: Why it cannot be used.
+        layout: The layout, if the kind is ``"layout"``.
+        problems: Reasons against the rule.
     """
 
     key: str
@@ -81,7 +81,7 @@ def _other_mesh(name: str, found: MeshSpec, mesh: MeshSpec) -> Problem:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class PlanContent:
-    """Rules, outputs, mesh and strictness of a plan; `ShardingPlan` says what each means."""
+    """Rules, outputs, mesh and strictness of a plan; see `ShardingPlan` for their meaning."""
 
     plan: Mapping[str, PlanValue]
     output_plan: Mapping[str, PlanValue] | None
@@ -116,10 +116,10 @@ class PlanContent:
             return NotImplemented
         if digest_text(self) != digest_text(other):
             return False
-        # Sharders are code, of which the digest knows only the class.
+        # Sharders are code; the digest covers their class only.
         return all(bool(value == other.plan[key]) for key, value in self.plan.items() if is_sharder(value))
 
-    __hash__ = None  # type: ignore[assignment]  # specs and Sharders need not be hashable; `digest` stands for it
+    __hash__ = None  # type: ignore[assignment]  # specs and Sharders need not be hashable; use `digest`
 
     def __repr__(self) -> str:
         parts = [repr(dict(self.plan))]
@@ -144,13 +144,13 @@ class PlanContent:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """Rules of ``plan``, each read on its own; one that cannot be read carries its problems."""
-        layouts: dict[str, Layout] = {}  # many rules of one plan say the same text
+        """Rules of ``plan``, each parsed on its own; one that cannot be parsed carries its problems."""
+        layouts: dict[str, Layout] = {}  # many rules share one text
         return tuple(_read_rule(key, value, self.mesh, layouts) for key, value in self.plan.items())
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Problems of the rules that show without a model."""
+        """Problems of the rules that do not need a model."""
         return tuple(problem for rule in self.rules for problem in rule.problems)
 
     @property

@@ -1,4 +1,4 @@
-"""The plan that a live model already follows."""
+"""Derive a plan from the layouts of a live model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
             layout = layout_of_tensor(tensor)
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
-            continue
+            continue  # collect all before raising
         if layout is None:
             plain.append(name)
         else:
@@ -47,10 +47,10 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
 
 
 def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
-    """The layout of a DTensor, or of a local shard that remembers its own; None of a plain tensor.
+    """Return the layout of a DTensor or of a local shard with `_sharding_info`; None for a plain tensor.
 
     Raises:
-        PlanError: When a placement cannot be said.
+        PlanError: When a placement cannot be expressed.
     """
     try:
         info = sharding_info_of(tensor)
@@ -60,7 +60,7 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
         if isinstance(error, PlanError):
             raise
         raise PlanError(Problem("invalid-sections", found=str(error)[:300], hint=_FORM)) from None
-    tensor_module: Any = sys.modules.get("torch.distributed.tensor")
+    tensor_module: Any = sys.modules.get("torch.distributed.tensor")  # not imported: no DTensor exists
     if tensor_module is None or not isinstance(tensor, tensor_module.DTensor):
         return None
     shown: Any = tensor
@@ -69,11 +69,11 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
 
 
 def _layout_of_info(info: ShardingInfo) -> Layout:
-    """Return the layout of a local shard from what it is a shard of.
+    """Return the layout of a local shard from its `ShardingInfo`.
 
     Raises:
         ValueError: Units that do not fill their section.
-        PlanError: ``not-expressible`` for what no layout says.
+        PlanError: ``not-expressible`` if no layout describes it.
     """
     layout = Layout(MeshSpec.from_device_mesh(info.mesh), list(info.placements))
     for each in info.sections:
@@ -83,7 +83,7 @@ def _layout_of_info(info: ShardingInfo) -> Layout:
 
 
 def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Section]) -> Layout:
-    """Sections of the one dim that is cut: each is cut on its own, between units, each part held ``copies`` times."""
+    """Apply sections of the one sharded dim: each is sharded by itself, between units, in ``copies`` copies."""
     cutting = [at for at, spec in enumerate(layout.specs) if spec.dim is not None]
     if len(cutting) != 1:
         found = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that shard ({layout})"
@@ -99,14 +99,14 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
         found = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
         raise _not_said(found, "keep sections with other copies in a weight of their own")
     layout, at = _with_copies(layout, at, copies.pop())
-    if layout.specs[at].dim is None:
+    if layout.specs[at].dim is None:  # all copies: the axis replicates
         return layout
     spec = _spec_of(dim, sections, layout.mesh.shape[at])
     return Layout(layout.mesh, [spec if place == at else other for place, other in enumerate(layout.specs)])
 
 
 def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
-    """Every part on ``copies`` neighbouring ranks: the axis is two, one that cuts and one that replicates."""
+    """Put every shard on ``copies`` neighbouring ranks: the axis splits into a sharding and a replicating one."""
     mesh, size = layout.mesh, layout.mesh.shape[at]
     if copies == 1:
         return layout, at
@@ -123,7 +123,7 @@ def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
 
 
 def _spec_of(dim: int, sections: list[Section], count: int) -> PlacementSpec:
-    """The placement that cuts each section into ``count`` parts between units."""
+    """Return the placement that shards each section over ``count`` ranks between units."""
     even = all(each.unit == 1 or each.size // each.unit % count == 0 for each in sections)
     if len(sections) == 1:
         return ShardSpec(dim) if even else BlockShard(dim, sections[0].unit)
@@ -138,7 +138,7 @@ def _not_said(found: str, hint: str) -> PlanError:
 
 
 def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> Layout:
-    """DTensor says "tp cuts first, then dp" by a strided shard; say it by an order where that is the same."""
+    """Replace DTensor's strided shard by an explicit order of axes if both are equivalent."""
     interleaved = [at for at, spec in enumerate(layout.specs) if isinstance(spec, InterleavedShard)]
     if not interleaved:
         return layout
@@ -147,11 +147,11 @@ def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> L
     later = [names[at] for at, spec in enumerate(specs) if spec.dim is not None and at not in interleaved]
     order = [*later, *(names[at] for at in interleaved)]
     plain = Layout(layout.mesh, specs, order)
-    return plain if plain.equivalent_to(layout, shape) else layout
+    return plain if plain.equivalent_to(layout, shape) else layout  # for this shape
 
 
 def _widest(meshes: list[MeshSpec]) -> MeshSpec | None:
-    """The mesh with the most axes, where one mesh holds the ranks of all others."""
+    """Return the mesh with the most ranks, then axes, if it covers the ranks of all others."""
     if not meshes:
         return None
     widest = max(meshes, key=lambda mesh: (mesh.world_size, mesh.ndim))

@@ -1,4 +1,4 @@
-"""Rules with globs for layouts that are known name by name, as a person would write them."""
+"""Write compact glob rules for layouts given by name."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a numeric path component
 _GLOB_LETTERS = re.compile(r"[*?\[{]")
 
 
 def glob_rules(values: Mapping[str, T | None], aliases: Collection[str], others: Collection[str]) -> dict[str, T]:
-    """Rules that give each name its value, and those without a value none.
+    """Return rules that give each name its value, and names without a value no rule.
 
-    Numbers in a path become ``*`` where every parameter with such a path has the same value; others are listed by
-    name, and so are those whose pattern would match a name of another tensor (``layers.*`` and ``layers.norm``).
+    Numbers in a path become ``*`` if every parameter with such a path has the same value. Other names are listed, also
+    those with a pattern that would match another tensor (``layers.*`` and ``layers.norm``).
 
     Args:
-        values: FQN of each parameter, by one of its names, to its value; None for those that get no rule.
+        values: FQN of each parameter, by one of its names, to its value; None for no rule.
         aliases: further names of tied parameters.
         others: names that no pattern may match.
     """
@@ -32,7 +32,7 @@ def glob_rules(values: Mapping[str, T | None], aliases: Collection[str], others:
     for pattern, members in groups.items():
         alone = {stem for stem in stems if _glob_matches(pattern, stem)} == {pattern}
         alone = alone and not any(_glob_matches(pattern, name) for name in others)
-        alone = alone and not any(map(_GLOB_LETTERS.search, members))
+        alone = alone and not any(map(_GLOB_LETTERS.search, members))  # a key of nn.ModuleDict may hold glob letters
         listed = {name: value for name in members if (value := values[name]) is not None}
         rules.update(_rules_of_group(pattern, members, values) if alone and len(members) > 1 else listed)
     return rules
@@ -44,7 +44,7 @@ def _glob_matches(pattern: str, stem: str) -> bool:
 
 
 def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | None]) -> dict[str, T]:
-    """Rules for all the names that `pattern` matches: one if they are alike, else as few as are easily found."""
+    """Return rules for all names of `pattern`: one if their values are equal, else few."""
     listed = {name: value for name in members if (value := values[name]) is not None}
     said = list(listed.values())
     whole = len(listed) == len(members)
@@ -55,13 +55,13 @@ def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | N
         return by_position
     if not whole or len(members) <= 3:
         return listed
-    # The most frequent value becomes the pattern; an exact name beats it.
+    # The most frequent value becomes the pattern; an exact name overrides it.
     usual = min(said, key=lambda value: (-said.count(value), str(value)))
     return {pattern: usual, **{name: value for name, value in listed.items() if value != usual}}
 
 
 def _split_at_one_number(members: list[str], values: Mapping[str, T | None]) -> dict[str, T] | None:
-    """Rules with one of the numbers written out (``layers.*.mlp.2.weight``), if that makes each of them true."""
+    """Return rules with one number written out (``layers.*.mlp.2.weight``), if that separates the values."""
     num_numbers = len(_NUMBER.findall(members[0]))
     best: dict[str, T] | None = None
     for position in range(num_numbers if num_numbers > 1 else 0):
@@ -76,11 +76,11 @@ def _split_at_one_number(members: list[str], values: Mapping[str, T | None]) -> 
 
 
 def _pattern_but_one(name: str, position: int) -> str:
-    """``*`` for every number but the one at `position`."""
+    """Replace every number by ``*`` except the one at `position`."""
     seen = itertools.count()
     return _NUMBER.sub(lambda match: match[0] if next(seen) == position else "*", name)
 
 
 def pattern_of(name: str) -> str:
-    """`name` with ``*`` for every path component that is a number."""
+    """Replace every numeric path component of `name` by ``*``."""
     return _NUMBER.sub("*", name)

@@ -1,4 +1,4 @@
-"""Metadata: what a plan needs to know about a model, read once, without touching a tensor's data."""
+"""Metadata of a model, read once, without its tensors' data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ITEM_BYTES = {
 
 
 def require_floating(*dtypes: object) -> None:
-    """Refuse what a module cannot be converted to; None and flags are no dtype.
+    """Refuse dtypes that a module cannot be converted to; None and flags are no dtype.
 
     Raises:
         PlanError: ``unsupported-dtype``.
@@ -37,17 +37,17 @@ def require_floating(*dtypes: object) -> None:
 
 @dataclass(frozen=True)
 class TensorMetadata:
-    """One parameter or buffer of a model: its global shape and what it is.
+    """One parameter or buffer of a model: its global shape and kind.
 
     Attributes:
-        name: FQN, the first of its names where it is tied.
+        name: FQN, the first of its names if it is tied.
         shape: Global shape.
         dtype: Name of the dtype without ``torch.``.
         kind: ``"parameter"`` or ``"buffer"``.
-        requires_grad: Whether it gets a gradient.
-        aliases: All its FQNs in the order of the modules; more than one where it is tied.
-        module_type: Class name of the module that has it, ``"Linear"`` and ``"Embedding"`` for subclasses of torch's
-            too; ``""`` where that is not known.
+        requires_grad: True if it gets a gradient.
+        aliases: All its FQNs in the order of the modules; more than one if it is tied.
+        module_type: Class name of its module, ``"Linear"`` and ``"Embedding"`` for subclasses of torch's too; ``""`` if
+            unknown.
     """
 
     name: str
@@ -60,7 +60,7 @@ class TensorMetadata:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        object.__setattr__(self, "aliases", tuple(self.aliases) or (self.name,))
+        object.__setattr__(self, "aliases", tuple(self.aliases) or (self.name,))  # at least its own name
         if self.dtype not in ITEM_BYTES:
             hint = f"one of {', '.join(ITEM_BYTES)}"
             raise PlanError(Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=hint))
@@ -88,9 +88,9 @@ class ModelMetadata:
     Build it with :func:`metadata_of` from a module (on any device, the meta device included), or from shapes alone.
 
     Attributes:
-        tensors: Parameters and buffers; a tied one stands there once.
-        modules: FQN of each module to the name of its class; empty where only tensors are known.
-        problems: What is wrong with the model itself (uninitialized parameters, ...).
+        tensors: Parameters and buffers; a tied tensor occurs once.
+        modules: FQN of each module to the name of its class; empty if only tensors are known.
+        problems: Problems of the model itself (uninitialized parameters, ...).
     """
 
     tensors: tuple[TensorMetadata, ...]
@@ -103,25 +103,24 @@ class ModelMetadata:
 
     @property
     def parameters(self) -> tuple[TensorMetadata, ...]:
-        """The tensors that are parameters."""
+        """Parameters among the tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == "parameter")
 
     @property
     def buffers(self) -> tuple[TensorMetadata, ...]:
-        """The tensors that are buffers."""
+        """Buffers among the tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == "buffer")
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> ModelMetadata:
-        """Metadata of parameters that are known by name and shape only."""
+        """Build metadata of parameters from names and shapes only."""
         return cls(tuple(TensorMetadata(name, tuple(shape), dtype) for name, shape in shapes.items()))
 
 
 def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
-    """Read the metadata of ``model``; what already is ``ModelMetadata`` is returned as it is.
+    """Read the metadata of ``model``; ``ModelMetadata`` is returned as it is.
 
-    A parameter that is a DTensor, or that remembers what it is a shard of (``_sharding_info``), counts with its global
-    shape.
+    A DTensor parameter, or a local shard with ``_sharding_info``, counts with its global shape.
 
     Raises:
         TypeError: When ``model`` is neither.
@@ -134,8 +133,8 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
         raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
     seen: dict[int, list[Any]] = {}  # id of the tensor -> [tensor, kind, names, class of its module]
     modules: dict[str, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        modules[path] = type(module).__name__
+    for path, module in model.named_modules(remove_duplicate=False):  # every name of tied modules
+        modules[path] = type(module).__name__  # all aliases of a shared module
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
@@ -147,7 +146,7 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
 
 
 def _kind_of(module: nn.Module) -> str:
-    """The class name by which estimates know how a module uses its weight: a subclass uses it as torch's class does."""
+    """Return the class name for estimates: subclasses use their weight as torch's class does."""
     from torch import nn
 
     known = (each.__name__ for each in (nn.Linear, nn.Embedding) if isinstance(module, each))
@@ -174,6 +173,6 @@ def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Itera
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The global shape of a parameter that may be a local shard; a DTensor's own shape already is the global one."""
+    """Return the global shape of a parameter that may be a local shard; a DTensor's shape is global already."""
     info = getattr(tensor, "_sharding_info", None)
     return tuple(tensor.shape if info is None else info[2])

@@ -1,4 +1,4 @@
-"""Plan files that may come from anywhere: read as data, checked at each step; nothing in them is run or imported."""
+"""Read untrusted plan files as data: checked at each step, nothing executed or imported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _KEYS = {"format", "version", "mesh", "strict", "rules", "output_plan", "return_
 
 
 def from_json(text: str | bytes) -> PlanContent:
-    """Read what :func:`to_json` wrote. Reads data only; runs nothing, imports nothing by name.
+    """Read the output of :func:`to_json` as data: nothing is executed or imported by name.
 
     Raises:
-        PlanError: ``invalid-plan`` for anything else, and for another format number. Rules that do not fit the model
-            are read; ``validate`` lists them.
+        PlanError: ``invalid-plan`` for anything else, and for another format number. Rules that do not match the model
+            are accepted; ``validate`` lists them.
     """
     try:
         document = json_values(text)
@@ -33,9 +33,9 @@ def from_json(text: str | bytes) -> PlanContent:
 
 
 def from_dict(document: Any) -> PlanContent:
-    """Read the document of :func:`to_json` as values, also as people write it by hand.
+    """Read the document of :func:`to_json` as values, also in handwritten form.
 
-    Rules and axes may be mappings, ``mesh: {axes: {dp: 2, tp: 4}}``, and keys that are null may be left out.
+    Rules and axes may be mappings, ``mesh: {axes: {dp: 2, tp: 4}}``, and null keys may be left out.
 
     Raises:
         PlanError: As ``from_json``.
@@ -63,11 +63,11 @@ def from_document(document: Any) -> PlanContent:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise _bad(f"no object with 'format': '{FORMAT}'")
     version = document.get("version")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version != VERSION:  # True equals 1, but is no version
         found = f"format version {version!r:.60}, this release reads {VERSION}"
         hint = "install the release of shard-spec that wrote the file, or write it again"
         raise PlanError(Problem("invalid-plan", found=found, hint=hint))
-    if set(document) != _KEYS:
+    if set(document) != _KEYS:  # unknown keys may change the meaning
         odd = sorted(set(document) ^ _KEYS)
         raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")
     mesh = _read_mesh(document["mesh"])
@@ -83,7 +83,7 @@ def from_document(document: Any) -> PlanContent:
 
 
 def _check_texts(items: dict[str, Any]) -> None:
-    """Refuse text that is no layout on any mesh; whether it fits this mesh and a model, ``validate`` says."""
+    """Refuse text that is no layout on any mesh; ``validate`` checks it against this mesh and a model."""
     problems: list[Problem] = []
     for text, name in {value: name for name, value in items.items() if isinstance(value, str)}.items():
         placements = [item.rpartition(":")[2] for item in split_items(text.partition(";")[0])]
@@ -158,7 +158,7 @@ def _read_mesh(value: Any) -> MeshSpec | None:
 
 
 def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and all(type(item) is int for item in value)  # type(): no booleans
 
 
 def _texts(value: Any) -> bool:

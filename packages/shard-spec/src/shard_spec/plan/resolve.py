@@ -1,4 +1,4 @@
-"""Resolving: which rule decides about which tensor, and what layout that gives."""
+"""Resolve a plan: the deciding rule and the layout of each tensor."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Resolution(Mapping[str, Layout]):
-    """The layout of every tensor of one model, by FQN; a tied tensor can be asked for under each of its names.
+    """Layout of every tensor of one model, by FQN; tied tensors answer to each name.
 
     Attributes:
         metadata: The model.
-        layouts: First FQN of each tensor to its layout; tensors that a Sharder shards are not in it.
-        rule_of: First FQN of each tensor to the pattern that decided, ``""`` where none did.
-        matched: First FQN of each tensor to all patterns that matched.
-        sharders: FQN of each module that a Sharder shards.
-        mesh: The mesh of the tensors that no rule mentions.
-        problems: What ``examine`` noted; ``resolve`` raises them.
+        layouts: First FQN of each tensor to its layout; without the tensors of Sharders.
+        rule_of: First FQN of each tensor to the deciding pattern, ``""`` if there is none.
+        matched: First FQN of each tensor to all matching patterns.
+        sharders: FQN of each module with a Sharder.
+        mesh: The mesh of tensors without a rule.
+        problems: Problems found by ``examine``; ``resolve`` raises them.
     """
 
     metadata: ModelMetadata
@@ -57,22 +57,22 @@ class Resolution(Mapping[str, Layout]):
 
     @property
     def tied(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of FQNs that name one tensor."""
+        """Groups of FQNs of one tensor."""
         return tuple(tensor.aliases for tensor in self.metadata.tensors if len(tensor.aliases) > 1)
 
     @property
     def parameters(self) -> dict[str, Layout]:
-        """The parameters' layouts."""
+        """Layouts of the parameters."""
         return {t.name: self.layouts[t.name] for t in self.metadata.parameters if t.name in self.layouts}
 
     @property
     def buffers(self) -> dict[str, Layout]:
-        """The buffers' layouts."""
+        """Layouts of the buffers."""
         return {t.name: self.layouts[t.name] for t in self.metadata.buffers if t.name in self.layouts}
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that some tensor lies on, ascending."""
+        """All ranks of the layouts' meshes, ascending."""
         meshes = {layout.mesh for layout in self.layouts.values()}
         return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
 
@@ -81,7 +81,7 @@ class Resolution(Mapping[str, Layout]):
         """The mesh of all layouts.
 
         Raises:
-            PlanError: ``mesh-mismatch`` where they lie on several.
+            PlanError: ``mesh-mismatch`` if there are several.
         """
         meshes = {layout.mesh for layout in self.layouts.values()} or {self.mesh} - {None}
         if len(meshes) != 1:
@@ -92,15 +92,15 @@ class Resolution(Mapping[str, Layout]):
         return mesh
 
     def tensor(self, name: str) -> TensorMetadata:
-        """The metadata of the tensor called ``name`` (any of its names)."""
+        """Return the metadata of the tensor called ``name`` (any of its names)."""
         return self._tensors[name]
 
 
 def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
-    """The layout of every tensor of ``module``.
+    """Return the layout of every tensor of ``module``.
 
     Raises:
-        PlanError: With every problem there is.
+        PlanError: With every problem.
     """
     found = examine(plan, module)
     raise_problems(found.problems, f"the plan does not fit the model: {len(found.problems)} problem(s)")
@@ -108,7 +108,7 @@ def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
 
 
 def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
-    """Resolve as far as possible, and note every problem on the way instead of stopping at the first."""
+    """Resolve as far as possible and collect every problem."""
     metadata = metadata_of(module)
     problems = list(metadata.problems)
     problems += [problem for rule in plan.rules for problem in rule.problems]
@@ -124,7 +124,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         rules = {alias: found for alias, found in by_alias.items() if found}
         matched[tensor.name] = tuple(dict.fromkeys(rule.key for group in rules.values() for rule in group))
         if _taken_by_sharder(tensor, rules, sharders, problems):
-            continue
+            continue  # its layout is the Sharder's business
         decided[tensor.name] = _decide(tensor, rules, made, plan.strict, problems)
     problems += [_matches_nothing(rule.key, metadata) for rule in index.rules if rule.key not in index.used]
     mesh = plan.mesh or _common_mesh(layout for _, layout in decided.values())
@@ -150,12 +150,12 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
 
 
 class _Name(Pattern):
-    """The full name of a tensor, where it holds letters of a glob (``nn.ModuleDict`` takes any key)."""
+    """Full name of a tensor with glob letters in it (``nn.ModuleDict`` takes any key)."""
 
     is_exact, names_buffers = True, True
 
     def __post_init__(self) -> None:
-        """It was read as a pattern before."""
+        """Skip parsing: the key is a name."""
 
 
 def _as_name(rule: Rule) -> Rule:
@@ -164,7 +164,7 @@ def _as_name(rule: Rule) -> Rule:
 
 
 class _RuleIndex:
-    """Rules by name for the exact ones, in a list for the others; remembers which ones matched something."""
+    """Index of rules: exact ones by name, others in a list, with a record of used rules."""
 
     def __init__(self, rules: list[Rule]) -> None:
         self.rules = rules
@@ -173,7 +173,7 @@ class _RuleIndex:
         self.used: set[str] = set()
 
     def matching(self, name: str, kind: str) -> list[Rule]:
-        """The rules that match ``name``, an exact one first."""
+        """Return the rules that match ``name``, an exact one first."""
         exact = self.exact.get(name)
         found = [exact] if exact else []
         for rule in self.wild:
@@ -185,14 +185,14 @@ class _RuleIndex:
 
 
 class _Layouts:
-    """The layouts of rules for tensors; checks each (layout, shape) once."""
+    """Layouts of rules for tensors; each (layout, shape) is checked once."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
         self.good: set[tuple[Layout, tuple[int, ...]]] = set()
 
     def of(self, rule: Rule, tensor: TensorMetadata) -> Layout | None:
-        """The layout that ``rule`` gives ``tensor``, or None after noting why there is none."""
+        """Return the layout of ``tensor`` under ``rule``; None after recording the problem."""
         layout = rule.layout
         if rule.kind == "spec":
             try:
@@ -200,7 +200,7 @@ class _Layouts:
             except PlanError as error:
                 self.problems.extend(replace(problem, name=tensor.name) for problem in error.problems)
                 return None
-        if layout is None:  # a wrong rule, noted where it was read
+        if layout is None:  # an invalid rule, recorded when it was parsed
             return None
         if (layout, tensor.shape) in self.good:
             return layout
@@ -220,14 +220,14 @@ class _Layouts:
 def _decide(
     tensor: TensorMetadata, rules: dict[str, list[Rule]], made: _Layouts, strict: bool, problems: list[Problem]
 ) -> tuple[Rule | None, Layout | None]:
-    """The rule that decides about ``tensor`` and its layout; (None, None) where no rule mentions it."""
+    """Return the deciding rule of ``tensor`` and its layout; (None, None) without a rule."""
     if not rules:
         if strict and tensor.kind == "parameter":
             text, hint = "no rule mentions it, and the plan is strict", "add a rule; 'R' replicates it"
             problems.append(Problem("unmatched-pattern", tensor.name, found=text, hint=hint))
         return None, None
     winners = {alias: _deciding(alias, found, problems) for alias, found in rules.items()}
-    # An exact rule for one name of a tied tensor also beats globs that match its other names.
+    # An exact rule for one name of a tied tensor overrides globs for its other names.
     winners = {alias: rule for alias, rule in winners.items() if _is_exact(rule)} or winners
     layouts = {alias: made.of(rule, tensor) for alias, rule in winners.items()}
     first = next(iter(winners))
@@ -241,7 +241,7 @@ def _decide(
 
 
 def _deciding(name: str, rules: list[Rule], problems: list[Problem]) -> Rule:
-    """The rule that decides: the exact one; globs have to agree."""
+    """Return the deciding rule: the exact one, or globs that agree."""
     if not _is_exact(rules[0]) and any(not _same_value(rule, rules[0]) for rule in rules):
         found = "matched by " + " and ".join(repr(rule.key) for rule in rules) + ", which differ"
         hint = "add an exact rule for this name, or narrow one of the globs"
@@ -256,7 +256,7 @@ def _is_exact(rule: Rule) -> bool:
 def _same_value(rule: Rule, other: Rule) -> bool:
     if rule.layout is not None or other.layout is not None:
         return rule.layout == other.layout
-    return rule.value is other.value or bool(rule.value == other.value)
+    return rule.value is other.value or bool(rule.value == other.value)  # specs may have costly equality
 
 
 def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
@@ -270,7 +270,7 @@ def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
 
 
 def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[Problem]) -> dict[str, Any]:
-    """FQN of module -> Sharder, for every Sharder that stands at a place where one may stand."""
+    """Return FQN of module -> Sharder, for every Sharder at a valid place."""
     placed: dict[str, Any] = {}
     for rule in rules:
         assert rule.pattern is not None
@@ -315,7 +315,7 @@ def _taken_by_sharder(
 
 
 def _common_mesh(layouts: Iterable[Layout | None]) -> MeshSpec | None:
-    """The mesh of tensors that no rule mentions: that of the others, or all of their ranks in a row."""
+    """Return the mesh for tensors without a rule: the others' mesh, or all their ranks on one axis."""
     meshes = list(dict.fromkeys(layout.mesh for layout in layouts if layout is not None))
     if len(meshes) <= 1:
         return meshes[0] if meshes else None
@@ -324,12 +324,12 @@ def _common_mesh(layouts: Iterable[Layout | None]) -> MeshSpec | None:
 
 
 def compact_rules(found: Resolution, mesh: MeshSpec | None) -> tuple[dict[str, Any], MeshSpec | None]:
-    """Return rules with globs that mean the same for the model of ``found``, and their mesh."""
+    """Return equivalent rules with globs for the model of ``found``, and their mesh."""
     tensors = [tensor for tensor in found.metadata.tensors if tensor.name in found.layouts]
     stored = {
         tensor.name: found.layouts[tensor.name]
         for tensor in tensors
-        if tensor.kind == "parameter" or not found.layouts[tensor.name].is_replicated
+        if tensor.kind == "parameter" or not found.layouts[tensor.name].is_replicated  # buffers replicate by default
     }
     meshes = {layout.mesh for layout in stored.values()}
     mesh = mesh or (next(iter(meshes)) if len(meshes) == 1 else None)

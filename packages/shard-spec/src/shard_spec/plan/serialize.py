@@ -8,7 +8,7 @@ The document, one rule a line, rules sorted by pattern::
      "rules": [["layers.*.attn.wq.weight", "dp:R, tp:S(0)"], ...],
      "output_plan": null, "return_local_tensor": null}
 
-A value is the text of a layout on the plan's mesh; ``{"layout": text, "mesh": mesh}`` for one on another mesh;
+A value is the text of a layout on the plan's mesh; ``{"layout": text, "mesh": mesh}`` for a layout on another mesh;
 ``{"chunk": {"dim": 0, "placements": [...]}}`` or ``{"enumerable": [[offsets, sizes, placement], ...]}`` for a spec.
 """
 
@@ -35,16 +35,16 @@ VERSION = 1
 
 
 def to_json(plan: PlanContent) -> str:
-    """The plan as JSON; equal plans give equal bytes.
+    """Return the plan as JSON; equal plans give equal bytes.
 
     Raises:
-        PlanError: ``invalid-plan`` for each rule that a file cannot hold (a Sharder, a user's own spec).
+        PlanError: ``invalid-plan`` for each rule without a file form (a Sharder, a user's own spec).
     """
     return dump(document_of(plan))
 
 
 def document_of(plan: PlanContent) -> dict[str, Any]:
-    """The document of a plan, made of plain JSON types."""
+    """Return the document of a plan, made of plain JSON types."""
     problems: list[Problem] = []
     document = _document(plan, problems)
     raise_problems(problems, "the plan cannot be written")
@@ -52,7 +52,7 @@ def document_of(plan: PlanContent) -> dict[str, Any]:
 
 
 def digest_text(plan: PlanContent) -> str:
-    """Return the text that a plan's digest hashes: its document; values that no file can hold count by class."""
+    """Return the text hashed by a plan's digest: its document; values without a file form count by class."""
     return dump(_document(plan, []))
 
 
@@ -70,7 +70,7 @@ def _document(plan: PlanContent, problems: list[Problem]) -> dict[str, Any]:
 
 
 def dump(document: Mapping[str, Any]) -> str:
-    """JSON with one rule a line, so that a version control system shows changed rules as changed lines."""
+    """Format JSON with one rule a line, for readable diffs in version control."""
     lines = []
     for key, value in document.items():
         if key in ("rules", "output_plan") and value:
@@ -117,7 +117,7 @@ def _layout_text(value: Any, mesh: MeshSpec | None) -> str:
     if mesh is not None:
         return str(Layout(mesh, as_placements(value)))
     if isinstance(value, str):
-        return value  # which axes it means is known with the mesh
+        return value  # its axes depend on the mesh
     if isinstance(value, Mapping):
         return ", ".join(f"{axis}:{to_placement_spec(placement)!s}" for axis, placement in value.items())
     return ", ".join(str(to_placement_spec(placement)) for placement in as_placements(value))
@@ -125,7 +125,7 @@ def _layout_text(value: Any, mesh: MeshSpec | None) -> str:
 
 def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
     spec = value if isinstance(value, ShardingSpec) else from_torch(value)
-    if type(spec) is ChunkShardingSpec:
+    if type(spec) is ChunkShardingSpec:  # exact types: subclasses may override
         return {"chunk": {"dim": spec.dim, "placements": [str(device) for device in spec.placements]}}
     if type(spec) is EnumerableShardingSpec:
         return {

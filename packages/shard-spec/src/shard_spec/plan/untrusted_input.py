@@ -1,6 +1,6 @@
-"""JSON of untrusted input as plain values: bounded in size and depth, each key once, nothing run.
+"""Parse JSON of untrusted input: bounded in size and depth, unique keys, plain values.
 
-A file with two values under one key is refused: a reader cannot know which of them the writer meant.
+A file with two values under one key is refused: the intended one is unknown.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ MAX_BYTES = 64 * 2**20
 
 
 def json_values(text: str | bytes, *, floats: bool = False) -> Any:
-    """The values of a JSON text.
+    """Return the values of a JSON text.
 
     Args:
         text: The text; bytes are UTF-8.
-        floats: Whether fractions are read. NaN and Infinity never are; they are not JSON.
+        floats: True to accept fractions. NaN and Infinity are never accepted; they are not JSON.
 
     Raises:
-        ValueError: It is too long, nested too deep, not JSON, or names a key twice in one object.
+        ValueError: It is too long, nested too deep, not JSON, or has a key twice in one object.
     """
     _check_length(text, MAX_BYTES)
     if isinstance(text, bytes):
         text = text.decode("utf-8")
-    fraction = float if floats else _no_constant
+    fraction = float if floats else _no_constant  # no fraction in a plan
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=fraction)
     except RecursionError:
@@ -38,7 +38,7 @@ def _check_length(text: str | bytes, limit: int) -> None:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) != len(pairs):
+    if len(found) != len(pairs):  # a duplicate overwrote a value
         raise ValueError("a key appears twice in one object")
     return found
 

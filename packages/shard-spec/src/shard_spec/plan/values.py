@@ -22,18 +22,18 @@ PlanValue: TypeAlias = "LayoutLike | ShardingSpec | Sharder | Any"
 
 
 def is_spec(value: object) -> bool:
-    """Return whether ``value`` is a sharding spec: ours, a user's subclass, or one of torch's own."""
+    """Return True if ``value`` is a sharding spec: ours, a user's subclass, or one of torch's own."""
     return not isinstance(value, type) and callable(getattr(value, "build_metadata", None))
 
 
 def is_sharder(value: object) -> bool:
-    """Return whether ``value`` is a Sharder: shards a whole module by itself."""
+    """Return True if ``value`` is a Sharder, an object that shards a full module by itself."""
     plain = isinstance(value, Layout | str | Mapping | Sequence)
     return not plain and not isinstance(value, type) and not is_spec(value) and callable(getattr(value, "shard", None))
 
 
 def is_placement(value: object) -> bool:
-    """Return whether ``value`` is a single placement."""
+    """Return True if ``value`` is a single placement."""
     if isinstance(value, SpecialShard):
         return True
     types = sys.modules.get("torch.distributed.tensor.placement_types")
@@ -41,15 +41,15 @@ def is_placement(value: object) -> bool:
 
 
 def as_placements(value: Any) -> Any:
-    """``value`` as ``Layout`` takes it: a placement on its own is that of the only axis."""
+    """Convert ``value`` to the form of ``Layout``: a single placement is that of the only axis."""
     return [value] if is_placement(value) else value
 
 
 def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
-    """The layout that ``value`` says on ``mesh``; specs and Sharders are no business of this function.
+    """Return the layout of ``value`` on ``mesh``; not for specs and Sharders.
 
     Raises:
-        PlanError: ``missing-mesh`` when it needs a mesh and there is none; what :class:`Layout` finds; ``wrong-type``.
+        PlanError: ``missing-mesh`` if it needs a mesh and there is none; problems of :class:`Layout`; ``wrong-type``.
     """
     if isinstance(value, Layout):
         return value
@@ -64,10 +64,10 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
 
 
 def spec_layout(value: Any, shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor of ``shape`` under a sharding spec, ours or torch's.
+    """Return the layout of a tensor of ``shape`` under a sharding spec, ours or torch's.
 
     Raises:
-        PlanError: When the spec does not fit the shape, or when no layout can say what it says.
+        PlanError: When the spec does not match the shape, or no layout expresses it.
     """
     if not isinstance(value, ShardingSpec):
         value = from_torch(value)
