@@ -1,1 +1,1 @@
-"""Layouts: named axes of ranks, placements along them, and the boxes that follow. No torch is imported."""
+"""Layouts: named axes of ranks, placements along them, and the resulting boxes. No torch is imported."""

@@ -1,4 +1,4 @@
-"""Intervals ``(offset, size)`` of one dim, in the order in which they lie in the local tensor; and boxes of them."""
+"""Intervals ``(offset, size)`` of one dim, in the order of the local tensor, and boxes of them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Interval = tuple[int, int]
 
 
 def chunk(length: int, count: int, index: int) -> Interval:
-    """Interval ``index`` of ``torch.chunk``: all but the last are ``ceil(length / count)`` long, some are empty."""
+    """Interval ``index`` of ``torch.chunk``: all but the last have length ``ceil(length / count)``, some are empty."""
     step = -(-length // count)
     start = min(index * step, length)
     return start, min(step, length - start)
 
 
 def compose(outer: list[Interval], inner: list[Interval]) -> list[Interval]:
-    """Intervals of intervals: ``inner`` counts along the concatenation of ``outer``, the result along the dim."""
+    """Compose intervals: ``inner`` counts along the concatenation of ``outer``, the result along the dim."""
     if len(outer) == 1:
         start = outer[0][0]
         return [(start + offset, size) for offset, size in inner]
-    # One pass over both lists, which ascend along the local tensor: a plan from a file must not hang its reader.
+    # One pass over both lists, which ascend along the local tensor: untrusted plans must not take quadratic time.
     result: list[Interval] = []
     remaining = iter(inner)
     offset, size = next(remaining, (0, 0))
@@ -38,7 +38,7 @@ def compose(outer: list[Interval], inner: list[Interval]) -> list[Interval]:
 
 
 def merge(found: list[Interval]) -> list[Interval]:
-    """Join intervals that follow each other both along the dim and in the local tensor."""
+    """Join intervals that are adjacent both along the dim and in the local tensor."""
     merged: list[Interval] = []
     for offset, size in found:
         if merged and merged[-1][0] + merged[-1][1] == offset:
@@ -50,7 +50,7 @@ def merge(found: list[Interval]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular shard of a global tensor: where it begins and how large it is.
+    """A rectangular shard of a global tensor, as offsets and sizes.
 
     Attributes:
         offsets: First index in each dim of the global tensor.
@@ -88,11 +88,11 @@ class Box:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that cuts this box out of the global tensor: ``tensor[box.slices()]``."""
+        """Return the index of this box in the global tensor: ``tensor[box.slices()]``."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part of two boxes, or None when they share no element."""
+        """Return the intersection of two boxes, or None if they share no element."""
         if self.ndim != other.ndim:
             found = f"boxes of {self.ndim} and {other.ndim} dims"
             raise PlanError(Problem("shape-mismatch", found=found, hint="intersect boxes of the same global tensor"))
@@ -110,7 +110,7 @@ class Box:
 
 
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
-    """A box from values that are known to be right; skips the checks, which cost more than the box."""
+    """Build a box from valid values, without the checks, which cost more than the box."""
     box = object.__new__(Box)
     object.__setattr__(box, "offsets", offsets)
     object.__setattr__(box, "sizes", sizes)
@@ -118,17 +118,17 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
 
 
 def grid(intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
-    """Boxes of a grid, row-major.
+    """Return the boxes of a grid, row-major.
 
     Args:
-        intervals: For each dim the ``(offset, size)`` intervals, in the order in which they lie in the local tensor.
+        intervals: For each dim the ``(offset, size)`` intervals, in the order of the local tensor.
 
     Returns:
-        One box for each combination of intervals; without the empty ones.
+        One box for each combination of intervals, without empty ones.
     """
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
     for along in intervals:
-        if len(along) == 1:
+        if len(along) == 1:  # the usual case, without a product
             offset, size = along[0]
             if size == 0:
                 return ()

@@ -1,4 +1,4 @@
-"""Layout: which box of a global tensor lies on which rank of a mesh."""
+"""Layout: the boxes of a global tensor on the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shard_spec.layout.placements import SpecialShard
 
-# One axis that cuts one dim: (position of the axis on the mesh, size of the axis, spec).
+# One sharding axis of one dim: (position of the axis on the mesh, size of the axis, spec).
 Cut = tuple[int, int, CuttingPlacement]
 
 
@@ -38,15 +38,15 @@ class Layout:
 
     Args:
         mesh: The axes and ranks.
-        placements: One placement for each axis in order; or a mapping from axis name to placement, where axes that
-            are not named replicate; or the text of a layout, ``"dp:S(0), tp:R"``. Placements are torch's
-            ``Replicate()``, ``Shard(dim)``, ``Partial(op)``, this package's ``UnevenShard``, ``BlockShard``,
-            ``InterleavedShard``, or the text of one.
-        order: Where several axes cut one dim, the axis names in the order in which they cut. Axes that are not
-            named follow in mesh order. Default: mesh order, as in a DTensor.
+        placements: One placement for each axis in order; or a mapping from axis name to placement, other axes
+            replicate; or the text of a layout, ``"dp:S(0), tp:R"``. Placements are torch's ``Replicate()``,
+            ``Shard(dim)``, ``Partial(op)``, this package's ``UnevenShard``, ``BlockShard``, ``InterleavedShard``, or
+            the text of one.
+        order: Shard order of axes that shard one dim, by name. Unnamed axes follow in mesh order. Default: mesh order,
+            as in a DTensor.
 
     Raises:
-        PlanError: With everything that is wrong without knowing the tensor's shape.
+        PlanError: With every problem that shows without the tensor's shape.
     """
 
     mesh: MeshSpec
@@ -60,7 +60,7 @@ class Layout:
         order: Sequence[str] | None = None,
     ) -> None:
         if not isinstance(mesh, MeshSpec):
-            hint = "the order is Layout(mesh, placements), with a MeshSpec"  # type: ignore[unreachable]  # callers are not checked
+            hint = "the order is Layout(mesh, placements), with a MeshSpec"  # type: ignore[unreachable]  # callers are untyped
             raise PlanError(Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint))
         by_axis, text_order = _specs_by_axis(mesh, placements)
         order = text_order if order is None else tuple(order)
@@ -68,7 +68,7 @@ class Layout:
         raise_problems(_axis_problems(mesh, by_axis, specs, order))
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "specs", specs)
-        object.__setattr__(self, "order", _plain_order(mesh, specs, order))
+        object.__setattr__(self, "order", _plain_order(mesh, specs, order))  # canonical: equal layouts compare equal
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {str(self)!r})"
@@ -88,12 +88,12 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, mesh: MeshSpec) -> Layout:
-        """Read the text form; ``Layout.parse(str(layout), layout.mesh) == layout``."""
+        """Parse the text form; ``Layout.parse(str(layout), layout.mesh) == layout``."""
         return cls(mesh, text)
 
     @classmethod
     def replicated(cls, mesh: MeshSpec) -> Layout:
-        """The layout that has the whole tensor on every rank."""
+        """Return the layout with the full tensor on every rank."""
         return cls(mesh, {})
 
     # ---- what it says -----------------------------------------------------------------------------------------
@@ -105,40 +105,40 @@ class Layout:
 
     @property
     def partial(self) -> dict[str, str]:
-        """Axes along which the ranks hold parts of one value that still have to be reduced, and with which op."""
+        """Axes of unreduced values, with the reduce op of each."""
         named = zip(self.mesh.axis_names, self.specs, strict=True)
         return {axis: spec.op for axis, spec in named if isinstance(spec, PartialSpec)}
 
     @property
     def sharded_axes(self) -> dict[str, int]:
-        """Axes that cut the tensor, and the dim that each cuts (as written, perhaps negative)."""
+        """Sharding axes with their dims as written, perhaps negative."""
         named = zip(self.mesh.axis_names, self.specs, strict=True)
         return {axis: spec.dim for axis, spec in named if spec.dim is not None}
 
     @property
     def is_replicated(self) -> bool:
-        """True if every rank of the mesh holds the whole tensor."""
+        """True if every rank of the mesh holds the full tensor."""
         return all(isinstance(spec, ReplicateSpec) for spec in self.specs)
 
     # ---- what lies where --------------------------------------------------------------------------------------
 
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
-        """Why a tensor of ``shape`` (called ``name``) cannot lie like this; empty when it can."""
+        """Return the problems of this layout for a tensor of ``shape`` called ``name``; empty if it is valid."""
         shape = tuple(shape)
         found: list[Problem] = list(_dim_problems(self, shape, name))
-        if not found:
+        if not found:  # the second check needs valid dims
             found.extend(_fit_problems(self, shape, name))
         return tuple(found)
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the local tensor on ``rank`` of a global tensor of ``shape``.
+        """Return the shape of the local tensor on ``rank`` for a global tensor of ``shape``.
 
         Raises:
-            PlanError: When the layout does not fit the shape, or ``rank`` is not on the mesh.
+            PlanError: When the layout does not match the shape, or ``rank`` is not on the mesh.
         """
         coordinate = self._coordinate(rank)
         shape = tuple(shape)
-        local = list(shape)
+        local = list(shape)  # dims without a sharding axis stay full
         for dim, cuts in _recipe(self, shape):
             local[dim] = sum(size for _, size in _dim_intervals(cuts, shape[dim], coordinate))
         return tuple(local)
@@ -147,7 +147,7 @@ class Layout:
         """Return the offsets of the local tensor of ``rank``; an empty dim begins at its end, as in DTensor.
 
         Raises:
-            PlanError: As :meth:`local_shape`, and ``not-a-grid`` where the local tensor is not one box.
+            PlanError: As :meth:`local_shape`, and ``not-a-grid`` if the local tensor is not one box.
         """
         coordinate = self._coordinate(rank)
         shape = tuple(shape)
@@ -161,26 +161,26 @@ class Layout:
         return tuple(offsets)
 
     def intervals(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
-        """For each dim, the ``(offset, size)`` intervals that ``rank`` holds, in the order of its local tensor."""
+        """Return each dim's ``(offset, size)`` intervals on ``rank``, in the order of its local tensor."""
         coordinate = self._coordinate(rank)
         return self._intervals(coordinate, tuple(shape))
 
     def boxes(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
-        """The boxes of the global tensor that ``rank`` holds, in the order in which its local tensor holds them.
+        """Return the boxes of the global tensor on ``rank``, in the order of its local tensor.
 
         One box in most layouts. Block-cyclic and interleaved ones give several; the local tensor is then the boxes
-        concatenated along the sharded dim (a row-major grid of boxes where several dims are cut so). A rank that
-        holds nothing, or is not on the mesh, has none. Never looks at other ranks: O(ndim) for one box.
+        concatenated along the sharded dim (a row-major grid of boxes if several dims are sharded so). An empty rank, or
+        one outside the mesh, has none. The cost does not grow with the number of ranks: O(ndim) for one box.
         """
         coordinate = self.mesh.coordinate(rank)
         shape = tuple(shape)
         if coordinate is None:
-            raise_problems(self.problems(shape))
+            raise_problems(self.problems(shape))  # an invalid layout raises on every rank
             return ()
         return grid(self._intervals(coordinate, shape))
 
     def owners(self, index: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that hold the element at ``index`` of a global tensor of ``shape``, in mesh order."""
+        """Return the ranks that hold the element at ``index`` of a tensor of ``shape``, in mesh order."""
         shape = tuple(shape)
         if len(index) != len(shape) or any(not 0 <= at < size for at, size in zip(index, shape, strict=True)):
             found = f"index {tuple(index)} of a tensor of shape {shape}"
@@ -188,42 +188,42 @@ class Layout:
         coordinates: list[list[int]] = [[]]
         fixed = _owner_coordinate(self, tuple(index), shape)
         for at, size in enumerate(self.mesh.shape):
-            choices = (fixed[at],) if at in fixed else range(size)
+            choices = (fixed[at],) if at in fixed else range(size)  # a sharding axis fixes its coordinate
             coordinates = [[*head, choice] for head in coordinates for choice in choices]
         return tuple(self.mesh.rank_at(coordinate) for coordinate in coordinates)
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """The ranks whose local tensor has to equal that of ``rank``, itself included, in mesh order."""
+        """Return the ranks with the same local tensor as ``rank``, itself included, in mesh order."""
         return self._along(rank, ReplicateSpec)
 
     def contributors(self, rank: int) -> tuple[int, ...]:
-        """The ranks whose local tensors are reduced into the value that ``rank`` holds a part of, itself included."""
+        """Return the ranks with summands of the value on ``rank``, itself included, in mesh order."""
         return self._along(rank, PartialSpec)
 
     def is_primary(self, rank: int) -> bool:
-        """Return whether ``rank`` is the first of its replicas, which writes, counts or sends for all of them."""
+        """Return True if ``rank`` is the first of its replicas, which writes, counts or sends for all of them."""
         coordinate = self._coordinate(rank)
         return all(at == 0 for at, spec in zip(coordinate, self.specs, strict=True) if isinstance(spec, ReplicateSpec))
 
     # ---- comparing --------------------------------------------------------------------------------------------
 
     def canonical(self, shape: Sequence[int]) -> Layout:
-        """The plainest layout that puts the same bytes on the same ranks for a tensor of ``shape``.
+        """Return the plainest layout with the same bytes on the same ranks for a tensor of ``shape``.
 
-        Negative dims are counted from the front, axes of one rank replicate, a special placement that cuts exactly
-        where ``torch.chunk`` would becomes a plain shard, and an order that changes nothing is dropped.
+        Negative dims are counted from the front, axes of one rank replicate, a special placement equal to
+        ``torch.chunk`` becomes a plain shard, and an order without effect is dropped.
         """
         shape = tuple(shape)
         raise_problems(self.problems(shape))
         specs = [spec if spec.dim is None else spec.from_front(len(shape)) for spec in self.specs]
         specs = [REPLICATE if size == 1 else spec for size, spec in zip(self.mesh.shape, specs, strict=True)]
         for dim, cuts in cuts_by_dim(self, len(shape)):
-            real = [cut for cut in cuts if cut[1] > 1]
+            real = [cut for cut in cuts if cut[1] > 1]  # axes of one rank do not shard
             if real:
-                at, count, spec = real[0]  # later cuts see intervals of several lengths: left as they are written
+                at, count, spec = real[0]  # later specs apply to intervals of several lengths: left as written
                 if not isinstance(spec, ShardSpec) and _cuts_like_shard(spec, shape[dim], count):
                     specs[at] = ShardSpec(dim)
-        # The order matters only among axes that still cut, and only where they cut the same dim.
+        # The order matters only among axes that still shard, and only if they shard the same dim.
         names = self.mesh.axis_names
         cutting = [axis for axis in (self.order or names) if specs[names.index(axis)].dim is not None]
         grouped = sorted(cutting, key=lambda axis: specs[names.index(axis)].dim or 0)  # stable within a dim
@@ -231,9 +231,9 @@ class Layout:
         return Layout(self.mesh, tuple(specs), None if grouped == plain else tuple(grouped))
 
     def equivalent_to(self, other: Layout, shape: Sequence[int]) -> bool:
-        """Return whether both put the same bytes on the same ranks (and the same reductions), whatever their syntax."""
+        """Return True if both put the same bytes on the same ranks (and the same reductions), in any syntax."""
         if self.canonical(shape) == other.canonical(shape):
-            return True
+            return True  # cheap; else compare rank by rank
         ranks = set(self.mesh.ranks)
         return ranks == set(other.mesh.ranks) and all(
             self.boxes(rank, shape) == other.boxes(rank, shape) and _reductions(self, rank) == _reductions(other, rank)
@@ -309,7 +309,7 @@ def _axis_problems(
 
 
 def _plain_order(mesh: MeshSpec, specs: tuple[PlacementSpec, ...], order: tuple[str, ...]) -> tuple[str, ...]:
-    """The order with every cutting axis in it, or () when it is the mesh's own."""
+    """Return the order with every sharding axis in it, or () if it is the mesh's own."""
     if not order:
         return ()
     own = tuple(axis for axis, spec in zip(mesh.axis_names, specs, strict=True) if spec.dim is not None)
@@ -319,16 +319,16 @@ def _plain_order(mesh: MeshSpec, specs: tuple[PlacementSpec, ...], order: tuple[
 
 @lru_cache(maxsize=4096)
 def _recipe(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, tuple[Cut, ...]], ...]:
-    """For each dim that is cut: the cuts, first to last. Checked, so that what follows need not look again."""
-    raise_problems(layout.problems(shape))
+    """Return the cuts of each sharded dim, first to last, after validation."""
+    raise_problems(layout.problems(shape))  # cached with the result: valid layouts are checked once
     return cuts_by_dim(layout, len(shape))
 
 
 def cuts_by_dim(layout: Layout, ndim: int) -> tuple[tuple[int, tuple[Cut, ...]], ...]:
-    """For each dim that some axis cuts, the cuts in the order in which they are made."""
+    """Return, for each sharded dim, the cuts in shard order."""
     names = layout.mesh.axis_names
     positions = [names.index(axis) for axis in layout.order]
-    positions += [at for at in range(len(names)) if at not in positions]
+    positions += [at for at in range(len(names)) if at not in positions]  # after the named axes, in mesh order
     by_dim: dict[int, list[Cut]] = {}
     for at in positions:
         spec = layout.specs[at]
@@ -342,8 +342,8 @@ def _dim_intervals(cuts: tuple[Cut, ...], length: int, coordinate: tuple[int, ..
     found = spec.cut(length, count, coordinate[at])
     for at, count, spec in cuts[1:]:
         if not found:
-            return []
-        length = sum(size for _, size in found)
+            return []  # nothing left to shard
+        length = sum(size for _, size in found)  # the next axis shards this rank's intervals
         found = compose(found, spec.cut(length, count, coordinate[at]))
     return merge(found) if len(found) > 1 else found
 
@@ -374,7 +374,7 @@ def _fit_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Pro
 
 
 def _owner_coordinate(layout: Layout, index: tuple[int, ...], shape: tuple[int, ...]) -> dict[int, int]:
-    """For each cutting axis (by position), the place along it whose ranks hold ``index``."""
+    """Return, for each sharding axis (by position), the coordinate of the ranks with ``index``."""
     fixed: dict[int, int] = {}
     for dim, cuts in _recipe(layout, shape):
         length, position = shape[dim], index[dim]
@@ -388,7 +388,7 @@ def _locate(spec: CuttingPlacement, length: int, count: int, position: int) -> t
     """Return the rank that holds ``position``, the offset in its local interval, and the interval's length."""
     candidates: Sequence[int] = range(count)
     if isinstance(spec, ShardSpec):
-        candidates = (position // -(-length // count),)
+        candidates = (position // -(-length // count),)  # computed: no search over ranks
     for place in candidates:
         before = 0
         found = spec.cut(length, count, place)
@@ -400,16 +400,16 @@ def _locate(spec: CuttingPlacement, length: int, count: int, position: int) -> t
 
 
 def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layout:
-    """The same bytes on the same ranks, on a mesh whose axes stand in the order in which they cut.
+    """Return an equal layout on a mesh with its axes in shard order.
 
-    A layout without an order of its own stays as it is; so does the mesh where the order changes nothing for ``shape``.
+    A layout without an order of its own stays as it is; so does the mesh if the order has no effect for ``shape``.
     """
     if not layout.order:
         return layout
     if shape is not None and not layout.canonical(shape).order:
         return Layout(layout.mesh, layout.specs)
     mesh = layout.mesh
-    cutting = iter(layout.order)
+    cutting = iter(layout.order)  # replicating axes stay in place
     names = [
         next(cutting) if spec.dim is not None else axis
         for axis, spec in zip(mesh.axis_names, layout.specs, strict=True)
@@ -418,7 +418,7 @@ def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layou
     turned = [[0] * mesh.ndim]
     for axis in at:
         turned = [[*c[:axis], place, *c[axis + 1 :]] for c in turned for place in range(mesh.shape[axis])]
-    ranks = [mesh.rank_at(coordinate) for coordinate in turned]
+    ranks = [mesh.rank_at(coordinate) for coordinate in turned]  # the same rank at each permuted coordinate
     axes = {name: mesh.axis_size(name) for name in names}
     return Layout(MeshSpec(axes, ranks, mesh.ranks_per_host), [layout.specs[axis] for axis in at])
 
@@ -428,11 +428,11 @@ def _cuts_like_shard(spec: CuttingPlacement, length: int, count: int) -> bool:
 
 
 def _reductions(layout: Layout, rank: int) -> list[tuple[str, frozenset[int]]]:
-    """The reductions that ``rank`` takes part in: op and ranks, axis by axis; axes of one op count as one."""
+    """Return the reductions of ``rank``: op and ranks, axis by axis; axes of one op count as one."""
     if not layout.partial:
         return []
     if len(set(layout.partial.values())) == 1:
-        group = frozenset(layout.contributors(rank))
+        group = frozenset(layout.contributors(rank))  # nested sums commute
         return [(next(iter(layout.partial.values())), group)] if len(group) > 1 else []
     found = []
     for axis, op in layout.partial.items():

@@ -24,15 +24,14 @@ _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 
 @dataclass(frozen=True, init=False, repr=False)
 class MeshSpec:
-    """Named axes of ranks: what a ``DeviceMesh`` says, as a value that needs no process group.
+    """Named axes of ranks: the value of a ``DeviceMesh``, without a process group.
 
     Ranks lie on the axes row-major: the last axis varies fastest.
 
     Args:
         axes: Size of each axis by name, outermost first, for example ``{"dp": 128, "tp": 8}``.
-        ranks: Which ranks of the (union) group lie on the mesh, row-major, each once, in any order.
-            None means ``0 .. world_size - 1``.
-        ranks_per_host: How many consecutive ranks share a host, for cost models and reports. None: not known.
+        ranks: Global ranks of the mesh, row-major, each once, in any order. None means ``0 .. world_size - 1``.
+        ranks_per_host: Number of consecutive ranks on one host, for cost models and reports. None: unknown.
 
     Raises:
         PlanError: With every wrong axis name, size and rank at once.
@@ -49,10 +48,10 @@ class MeshSpec:
         raise_problems(_axes_problems(axes) + _integer_problems("ranks", () if ranks is None else ranks))
         raise_problems(_integer_problems("ranks_per_host", () if ranks_per_host is None else (ranks_per_host,)))
         names, shape = tuple(axes), tuple(int(size) for size in axes.values())
-        rank_list = None if ranks is None else tuple(map(index, ranks))
+        rank_list = None if ranks is None else tuple(map(index, ranks))  # index(): numpy and torch integers become int
         raise_problems(_rank_problems(prod(shape), rank_list, ranks_per_host))
         if rank_list == tuple(range(prod(shape))):
-            rank_list = None  # one spelling for one mesh, so that equal meshes compare equal
+            rank_list = None  # one spelling: equal meshes compare equal
         object.__setattr__(self, "axis_names", names)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "rank_list", rank_list)
@@ -71,7 +70,7 @@ class MeshSpec:
 
     @property
     def axes(self) -> dict[str, int]:
-        """A fresh mapping from axis name to size, outermost first."""
+        """Map axis name to size, outermost first; a new dict each time."""
         return dict(zip(self.axis_names, self.shape, strict=True))
 
     @property
@@ -98,10 +97,10 @@ class MeshSpec:
         return tuple(prod(self.shape[at + 1 :]) for at in range(self.ndim))
 
     def axis_index(self, name: str) -> int:
-        """Position of the axis called ``name``.
+        """Return the position of the axis called ``name``.
 
         Raises:
-            PlanError: ``unknown-axis`` when the mesh has no such axis.
+            PlanError: ``unknown-axis`` if the mesh has no such axis.
         """
         try:
             return self.axis_names.index(name)
@@ -109,13 +108,13 @@ class MeshSpec:
             raise PlanError(unknown_axis(name, self)) from None
 
     def axis_size(self, name: str) -> int:
-        """Number of ranks along the axis called ``name``."""
+        """Return the number of ranks along the axis called ``name``."""
         return self.shape[self.axis_index(name)]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the coordinate of ``rank`` on each axis, or None when it is not on the mesh."""
+        """Return the coordinate of ``rank`` on each axis, or None if it is not on the mesh."""
         if self.rank_list is None:
-            position: int | None = rank if 0 <= rank < self.world_size else None
+            position: int | None = rank if 0 <= rank < self.world_size else None  # no table for the identity
         else:
             position = self._position.get(rank)
         if position is None:
@@ -123,7 +122,7 @@ class MeshSpec:
         return tuple((position // stride) % size for stride, size in zip(self._strides, self.shape, strict=True))
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """The rank at ``coordinate``, one number for each axis."""
+        """Return the rank at ``coordinate``, one number for each axis."""
         inside = len(coordinate) == self.ndim and all(
             0 <= at < size for at, size in zip(coordinate, self.shape, strict=True)
         )
@@ -135,7 +134,7 @@ class MeshSpec:
         return self.ranks[position]
 
     def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that differ only along ``axis``, in the order of their first members on the mesh."""
+        """Return the groups of ranks that differ only along ``axis``, in the mesh order of their first members."""
         at = self.axis_index(axis)
         size, stride = self.shape[at], self._strides[at]
         ranks = self.ranks
@@ -147,7 +146,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str, ranks_per_host: int | None = None) -> MeshSpec:
-        """Read ``"dp=128, tp=8"``, or ``"128x8"`` for axes called ``axis0``, ``axis1``, ...
+        """Parse ``"dp=128, tp=8"``, or ``"128x8"`` for axes called ``axis0``, ``axis1``, ...
 
         ``str(mesh)`` writes the first form; it does not hold ``ranks`` and ``ranks_per_host``.
         """
@@ -164,22 +163,20 @@ class MeshSpec:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh, ranks_per_host: int | None = None) -> MeshSpec:
-        """The value of a torch ``DeviceMesh``; nameless axes are called ``axis0``, ``axis1``, ..."""
+        """Convert a torch ``DeviceMesh``; nameless axes are called ``axis0``, ``axis1``, ..."""
         names = device_mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(device_mesh.ndim))
         shape = tuple(device_mesh.mesh.shape)
         return cls(dict(zip(names, shape, strict=True)), device_mesh.mesh.flatten().tolist(), ranks_per_host)
 
     def to_device_mesh(self, device_type: str) -> DeviceMesh:
-        """A torch ``DeviceMesh`` with these axes and ranks; every rank of the default group has to call it.
+        """Create a torch ``DeviceMesh`` with these axes and ranks; a collective of the default group.
 
-        Torch makes the process groups of a mesh in ascending order, whatever the order of its ranks, and then gathers
-        the shards in that order, without an error. Where the ranks along an axis do not ascend, the groups are made
-        in mesh order here.
+        Torch creates the process groups of a mesh in ascending order of ranks, and gathers shards in that order without
+        an error. If the ranks along an axis do not ascend, the groups are created in mesh order here.
 
         Raises:
-            PlanError: ``no-process-group`` when torch.distributed is not initialized, ``mesh-too-large`` when
-                a rank of the mesh is not in the default group, ``missing-dependency`` when this torch
-                cannot make a group in the order that the mesh needs.
+            PlanError: ``no-process-group`` if torch.distributed is not initialized, ``mesh-too-large`` if a rank of the
+                mesh is not in the default group, ``missing-dependency`` if this torch cannot order groups as needed.
         """
         import torch
         import torch.distributed as dist
@@ -201,17 +198,19 @@ class MeshSpec:
             found = f"ranks in the order {list(unsorted[0])}; this torch makes groups in ascending order only"
             hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
             raise PlanError(Problem("missing-dependency", "ranks", found=found, hint=hint))
+        # Collective: every rank creates all groups, in the same order.
         made = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
         own = [group for group in made if group is not None]
+        # from_group() needs a group of this rank.
         if dist.get_rank() not in self.ranks:
-            return _torch_compat.mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh; the constructor's argument is private
+            return _torch_compat.mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh
         if self.ndim == 1:
             return DeviceMesh.from_group(own[0], device_type, mesh_dim_names=self.axis_names)
         return DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=self.axis_names)
 
 
 def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
-    """The problem of an axis name that ``mesh`` does not have."""
+    """Return the problem of an axis name that ``mesh`` does not have."""
     found = f"the mesh has the axes {', '.join(mesh.axis_names)}"
     hint = "use one of them, or add the axis to the mesh"
     return Problem("unknown-axis", name=fqn, axis=str(name), found=found, hint=hint)
@@ -258,13 +257,13 @@ def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: in
 
 
 def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:
-    """The ``MeshSpec`` of whatever a ``mesh=`` argument takes."""
+    """Convert any value of a ``mesh=`` argument to a ``MeshSpec``."""
     if mesh is None or isinstance(mesh, MeshSpec):
         return mesh
     if isinstance(mesh, str):
         return MeshSpec.parse(mesh)
     if isinstance(mesh, Mapping):
         return MeshSpec(mesh)
-    if hasattr(mesh, "mesh_dim_names"):
+    if hasattr(mesh, "mesh_dim_names"):  # DeviceMesh, without an import of torch
         return MeshSpec.from_device_mesh(mesh)
     raise TypeError(f"mesh is a MeshSpec, a mapping from axis to size, text or a DeviceMesh, not {mesh!r}")

@@ -1,12 +1,12 @@
-"""Placements: how one mesh axis lays out one dim. Three are this package's own, three stand for torch's.
+"""Placements: the layout of one dim along one mesh axis.
 
-A layout computes with these six classes, so that values and plans work without importing ``torch.distributed.tensor``
+A layout computes with these six classes, so values and plans work without importing ``torch.distributed.tensor``
 (1 to 3 seconds): `ReplicateSpec`, `PartialSpec` and `ShardSpec` become torch's ``Replicate``, ``Partial`` and ``Shard``
-where someone asks for those. `UnevenShard`, `BlockShard` and `InterleavedShard` have no public name in torch.
+on request. `UnevenShard`, `BlockShard` and `InterleavedShard` have no public name in torch.
 
-A placement that cuts is applied to what the axes before it left of the dim on this rank; the result is a list of
-intervals ``(offset, size)`` of that, in the order in which they lie in the local tensor. ``str`` of a placement is the
-text that `text.parse_placement` reads.
+A sharding placement applies to this rank's intervals after the axes before it; the result is a list of intervals
+``(offset, size)`` of those, in the order of the local tensor. ``str`` of a placement is the text form of
+`text.parse_placement`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TORCH_NAMES = ("Partial", "Placement", "Replicate", "Shard")
 
-# A rank that would hold more intervals of one dim than this was not meant; a plan from a file must not hang its reader.
+# More intervals of one dim on a rank than this are an error: untrusted plans must not take unbounded time.
 MAX_INTERVALS = 1 << 20
 MAX_SECTIONS = 1 << 16
 
@@ -35,7 +35,7 @@ REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
 @dataclass(frozen=True)
 class ReplicateSpec:
-    """Every rank along the axis holds the same."""
+    """Every rank along the axis holds the same values."""
 
     dim = None
 
@@ -45,7 +45,7 @@ class ReplicateSpec:
 
 @dataclass(frozen=True)
 class PartialSpec:
-    """The ranks along the axis hold summands (or what else ``op`` reduces) of one value."""
+    """The ranks along the axis hold summands (or other operands of ``op``) of one value."""
 
     op: str
     dim = None
@@ -58,34 +58,34 @@ REPLICATE = ReplicateSpec()
 
 
 class CuttingPlacement(ABC):
-    """A placement that shares out ``dim``; a subclass says how in `_shares`."""
+    """A placement that shards ``dim``; subclasses define the intervals in `_shares`."""
 
     dim: int
 
     def cut(self, length: int, count: int, index: int) -> list[Interval]:
-        """The intervals of ``length`` indices that go to rank ``index`` of ``count``; empty ones are left out."""
+        """Return rank ``index``'s intervals of ``length`` indices over ``count`` ranks, without empty ones."""
         return [interval for interval in self._shares(length, count, index) if interval[1]]
 
     def lengths(self, length: int, count: int) -> set[int]:
-        """The different local lengths that the ranks along the axis get."""
+        """Return the distinct local lengths along the axis."""
         return {sum(size for _, size in self.cut(length, count, index)) for index in range(count)}
 
     def misfit(self, length: int) -> str:
-        """Why it cannot cut ``length`` indices, or ``""`` when it can."""
+        """Return the reason that it cannot shard ``length`` indices, or ``""``."""
         return ""
 
     def from_front(self, ndim: int) -> Self:
-        """The same with a dim from 0 to ``ndim - 1``."""
+        """Return the same placement with a dim from 0 to ``ndim - 1``."""
         return self if 0 <= self.dim < ndim else replace(self, dim=self.dim % ndim)  # type: ignore[type-var]  # subclasses are dataclasses
 
     @abstractmethod
     def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
-        """The intervals of rank ``index``; empty ones too."""
+        """Yield the intervals of rank ``index``, empty ones too."""
 
 
 @dataclass(frozen=True)
 class ShardSpec(CuttingPlacement):
-    """Cut as ``torch.chunk`` does: all shards but the last are ``ceil(length / count)`` long, some are empty."""
+    """Shard like ``torch.chunk``: all but the last have length ``ceil(length / count)``, some are empty."""
 
     dim: int
 
@@ -96,19 +96,19 @@ class ShardSpec(CuttingPlacement):
         yield chunk(length, count, index)
 
     def lengths(self, length: int, count: int) -> set[int]:
-        """See `CuttingPlacement.lengths`; looks at no rank: the first, the last that is not empty, and the last."""
-        step = max(-(-length // count), 1)
+        """See `CuttingPlacement.lengths`; from three ranks: the first, the last non-empty one, and the last."""
+        step = max(-(-length // count), 1)  # length 0: no division by 0
         last_full = length // step
         return {chunk(length, count, at)[1] for at in (0, min(last_full, count - 1), count - 1)}
 
 
 @dataclass(frozen=True)
 class UnevenShard(CuttingPlacement):
-    """Cut ``dim`` into shards of stated sizes: rank ``i`` along the axis gets ``sizes[i]`` indices.
+    """Shard ``dim`` into given sizes: rank ``i`` along the axis gets ``sizes[i]`` indices.
 
     Args:
         dim: Tensor dimension; negative ones count from the end.
-        sizes: One size for each rank along the axis, 0 allowed. They have to add up to what is there to share out.
+        sizes: One size for each rank along the axis, 0 allowed. They have to add up to the length to shard.
     """
 
     dim: int
@@ -131,16 +131,16 @@ class UnevenShard(CuttingPlacement):
 
 @dataclass(frozen=True)
 class BlockShard(CuttingPlacement):
-    """Cut ``dim`` only at multiples of ``block``: heads, quantization groups and other units stay whole.
+    """Shard ``dim`` only at multiples of ``block``: heads, quantization groups and other units stay together.
 
-    The blocks (the last may be short) are shared out as ``torch.chunk`` shares out rows: rank 0 along the axis gets
-    the first ``ceil(num_blocks / axis_size)`` blocks, and so on. With ``cyclic`` they are dealt like cards instead:
-    rank ``i`` gets blocks ``i``, ``i + axis_size``, ...
+    The blocks (the last may be short) are distributed like rows in ``torch.chunk``: rank 0 along the axis gets the
+    first ``ceil(num_blocks / axis_size)`` blocks, and so on. With ``cyclic`` they are distributed in turn: rank ``i``
+    gets blocks ``i``, ``i + axis_size``, ...
 
     Args:
         dim: Tensor dimension; negative ones count from the end.
         block: Length of a block, at least 1.
-        cyclic: Deal the blocks out in turn.
+        cyclic: Distribute the blocks in turn.
     """
 
     dim: int
@@ -165,7 +165,7 @@ class BlockShard(CuttingPlacement):
         num_blocks = -(-length // self.block)
         if self.cyclic:
             for at in range(index, num_blocks, count):
-                yield at * self.block, min(self.block, length - at * self.block)
+                yield at * self.block, min(self.block, length - at * self.block)  # the last may be short
         else:
             first, taken = chunk(num_blocks, count, index)
             start = min(first * self.block, length)
@@ -174,15 +174,15 @@ class BlockShard(CuttingPlacement):
 
 @dataclass(frozen=True)
 class InterleavedShard(CuttingPlacement):
-    """Cut each section of ``dim`` on its own and give rank ``i`` its shard of every section.
+    """Shard each section of ``dim`` by itself; rank ``i`` gets its shard of every section.
 
-    This is how a fused weight (q, k and v, or gate and up, in one tensor) lies on tensor-parallel ranks. The local
-    tensor holds the shards in the order of the sections.
+    This is the tensor-parallel layout of a fused weight (q, k and v, or gate and up, in one tensor). The local tensor
+    holds the shards in the order of the sections.
 
     Args:
         dim: Tensor dimension; negative ones count from the end.
-        sections: The sizes of the sections, which have to add up to what is there to cut; or how many sections there
-            are, which are then cut as ``torch.chunk`` does (what DTensor calls a strided shard).
+        sections: The sizes of the sections, which have to add up to the length to shard; or the number of sections,
+            split like ``torch.chunk`` (DTensor's strided shard).
     """
 
     dim: int
@@ -207,7 +207,7 @@ class InterleavedShard(CuttingPlacement):
         return _missing("sections", self.sections, length)
 
     def section_intervals(self, length: int) -> Iterator[Interval]:
-        """The sections of ``length`` indices: of the sizes given, or as ``torch.chunk`` cuts into that many."""
+        """Yield the sections of ``length`` indices: of the given sizes, or of ``torch.chunk`` into that many."""
         if isinstance(self.sections, int):
             yield from (chunk(length, self.sections, at) for at in range(self.sections))
             return
@@ -258,16 +258,16 @@ def placement_spec(placement: object) -> PlacementSpec:
     """Return the spec of a placement object; `text.to_placement_spec` takes text as well.
 
     Raises:
-        PlanError: ``wrong-type`` for what is no placement, ``invalid-argument`` for a partial of an unknown op.
+        PlanError: ``wrong-type`` if it is no placement, ``invalid-argument`` for a partial of an unknown op.
     """
     if isinstance(placement, ReplicateSpec | PartialSpec | CuttingPlacement):
-        return placement  # type: ignore[return-value]  # the union is closed: no other class cuts
+        return placement  # type: ignore[return-value]  # the union is closed
     return _torch_spec(placement)
 
 
 def _torch_spec(placement: object) -> PlacementSpec:
     types: Any = sys.modules.get("torch.distributed.tensor.placement_types")
-    if types is not None:  # an object cannot be torch's placement as long as nobody imported the class
+    if types is not None:  # not imported: no object can be torch's placement
         if isinstance(placement, types.Replicate):
             return REPLICATE
         if isinstance(placement, types.Partial):
@@ -277,7 +277,7 @@ def _torch_spec(placement: object) -> PlacementSpec:
             return PartialSpec(placement.reduce_op)
         if isinstance(placement, types.Shard):
             return ShardSpec(placement.dim)
-        factor = _torch_compat.strided_shard_factor(placement)
+        factor = _torch_compat.strided_shard_factor(placement)  # _StridedShard is private
         if factor is not None:
             return InterleavedShard(placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
     found = f"{placement!r} of type {type(placement).__qualname__}"
@@ -286,7 +286,7 @@ def _torch_spec(placement: object) -> PlacementSpec:
 
 
 def to_placement(spec: PlacementSpec) -> Placement | SpecialShard:
-    """The placement object of a spec; imports ``torch.distributed.tensor`` for torch's own."""
+    """Return the placement object of a spec; imports ``torch.distributed.tensor`` for torch's own."""
     if isinstance(spec, UnevenShard | BlockShard | InterleavedShard):
         return spec
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard

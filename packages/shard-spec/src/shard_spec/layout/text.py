@@ -1,17 +1,17 @@
-"""The short text form of placements and layouts: ``"dp:S(0), tp:R"``.
+"""Short text form of placements and layouts: ``"dp:S(0), tp:R"``.
 
 ==========================  ==========================================================
 ``R``                       replicate
 ``S(0)``                    shard dim 0
 ``P(sum)``, ``P``           partial, to be summed
 ``U(0, [3, 2, 3])``         uneven shard of dim 0
-``B(0, 128)``               blocks of 128 of dim 0; ``B(0, 128, cyclic)`` deals them out
+``B(0, 128)``               blocks of 128 of dim 0; ``B(0, 128, cyclic)`` distributes them in turn
 ``I(0, [4096, 1024])``      interleaved sections of these sizes; ``I(0, 2)`` two equal sections
-``...; order=tp>dp``        where several axes cut one dim: tp first, then dp
+``...; order=tp>dp``        if several axes shard one dim: tp first, then dp
 ==========================  ==========================================================
 
-The long names (``Shard(0)``, ``Replicate()``, ``Partial(sum)``, ...) are read too. One placement for each axis may be
-written without axis names: ``"S(0), R"``.
+Long names (``Shard(0)``, ``Replicate()``, ``Partial(sum)``, ...) are accepted too, and so is one placement for each
+axis without axis names: ``"S(0), R"``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HINT = "write for example 'dp:S(0), tp:R'; placements are R, P(sum), S(0), U(0,
 
 
 def format_layout(axis_names: Sequence[str], specs: Sequence[PlacementSpec], order: Sequence[str]) -> str:
-    """The text of a layout; :func:`parse_layout` reads it back."""
+    """Format a layout; :func:`parse_layout` reads it back."""
     text = ", ".join(f"{name}:{spec}" for name, spec in zip(axis_names, specs, strict=True))
     return text + (f"; order={'>'.join(order)}" if order else "")
 
@@ -62,7 +62,7 @@ def to_placement_spec(placement: object) -> PlacementSpec:
 
 
 def parse_placement(text: str) -> PlacementSpec:
-    """Read one placement.
+    """Parse one placement.
 
     Raises:
         PlanError: ``invalid-layout``.
@@ -96,10 +96,10 @@ def parse_placement(text: str) -> PlacementSpec:
 
 
 def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, PlacementSpec], tuple[str, ...]]:
-    """Read a layout: the spec of each axis that is named, and the order of axes.
+    """Parse a layout: the spec of each named axis, and the order of axes.
 
     Raises:
-        PlanError: With every part that cannot be read.
+        PlanError: With every invalid item.
     """
     if len(text) > _MAX_TEXT:
         raise PlanError(Problem("invalid-layout", found=f"a text of {len(text)} characters", hint=_HINT))
@@ -113,7 +113,7 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
         if len(items) != len(axis_names):
             found = f"{text!r}: {len(items)} placements for the axes {', '.join(axis_names)}"
             problems.append(Problem("argument-count", found=found, hint="one for each axis, or name the axes"))
-        pairs = list(zip(axis_names, items, strict=False))
+        pairs = list(zip(axis_names, items, strict=False))  # too few or many: already a problem
     else:
         pairs = []
         for item, match in zip(items, named, strict=True):
@@ -145,7 +145,7 @@ def _order(tail: str, text: str, problems: list[Problem]) -> tuple[str, ...]:
 
 
 def split_items(text: str) -> list[str]:
-    """Split at the commas that stand outside of parentheses and brackets."""
+    """Split at the commas outside of parentheses and brackets."""
     items, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         if letter in "([":
@@ -162,7 +162,7 @@ def split_items(text: str) -> list[str]:
 def _integer(text: str) -> int:
     name, equals, value = text.partition("=")
     text = value if equals and name.strip() in ("dim", "block", "sections") else text
-    if not re.fullmatch(r"\s*-?\d{1,18}\s*", text):
+    if not re.fullmatch(r"\s*-?\d{1,18}\s*", text):  # 18 digits fit in int64
         raise ValueError(text)
     return int(text)
 

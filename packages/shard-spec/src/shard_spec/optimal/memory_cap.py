@@ -1,11 +1,11 @@
-"""The pairwise model with one inequality: total memory at most a limit, with a bound that says how good the answer is.
+"""Pairwise problems with a memory limit, solved with a proven bound on the distance from the optimum.
 
 Charge a price per byte and drop the inequality (Lagrangian relaxation). For any price the exact optimum of the charged
-problem, minus price times limit, is a lower bound. Two answers enclose the best price: one that is too large, one that
-fits. Each as a function of the price is a line; the next price is where the lines meet, and the exact answer there
-replaces one of the two (Handler and Zang, Networks 10, 1980). It ends where no answer lies below both lines, or where
-answer and bound are close. Equal layers change at one price all together; so the last two answers are mixed, one on the
-first nodes, the other on the rest. What is left between answer and bound is the gap.
+problem, minus price times limit, is a lower bound. Two solutions enclose the best price: one over the limit, one
+within. Each as a function of the price is a line; the next price is their intersection, and the exact solution there
+replaces one of the two (Handler and Zang, Networks 10, 1980). The search ends if no solution lies below both lines, or
+if solution and bound are close. Equal layers all change at one price, so the last two solutions are mixed: one for the
+first nodes, the other for the rest. The rest between solution and bound is the gap.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 from shard_spec.optimal.problem import QUANTUM, Eliminator, PairwiseProblem, Solution
 
-_CLOSE = 1e-3  # further prices cannot prove much more
+_CLOSE = 1e-3  # relative gap; more prices gain little
 
 
 class InfeasibleError(ValueError):
-    """No assignment keeps the limit. `least_bytes` is what the smallest one needs (-1: none is allowed at all)."""
+    """No assignment is within the limit; `least_bytes` is the minimum (-1: no assignment is allowed at all)."""
 
     def __init__(self, least_bytes: int, limit: int) -> None:
         self.least_bytes, self.limit = least_bytes, limit
@@ -35,7 +35,7 @@ class InfeasibleError(ValueError):
 
 @dataclass(frozen=True)
 class CappedSolution(Solution):
-    """An assignment that keeps the limit, and the lower bound that no such assignment undercuts."""
+    """An assignment within the limit, and a lower bound on the cost of all such assignments."""
 
     lower_bound: float
 
@@ -49,20 +49,20 @@ def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
     """Minimise cost with total memory of at most `limit` bytes, as far as one price per byte can.
 
     Raises:
-        InfeasibleError: no assignment keeps the limit.
+        InfeasibleError: no assignment is within the limit.
     """
     least = least_memory(problem)
     if least.objective > limit:
         raise InfeasibleError(-1 if math.isinf(least.objective) else int(least.objective), limit)
     eliminator = Eliminator(problem)
-    large = eliminator.solve()
+    large = eliminator.solve()  # the optimum without a limit
     if problem.memory_of(large.assignment) <= limit:
         return CappedSolution(large.assignment, large.objective, large.objective)
     small = Solution(least.assignment, problem.evaluate(least.assignment))
     best, bound = small, large.objective
     while True:
         fewer = problem.memory_of(large.assignment) - problem.memory_of(small.assignment)
-        price = (small.objective - large.objective) / fewer  # where both cost the same
+        price = (small.objective - large.objective) / fewer  # equal charged cost of both
         # Rounded down to the quantum: sums stay exact, and the bound stays a bound.
         charges = [torch.floor(amount.double() * price / QUANTUM) * QUANTUM for amount in problem.memory]
         answer = eliminator.solve(charges)
@@ -74,7 +74,7 @@ def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
         ):
             best = min([best, *_mixed(problem, limit, large, small)], key=lambda each: each.objective)
             return CappedSolution(best.assignment, best.objective, min(bound, best.objective))
-        if problem.memory_of(answer.assignment) > limit:
+        if problem.memory_of(answer.assignment) > limit:  # keep one solution on each side of the limit
             large = answer
         else:
             small = answer
@@ -82,7 +82,7 @@ def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
 
 
 def _mixed(problem: PairwiseProblem, limit: int, large: Solution, small: Solution) -> list[Solution]:
-    """One answer on the first nodes, the other on the rest, so many of them that the limit is used best."""
+    """Mix one solution for the first nodes with the other for the rest, as close to the limit as possible."""
     mixtures = []
     for one, other in ((large, small), (small, large)):
         first, rest = (
@@ -90,7 +90,7 @@ def _mixed(problem: PairwiseProblem, limit: int, large: Solution, small: Solutio
             for each in (one, other)
         )
         totals = first.cumsum(0) + rest.sum() - rest.cumsum(0)  # bytes with `one` up to this node
-        at = int(torch.where(totals <= limit, totals, -1).argmax()) + 1
+        at = int(torch.where(totals <= limit, totals, -1).argmax()) + 1  # most bytes within the limit
         assignment = one.assignment[:at] + other.assignment[at:]
         if int(totals[at - 1]) <= limit:
             mixtures.append(Solution(assignment, problem.evaluate(assignment)))
@@ -98,12 +98,12 @@ def _mixed(problem: PairwiseProblem, limit: int, large: Solution, small: Solutio
 
 
 def least_memory(problem: PairwiseProblem) -> Solution:
-    """The allowed assignment with the fewest bytes; its objective is its memory (infinity: none is allowed)."""
+    """Return the allowed assignment with the fewest bytes as its objective (infinity: none is allowed)."""
     memory = problem.memory or tuple(torch.zeros(cost.shape, dtype=torch.int64) for cost in problem.costs)
     only_memory = PairwiseProblem(
         problem.names,
         tuple(
-            torch.where(torch.isinf(cost), torch.inf, amount.double())
+            torch.where(torch.isinf(cost), torch.inf, amount.double())  # forbidden stays forbidden
             for cost, amount in zip(problem.costs, memory, strict=True)
         ),
         problem.edges,
@@ -113,13 +113,13 @@ def least_memory(problem: PairwiseProblem) -> Solution:
 
 
 def _charged(solution: Solution, charges: Sequence[torch.Tensor]) -> Fraction:
-    """Cost and charges of an assignment, exactly: the search ends by comparing such sums."""
+    """Sum cost and charges of an assignment exactly: the search ends by comparing such sums."""
     return Fraction(solution.objective) + sum(
         Fraction(float(charge[choice])) for charge, choice in zip(charges, solution.assignment, strict=True)
     )
 
 
 def _rounded_down(value: Fraction) -> float:
-    """The greatest float that is not above `value`."""
+    """Return the greatest float that is not above `value`."""
     number = float(value)
     return number if Fraction(number) <= value else math.nextafter(number, -math.inf)

@@ -1,4 +1,4 @@
-"""The pairwise model of one training step: operations, their strategies along each axis, and what these cost."""
+"""Pairwise model of one training step: operations, their strategies along each axis, and costs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step over all ranks.
+    """Size of one training step over all ranks.
 
     Args:
         batch: sequences of the whole step, on all ranks together.
         sequence: tokens of a sequence.
-        recompute: whether blocks recompute their insides in backward, so that only the residual stream is kept.
-        activation_bytes: of one activation value (2: bfloat16).
-        weight_bytes: of one weight as it is communicated and multiplied.
-        state_bytes: of one weight's everything on the rank that holds it: weight, gradient, optimizer. 16 is bfloat16
-            weight and gradient, float32 master copy and two Adam moments.
-        overlap: share of the time for gathering weights and reducing gradients that hides behind matmuls.
-        causal: whether attention looks back only, which halves its operations.
+        recompute: True if blocks recompute their insides in backward, so that only the residual stream is saved.
+        activation_bytes: bytes of one activation value (2: bfloat16).
+        weight_bytes: bytes of one weight element in communication and matmuls.
+        state_bytes: bytes per weight element on its rank: weight, gradient, optimizer. 16 is bfloat16 weight and
+            gradient, float32 master copy and two Adam moments.
+        overlap: share of the time of weight gathers and gradient reductions hidden behind matmuls.
+        causal: True if attention is causal, which halves its operations.
 
     Raises:
-        ValueError: a number makes no sense.
+        ValueError: a number is out of range.
     """
 
     batch: int
@@ -63,11 +63,11 @@ StrategyPerAxis = tuple[Strategy, ...]  # one per axis
 
 @dataclass(frozen=True, eq=False)
 class StepModel:
-    """Operations, machine and workload; `problem` is what the solver gets.
+    """Operations, machine and workload; `problem` is the solver's input.
 
-    Costs are seconds of one training step, forward and backward; memory is bytes on a rank (every rank holds the same,
-    up to uneven rows). Not in the model: norms and other small operations, the buffers that gathered weights occupy
-    for a moment, and the allocator's rounding.
+    Costs are seconds of one training step, forward and backward; memory is bytes on a rank (equal on every rank, up
+    to uneven rows). Not in the model: norms and other small operations, temporary buffers of gathered weights, and the
+    allocator's rounding.
     """
 
     operations: tuple[Operation, ...]
@@ -78,20 +78,20 @@ class StepModel:
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """The link of each axis."""
+        """Links of the axes."""
         ranks = self.mesh.rank_list
         return tuple(self.topology.link(self.mesh.axes, axis, ranks) for axis in self.mesh.axis_names)
 
     @cached_property
     def choices(self) -> tuple[tuple[StrategyPerAxis, ...], ...]:
-        """For each operation, the combinations of strategies that its sizes allow."""
+        """For each operation, the combinations of strategies allowed by its sizes."""
         return tuple(tuple(self._allowed(operation)) for operation in self.operations)
 
     @cached_property
     def problem(self) -> PairwiseProblem:
-        """Nodes are operations, edges what one reads from another."""
+        """The pairwise problem: nodes are operations, edges their inputs."""
         builder = PairwiseBuilder()
-        nodes: dict[object, tuple[list[float], list[int]]] = {}
+        nodes: dict[object, tuple[list[float], list[int]]] = {}  # shared by equal layers
         edges: dict[object, Tensor] = {}
         key: object
         for operation, choices in zip(self.operations, self.choices, strict=True):
@@ -117,7 +117,7 @@ class StepModel:
     # ---- what is allowed ----
 
     def _allowed(self, operation: Operation) -> list[StrategyPerAxis]:
-        """Combinations whose batch, sequence and channels divide."""
+        """Return the combinations with dividing batch, sequence and channels."""
         found = []
         for strategies in itertools.product(operation.strategies, repeat=self.mesh.ndim):
             pieces = dict.fromkeys("bsh", 1)
@@ -133,18 +133,18 @@ class StepModel:
         divided = [
             strategies for strategies in found if operation.parameters and not _redundant(strategies, self.mesh.shape)
         ]
-        return divided or found
+        return divided or found  # replicated work only if nothing divides
 
     # ---- seconds ----
 
     def _seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
-        """Matmuls forward and backward, weights gathered and gradients summed."""
+        """Return the seconds of matmuls forward and backward, weight gathers and gradient reductions."""
         return self._compute_seconds(operation, strategies) + self._weight_seconds(operation, strategies)
 
     def _compute_seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
         workload = self.workload
         forward = 2.0 * workload.tokens * operation.matmul_elements
-        if operation.scores:
+        if operation.scores:  # scores and values: two products of 2 operations each
             seen = workload.sequence / 2 if workload.causal else workload.sequence
             forward += 4.0 * workload.tokens * seen * operation.width_out
         passes = 4 if workload.recompute and not operation.kept else 3  # backward is twice forward
@@ -163,10 +163,10 @@ class StepModel:
             cut = math.prod(size for other, size in others if other.weight in ("column", "row"))
             num_bytes = elements * self.workload.weight_bytes / cut
             if strategy.weight == "fsdp":
-                # Over several axes the first (slowest) gathers first, what the later ones still leave cut.
+                # Of several axes the first (slowest) gathers first, when the later ones still shard.
                 later = zip(strategies[at + 1 :], self.mesh.shape[at + 1 :], strict=True)
                 num_bytes /= math.prod(size for other, size in later if other.weight == "fsdp")
-                seconds += 2 * self.cost_model.all_gather(num_bytes, link)
+                seconds += 2 * self.cost_model.all_gather(num_bytes, link)  # for forward and again for backward
                 seconds += self.cost_model.reduce_scatter(num_bytes, link)
             elif strategy.sums_weight_gradient:
                 stored = math.prod(size for other, size in others if other.weight == "fsdp")
@@ -176,7 +176,7 @@ class StepModel:
     def _moving_table(
         self, sources: Sequence[StrategyPerAxis], readers: Sequence[StrategyPerAxis], width: int, passes: int
     ) -> Tensor:
-        """``[source strategies, reader strategies]``: the activation forward, its gradient backward."""
+        """Return ``[source strategies, reader strategies]`` seconds: the activation forward, its gradient backward."""
         num_bytes = float(self.workload.tokens * width * self.workload.activation_bytes)
         cache: dict[object, float] = {}
 
@@ -200,7 +200,7 @@ class StepModel:
         return torch.tensor(table, dtype=torch.float64)
 
     def _tied_table(self, first: int, second: int) -> Tensor:
-        """0 where both keep the shared weight in the same place, infinity elsewhere."""
+        """Return 0 if both store the shared weight alike, infinity otherwise."""
         table = [
             [0.0 if _kept_by(one) == _kept_by(other) else math.inf for other in self.choices[second]]
             for one in self.choices[first]
@@ -210,7 +210,7 @@ class StepModel:
     # ---- bytes ----
 
     def _bytes(self, operation: Operation, strategies: StrategyPerAxis) -> int:
-        """Weights with gradients and optimizer state, and the output if it is kept for backward."""
+        """Return the bytes of weights with gradients and optimizer state, and of a saved output."""
         stored = math.prod(
             size for strategy, size in zip(strategies, self.mesh.shape, strict=True) if strategy.weight != "-"
         )
@@ -227,9 +227,9 @@ class StepModel:
         """Return the assignment of a hand-written recipe in this model.
 
         Args:
-            recipe: axis to ``"data"`` (batch cut, weights whole), ``"fsdp"`` (batch cut, weights cut), ``"megatron"``
-                (columns
-                and rows, stream whole) or ``"megatron+sequence"`` (stream cut along the sequence between blocks).
+            recipe: axis to ``"data"`` (batch sharded, weights replicated), ``"fsdp"`` (batch and weights sharded),
+                ``"megatron"`` (columns and rows, stream replicated) or ``"megatron+sequence"`` (stream sharded along
+                the sequence between blocks).
 
         Raises:
             ValueError: an axis has no recipe, or a size does not divide.
@@ -249,7 +249,7 @@ class StepModel:
         return tuple(chosen)
 
     def words(self, assignment: Sequence[int]) -> tuple[tuple[str, str], ...]:
-        """Each operation and its strategies, in words."""
+        """Describe each operation and its strategies in words."""
         return tuple(
             (
                 operation.name,
@@ -261,7 +261,7 @@ class StepModel:
         )
 
 
-# Names of strategies in the order of preference; the first that the operation has.
+# Names of strategies in order of preference; the first available one is used.
 RECIPES: dict[str, tuple[str, ...]] = {
     "data": ("batch", "whole"),
     "fsdp": ("batch+fsdp", "fsdp", "batch"),
@@ -276,12 +276,12 @@ def _first_of(names: Sequence[str], operation: Operation) -> str:
 
 
 def _redundant(strategies: StrategyPerAxis, sizes: Sequence[int]) -> bool:
-    """Return whether ranks do the same work with the same weight; only where nothing divides."""
+    """Return True if ranks do the same work with the same weight: a last resort if nothing divides."""
     return any(strategy.name == "whole" and size > 1 for strategy, size in zip(strategies, sizes, strict=True))
 
 
 def _kept_by(strategies: StrategyPerAxis) -> tuple[bool, ...]:
-    """Along which axes a table or head cuts its weight (always by rows of the vocabulary)."""
+    """Return, per axis, True if a table or head shards its weight (always by rows of the vocabulary)."""
     return tuple(strategy.weight != "-" for strategy in strategies)
 
 

@@ -1,14 +1,14 @@
-"""The operations of a model, read from its structure: a residual stream with blocks beside it.
+"""Operations of a model, read from its structure: a residual stream with blocks beside it.
 
-Layouts of activations along one mesh axis, what operations read and write, and the cost of moving.
+Layouts of activations along one mesh axis, inputs and outputs of operations, and the cost of redistribution.
 
 An activation of ``[batch, sequence, channels]`` is, along each axis of the mesh, in one *state*:
 
 - ``b``: sharded along the batch; ``s``: along the sequence; ``h``: along channels (heads, hidden units, vocabulary);
-- ``r``: the same on every rank;
-- ``p``: partial sums, still to be added.
+- ``r``: replicated;
+- ``p``: partial sums, not yet reduced.
 
-An operation takes one *strategy* along each axis: which state it reads and writes, and how it keeps its weight.
+An operation takes one *strategy* along each axis: the states of its input and output, and the storage of its weight.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Strategy:
     """Strategy of one operation along one axis.
 
     Attributes:
-        name: as in `OptimalityBound.choices`.
+        name: name in `OptimalityBound.choices`.
         reads: state of its input.
         writes: state of its output.
-        weight: ``"-"`` none or whole, ``"fsdp"`` rows stored cut and gathered when needed, ``"column"`` or ``"row"``.
-        reads_grad: state in which backward produces the input's gradient (``p`` for a column).
-        writes_grad: state in which backward needs the output's gradient (``r`` for a row).
+        weight: ``"-"`` none or replicated, ``"fsdp"`` rows sharded and gathered for use, ``"column"`` or ``"row"``.
+        reads_grad: state of the input's gradient after backward (``p`` for a column); empty: as `reads`.
+        writes_grad: required state of the output's gradient (``r`` for a row); empty: as `writes`.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Strategy:
 
     @property
     def sums_weight_gradient(self) -> bool:
-        """True if ranks see different tokens with one weight, so that its gradient has to be summed over them."""
+        """True if ranks use one weight for different tokens, so that its gradient has to be summed over them."""
         return self.reads in "bs"
 
 
@@ -92,28 +92,28 @@ APART = (
 
 
 def cuts(states: Sequence[str], sizes: Sequence[int]) -> int:
-    """Into how many pieces an activation with `states` is cut."""
+    """Return the number of shards of an activation with `states`."""
     return math.prod(size for state, size in zip(states, sizes, strict=True) if state in CUT)
 
 
 def moving(
     before: Sequence[str], after: Sequence[str], num_bytes: float, links: Sequence[Link], model: CostModel
 ) -> float:
-    """Seconds to bring an activation of `num_bytes` (all of it) from one layout to another, axis after axis."""
+    """Return the seconds to redistribute an activation of `num_bytes` (full size), axis after axis."""
     sizes = [link.size for link in links]
     seconds = 0.0
     now = list(before)
     for axis, (old, new, link) in enumerate(zip(before, after, links, strict=True)):
         others = cuts(now[:axis] + now[axis + 1 :], sizes[:axis] + sizes[axis + 1 :])
         seconds += _moving_along(old, new, num_bytes / others, link, model)
-        now[axis] = new
+        now[axis] = new  # later axes see the new state
     return seconds
 
 
 def _moving_along(old: str, new: str, num_bytes: float, link: Link, model: CostModel) -> float:
-    """Along one axis; `num_bytes` is what the group holds altogether."""
+    """Return the seconds along one axis; `num_bytes` is the size over the full group."""
     if old == new or (old == "r" and new in CUT):
-        return 0.0  # nothing, or each rank keeps its piece of what it has
+        return 0.0  # no change, or a local slice
     if old == "p":
         return model.all_reduce(num_bytes, link) if new == "r" else model.reduce_scatter(num_bytes, link)
     if new == "r":
@@ -128,23 +128,23 @@ _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe
 
 @dataclass(frozen=True)
 class Operation:
-    """One node of the model.
+    """One node of the model, with strategies along each axis.
 
     Attributes:
-        name: what reports call it.
-        strategies: what it can do along one axis.
-        cuts: its parameters, with the placement they get if it is cut like a column or row (bias cuts too).
-        parameters: FQN and number of elements of what it keeps; empty if it has none or shares them.
-        matmul_elements: weight elements that each token is multiplied with.
-        width_in: channels it reads.
-        width_out: channels it writes.
-        degrees: into how many pieces its channels may be cut.
-        scores: whether it computes attention scores: operations per token then grow with the sequence.
-        kept: whether its output is kept for backward even when blocks recompute.
+        name: name in reports.
+        strategies: strategies available along one axis.
+        cuts: its parameters, with their placement under a column or row strategy (bias sharded too).
+        parameters: FQN and number of elements of its own parameters; empty if it has none or shares them.
+        matmul_elements: weight elements in the product of each token.
+        width_in: channels of its input.
+        width_out: channels of its output.
+        degrees: allowed numbers of channel shards.
+        scores: True if it computes attention scores: operations per token then grow with the sequence.
+        kept: True if its output is saved for backward even if blocks recompute.
         output_bytes: bytes of one output value, if not the workload's (logits are float32).
-        source: index of the operation it reads; -1 for none.
-        residual: index of the stream operation whose value is added; -1 for none.
-        tied_to: index of the operation whose weight it shares; -1 for none.
+        source: index of its input's operation; -1 for none.
+        residual: index of the stream operation of its residual input; -1 for none.
+        tied_to: index of the operation with the shared weight; -1 for none.
     """
 
     name: str
@@ -164,13 +164,13 @@ class Operation:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all its parameters."""
+        """Number of elements of all its parameters."""
         return sum(count for _, count in self.parameters)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Structure of a model: its operations, remarks of the recognisers, and what they did not understand."""
+    """Structure of a model: its operations, remarks of the recognisers, and unrecognised weights."""
 
     operations: tuple[Operation, ...]
     notes: tuple[Problem, ...] = ()
@@ -178,14 +178,14 @@ class Structure:
 
 
 def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
-    """The operations of `module` in the order of its modules, each after the one it reads.
+    """Return the operations of `module` in module order, each after its input.
 
-    Blocks are what `MegatronPlanner` recognises, one after the other along the residual stream. Matmul weights that
-    belong to none stand apart: they can be stored whole or by rows, and nothing is said of the activations around them.
+    Blocks are the units of `MegatronPlanner`, in sequence along the residual stream. Other matmul weights stand apart:
+    they can be stored replicated or by rows, and the activations around them are not modelled.
 
     Args:
         module: the model; the meta device is enough.
-        degrees: into how many pieces channels might be cut (products of axis sizes); a block is cut only as it may be.
+        degrees: candidate numbers of channel shards (products of axis sizes); a block uses the valid ones only.
 
     Raises:
         PlanError: no block is recognised.
@@ -210,7 +210,7 @@ class _Builder:
             self.first_name.setdefault(id(parameter), name)
         self.order = {name: at for at, name in enumerate(self.parameters)}
         self.operations: list[Operation] = []
-        self.owner: dict[str, int] = {}  # first FQN of a parameter to the operation that keeps it
+        self.owner: dict[str, int] = {}  # first FQN of a parameter to its operation
 
     def build(self, analysis: Analysis) -> tuple[Operation, ...]:
         units = sorted(analysis.units, key=lambda unit: min(self.order[cut.name] for cut in unit.cuts))
@@ -231,7 +231,7 @@ class _Builder:
         return tuple(self.operations)
 
     def _add(self, operation: Operation) -> int:
-        """Adds an operation; parameters that another one keeps already are shared with it."""
+        """Add an operation; parameters that another one owns already are shared with it."""
         index = len(self.operations)
         kept, tied_to = [], -1
         for name, count in operation.parameters:
@@ -248,7 +248,7 @@ class _Builder:
         stream = -1
         for unit in units:
             if self.first_name[id(self.parameters[unit.rows[0].name])] in self.owner:
-                continue  # the same table under another name
+                continue  # tied: the same table under another name
             table = self._add(
                 Operation(
                     unit.name,
@@ -269,7 +269,7 @@ class _Builder:
 
     def _block(self, unit: TPBlock, stream: int) -> int:
         width = self._stream_width(unit)
-        share = self._active_share(unit)
+        share = self._active_share(unit)  # of experts only the active ones work
         column_weights = self._elements(cut for cut in unit.columns if self.parameters[cut.name].dim() > 1)
         row_weights = self._elements(unit.rows)
         whole = [(name, self.parameters[name].numel()) for name in unit.replicated if self.parameters[name].dim() > 1]
@@ -333,7 +333,7 @@ class _Builder:
                 width_out=matmul // width,
                 degrees=self.degrees.get(unit.name, frozenset()),
                 kept=True,
-                output_bytes=4,
+                output_bytes=4,  # logits are float32
                 source=stream,
             )
         )
@@ -346,18 +346,18 @@ class _Builder:
         return tuple((cut.name, self.parameters[cut.name].numel()) for cut in cuts)
 
     def _stream_width(self, unit: TPBlock) -> int:
-        """Channels of the residual stream: what a row writes."""
+        """Return the channels of the residual stream, the output width of a row."""
         (row,) = unit.rows
         shape = self.parameters[row.name].shape
-        dim = int(row.placement[2:-1])
+        dim = int(row.placement[2:-1])  # "S(1)" -> 1
         experts = shape[0] if len(shape) == 3 else 1
         return math.prod(shape) // shape[dim] // experts
 
     def _active_share(self, unit: TPBlock) -> float:
-        """Share of the unit's weights that a token meets: 1, or active experts of all."""
+        """Return the share of the unit's weights used by a token: 1, or active experts of all."""
         if unit.kind is not TPBlockKind.EXPERTS:
             return 1.0
         num_experts = self.parameters[unit.rows[0].name].shape[0]
         around = Context(self.module, Options(tp_size=1)).chain(unit.name)
         active = first_declared(places_of(around), _ACTIVE_EXPERTS) or num_experts
-        return min(active, num_experts) / num_experts
+        return min(active, num_experts) / num_experts  # not more than exist

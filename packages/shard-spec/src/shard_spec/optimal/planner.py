@@ -1,4 +1,4 @@
-"""OptimalPlanner: the plan with the least modelled time for a training step, within the memory of a rank."""
+"""OptimalPlanner: the plan of least modelled time for a training step within a rank's memory."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class PlanCost:
 
 
 class OptimalPlanner(LayoutPlanner):
-    """Chooses, for every operation and mesh axis, between cutting the batch, the sequence, columns or rows, with
-    weights whole or cut by rows (FSDP), so that compute, collectives and resharding take the least time together.
+    """Planner of least modelled step time; a strategy shards the batch, the sequence, columns or rows,
+    and weights may also be sharded by rows (FSDP). Compute, collectives and resharding are minimised together.
 
-    The choice is exact: a pairwise model is solved by variable elimination. Where the memory limit binds, one price per
-    byte is charged: the answer is then within the gap that the plan's `certificate` proves, mostly below 2 %.
+    The choice is exact: a pairwise model is solved by variable elimination. If the memory limit binds, one price per
+    byte is charged: the solution is then within the gap proven by the plan's `certificate`, mostly below 2 %.
 
     Args:
         cost_model: times of collectives and matmuls; `AlphaBetaCostModel()` by default.
         topology: the machine; an H100 SXM cluster by default.
-        memory_limit: bytes a rank has for weights, gradients, optimizer state and kept activations; all of the
-            topology's `hbm_bytes` by default. Leave room for what the model leaves out (see `StepModel`).
+        memory_limit: bytes of a rank for weights, gradients, optimizer state and saved activations; all of the
+            topology's `hbm_bytes` by default. Leave room for costs outside the model (see `StepModel`).
         mesh: the axes; any of them may become data, sequence or tensor parallel.
-        workload: what a step works on.
+        workload: size of a step.
 
     Raises:
-        PlanError: the model has no block that is recognised, or nothing fits the memory: then by how many bytes, on
-            which rank, and what would fit.
+        PlanError: no block of the model is recognised, or nothing fits in memory: then with the missing bytes and
+            changes that would fit.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OptimalPlanner(LayoutPlanner):
         self.workload = workload
 
     def model(self, module: nn.Module) -> StepModel:
-        """The pairwise model of one training step of `module`."""
+        """Return the pairwise model of one training step of `module`."""
         return self._model(self._structure(module))
 
     def price(self, module: nn.Module, recipe: Mapping[str, str]) -> PlanCost:
@@ -84,7 +84,7 @@ class OptimalPlanner(LayoutPlanner):
         return PlanCost(problem.evaluate(assignment), problem.memory_of(assignment), model.words(assignment))
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
-        """Solves the model and reads the layouts off."""
+        """Solve the model and derive the layouts."""
         structure = self._structure(module)
         model = self._model(structure)
         assignment, certificate = self._solved(module, model)
@@ -120,7 +120,7 @@ class OptimalPlanner(LayoutPlanner):
     def _small_parameters(
         self, module: nn.Module, model: StepModel, assignment: Sequence[int], layouts: Mapping[str, Layout]
     ) -> dict[str, Layout]:
-        """Norms and biases of rows: cut by rows along the axes along which every operation's weight is."""
+        """Shard norms and biases of rows along axes along which every operation's weight is sharded by rows."""
         chosen = [
             choices[at]
             for operation, choices, at in zip(model.operations, model.choices, assignment, strict=True)
@@ -146,13 +146,13 @@ class OptimalPlanner(LayoutPlanner):
         return PlanError(Problem("does-not-fit", "memory_limit", found=found, hint=f"would fit: {'; '.join(changes)}"))
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
-        """Changes that were tried and do fit."""
+        """Return changes that were tried and fit."""
         fitting = []
         structures: dict[tuple[int, ...], Structure] = {}
 
         def fits(mesh: MeshSpec, workload: Workload) -> bool:
             degrees = _degrees(mesh)
-            if degrees not in structures:
+            if degrees not in structures:  # the analysis costs more than the model
                 structures[degrees] = structure_of(module, degrees)
             model = StepModel(structures[degrees].operations, mesh, self.topology, self.cost_model, workload)
             return least_memory(model.problem).objective <= self.memory_limit
@@ -166,7 +166,7 @@ class OptimalPlanner(LayoutPlanner):
                 break
             batch //= 2
         for axis in self.mesh.axis_names:
-            for times in (2, 4, 8, 16):
+            for times in (2, 4, 8, 16):  # the first of each axis that fits
                 axes = {**self.mesh.axes, axis: self.mesh.axis_size(axis) * times}
                 if fits(MeshSpec(axes), self.workload):
                     fitting.append(f"{axis}={axes[axis]}")
@@ -175,9 +175,9 @@ class OptimalPlanner(LayoutPlanner):
 
 
 def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:
-    """The layouts of an operation's parameters.
+    """Return the layouts of an operation's parameters.
 
-    Columns and rows cut first, in mesh order. Then rows are stored cut, by the last axis first, so that the first
+    Columns and rows shard first, in mesh order. Then rows are sharded for storage, by the last axis first, so the first
     (slowest) axis gathers least.
     """
     placements = {cut.name: cut.placement for cut in operation.cuts}
@@ -198,7 +198,7 @@ def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec
 
 
 def _smaller(placement: str, pieces: int) -> str:
-    """The placement on what an earlier axis left: sections are shorter by its size."""
+    """Return the placement after an earlier axis: sections are shorter by its size."""
     match = _SECTIONS.fullmatch(placement)
     if match is None or pieces == 1:
         return placement
@@ -207,7 +207,7 @@ def _smaller(placement: str, pieces: int) -> str:
 
 
 def _degrees(mesh: MeshSpec) -> tuple[int, ...]:
-    """Products of axis sizes."""
+    """Return all products of axis sizes."""
     degrees = {1}
     for size in mesh.shape:
         degrees |= {degree * size for degree in degrees}

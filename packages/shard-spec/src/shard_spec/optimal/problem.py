@@ -1,12 +1,12 @@
-"""The pairwise model: every node takes one of its strategies; nodes and edges have costs.
+"""Pairwise problem: every node takes one of its strategies; nodes and edges have costs.
 
 Exact minimisation by eliminating one node after the other (bucket elimination in the min-plus semiring).
 
 Eliminating a node replaces it and its edges by one table over its neighbours: for each combination of their
-strategies, the least cost the node can have. Work grows with the tables, so nodes with few neighbours go first
-(min-degree). A chain of layers with residual connections never needs tables over more than two or three nodes,
-however many layers there are, and no two layers have to choose alike. Source: Dechter, "Bucket elimination: a
-unifying framework for reasoning" (AIJ 113, 1999).
+strategies, the node's least cost. Work grows with the tables, so nodes with few neighbours go first (min-degree). A
+chain of layers with residual connections never needs tables over more than two or three nodes, for any number of
+layers, and each layer chooses independently. Source: Dechter, "Bucket elimination: a unifying framework for reasoning"
+(AIJ 113, 1999).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 # Costs are rounded to multiples of 2**-40 s (about a picosecond). Sums of such numbers below 2**12 s are exact in
-# float64, so the order in which the solver adds cannot change the result, and equal plans have equal cost to the last
-# bit.
+# float64: the result does not depend on the order of additions, and equal plans have bitwise equal cost.
 QUANTUM = 2.0**-40
 
 
@@ -30,14 +29,14 @@ class PairwiseProblem:
     """Minimise ``sum_i costs[i][x_i] + sum_(i,j) edge_costs[(i,j)][x_i, x_j]`` over one ``x_i`` per node.
 
     Args:
-        names: what each node is called in messages.
+        names: name of each node in messages.
         costs: one float64 tensor ``[num_strategies_i]`` per node; infinity forbids a strategy.
         edges: pairs ``(i, j)`` with ``i < j``, each once.
         edge_costs: one float64 tensor ``[num_strategies_i, num_strategies_j]`` per edge.
         memory: one int64 tensor ``[num_strategies_i]`` per node, in bytes; needed only under a memory cap.
 
     Raises:
-        ValueError: shapes, dtypes or indices do not fit, or a cost is NaN or minus infinity.
+        ValueError: shapes, dtypes or indices do not match, or a cost is NaN or minus infinity.
     """
 
     names: tuple[str, ...]
@@ -72,7 +71,7 @@ class PairwiseProblem:
         return len(self.names)
 
     def evaluate(self, assignment: Sequence[int]) -> float:
-        """The cost of `assignment`, one strategy index per node."""
+        """Return the cost of `assignment`, one strategy index per node."""
         if len(assignment) != self.num_nodes:
             raise ValueError(f"evaluate: {len(assignment)} strategies for {self.num_nodes} nodes.")
         costs = [cost[choice] for cost, choice in zip(self.costs, assignment, strict=True)]
@@ -81,13 +80,13 @@ class PairwiseProblem:
         return float(torch.stack(costs).sum()) if costs else 0.0
 
     def memory_of(self, assignment: Sequence[int]) -> int:
-        """Bytes of `assignment`; 0 if the problem has no memory."""
+        """Return the bytes of `assignment`; 0 if the problem has no memory."""
         return sum(int(amount[choice]) for amount, choice in zip(self.memory, assignment, strict=False))
 
 
 @dataclass(frozen=True)
 class Solution:
-    """One strategy index per node and what it costs (infinity: no assignment is allowed)."""
+    """One strategy index per node and the cost (infinity: no assignment is allowed)."""
 
     assignment: tuple[int, ...]
     objective: float
@@ -95,7 +94,7 @@ class Solution:
 
 @dataclass
 class PairwiseBuilder:
-    """Collects nodes and edges; adds up parallel edges whichever way round they were given."""
+    """Builder of nodes and edges; parallel edges are added up in either direction."""
 
     names: list[str] = field(default_factory=list)
     costs: list[Tensor] = field(default_factory=list)
@@ -103,7 +102,7 @@ class PairwiseBuilder:
     _edges: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def add_node(self, name: str, costs: Sequence[float] | Tensor, memory: Sequence[int] | Tensor | None = None) -> int:
-        """Adds a node; returns its index."""
+        """Add a node and return its index."""
         cost = quantised(costs)
         self.names.append(name)
         self.costs.append(cost)
@@ -112,7 +111,7 @@ class PairwiseBuilder:
         return len(self.names) - 1
 
     def add_edge(self, first: int, second: int, costs: Sequence[Sequence[float]] | Tensor) -> None:
-        """Adds ``costs[x_first, x_second]``; a node with itself becomes node cost."""
+        """Add ``costs[x_first, x_second]``; an edge from a node to itself becomes node cost."""
         matrix = quantised(costs)
         if first == second:
             self.costs[first] = self.costs[first] + matrix.diagonal()
@@ -123,7 +122,7 @@ class PairwiseBuilder:
         self._edges[first, second] = matrix.contiguous() if known is None else known + matrix
 
     def build(self) -> PairwiseProblem:
-        """The problem, checked."""
+        """Return the validated problem."""
         edges = tuple(sorted(self._edges))
         return PairwiseProblem(
             names=tuple(self.names),
@@ -135,7 +134,7 @@ class PairwiseBuilder:
 
 
 def quantised(costs: Sequence[float] | Sequence[Sequence[float]] | Tensor) -> Tensor:
-    """`costs` as float64, rounded to multiples of `QUANTUM`."""
+    """Convert `costs` to float64, rounded to multiples of `QUANTUM`."""
     tensor = torch.as_tensor(costs, dtype=torch.float64)
     return torch.round(tensor / QUANTUM) * QUANTUM
 
@@ -154,14 +153,14 @@ MAX_KEPT_ENTRIES = 2**13
 
 
 class TooConnectedError(ValueError):
-    """The graph needs a table that would not fit in memory; exact elimination is the wrong tool for it."""
+    """The graph needs a table beyond memory; exact elimination does not suit it."""
 
 
 @dataclass(frozen=True)
 class Step:
     """Eliminate `node`: add its factors into a table over ``(*neighbours, node)``, minimise over the node.
 
-    A factor is the index of an edge, or number of edges + index of the step whose table it is.
+    A factor is the index of an edge, or number of edges + index of the step of a table.
     """
 
     node: int
@@ -170,16 +169,16 @@ class Step:
 
 
 def solve_exact(problem: PairwiseProblem) -> Solution:
-    """The least-cost assignment of `problem`; the first one in strategy order where several cost the same.
+    """Return the least-cost assignment of `problem`; of equal ones the first in strategy order.
 
     Raises:
-        TooConnectedError: a table over more than `MAX_TABLE_ENTRIES` combinations would be needed.
+        TooConnectedError: a table would need more than `MAX_TABLE_ENTRIES` combinations.
     """
     return Eliminator(problem).solve()
 
 
 class Eliminator:
-    """A problem with its elimination order, to be solved several times with other node costs."""
+    """A problem with its elimination order, for repeated solves with other node costs."""
 
     def __init__(self, problem: PairwiseProblem) -> None:
         self.problem = problem
@@ -187,10 +186,10 @@ class Eliminator:
         self._fixed = [self._fixed_part(step) for step in self.steps]
 
     def solve(self, extra: Sequence[Tensor] | None = None) -> Solution:
-        """The best assignment, with its objective without `extra`.
+        """Return the best assignment, with its objective without `extra`.
 
         Args:
-            extra: per node a float64 tensor ``[num_strategies]`` that is added to its costs.
+            extra: per node a float64 tensor ``[num_strategies]`` added to its costs.
         """
         tables: list[Tensor] = []
         choices: list[Tensor] = []
@@ -199,16 +198,16 @@ class Eliminator:
             least, choice = table.min(dim=0)  # over the node's strategies
             tables.append(least)
             choices.append(choice)
-        # Nodes in the reverse order: each one's neighbours are known when its turn comes.
+        # Nodes in reverse order: the neighbours of each one are fixed before it.
         chosen = [0] * self.problem.num_nodes
         for step, choice in zip(reversed(self.steps), reversed(choices), strict=True):
             chosen[step.node] = int(choice[tuple(chosen[other] for other in step.neighbours)])
         return Solution(tuple(chosen), self.problem.evaluate(chosen))
 
     def _fixed_part(self, step: Step) -> list[Tensor]:
-        """Return what does not change between calls: the node's costs and edges, as ``[node, *neighbours]``.
+        """Return the terms shared by all calls: the node's costs and edges, as ``[node, *neighbours]``.
 
-        Added up where the sum is small; a list of views where it would take memory for every step.
+        Added up if the sum is small; else a list of views, to bound the memory over all steps.
         """
         scope = (step.node, *step.neighbours)
         own = self.problem.costs[step.node]
@@ -227,20 +226,20 @@ class Eliminator:
         return [table]
 
     def _joined(self, step: Step, fixed: Sequence[Tensor], extra: Tensor | None, tables: Sequence[Tensor]) -> Tensor:
-        """Sum of the step's factors, as a table ``[node, *neighbours]``."""
+        """Sum the step's factors into a table ``[node, *neighbours]``."""
         scope = (step.node, *step.neighbours)
         table = fixed[0] if extra is None else fixed[0] + extra.reshape(-1, *([1] * len(step.neighbours)))
         for part in fixed[1:]:
             table = table + part
         num_edges = len(self.problem.edges)
-        for factor in step.factors:  # small factors first, so that few additions touch the full table
+        for factor in step.factors:  # sorted by size: few additions touch the full table
             if factor >= num_edges:
                 table = table + _aligned(tables[factor - num_edges], self.steps[factor - num_edges].neighbours, scope)
         return table
 
 
 def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, int]]) -> tuple[Step, ...]:
-    """The min-degree order (smallest table among equals, then lowest index) and which factor meets which.
+    """Return the min-degree order (smallest table among equals, then lowest index) with each step's factors.
 
     Raises:
         TooConnectedError: a table would have more than `MAX_TABLE_ENTRIES` entries.
@@ -271,17 +270,17 @@ def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, i
         result = len(edges) + position
         scopes[result] = neighbours
         for other in neighbours:
-            factors_of[other] -= factors_of[node]
+            factors_of[other] -= factors_of[node]  # used up by this step
             if neighbours:
                 factors_of[other].add(result)
             adjacent[other].discard(node)
-            adjacent[other].update(third for third in neighbours if third != other)
+            adjacent[other].update(third for third in neighbours if third != other)  # its table couples all neighbours
             queue.update(other)
     return tuple(steps)
 
 
 class _DegreeQueue:
-    """Nodes by (degree, table size, index); stale entries are dropped when they come up."""
+    """Nodes by (degree, table size, index); stale entries are dropped when popped."""
 
     def __init__(self, num_strategies: Sequence[int], adjacent: Sequence[set[int]]) -> None:
         self._num_strategies = num_strategies
@@ -310,7 +309,7 @@ class _DegreeQueue:
 
 
 def _aligned(values: Tensor, nodes: Sequence[int], scope: Sequence[int]) -> Tensor:
-    """`values` over `nodes` as a broadcastable view over `scope`."""
+    """View `values` over `nodes` as a tensor that broadcasts over `scope`."""
     order = sorted(range(len(nodes)), key=lambda dim: scope.index(nodes[dim]))
     moved = values.permute(*order)
     shape = [1] * len(scope)
