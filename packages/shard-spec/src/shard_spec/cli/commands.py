@@ -1,4 +1,4 @@
-"""The five commands. Each loads what it was given, asks a plan, and prints."""
+"""The five commands: each loads its inputs, evaluates a plan, and prints."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """``shard-spec plan``: plan, costs, and problems of the plan (there should be none)."""
+    """Run ``shard-spec plan``: print the plan, its costs and problems (there should be none)."""
     model = load_model(arguments.model)
     mesh = _mesh(arguments)
     made, notes = _planned(arguments, mesh, model)
     metadata = metadata_of(model)
-    plan = made.compact(metadata)
+    plan = made.compact(metadata)  # globs: a file for people
     if arguments.out:
         _write(arguments.out, plan.to_json())
     return _report(plan, model, arguments, _problems(plan, metadata, arguments), notes)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """``shard-spec check``: every problem, or what the plan costs."""
+    """Run ``shard-spec check``: print every problem, or else the plan's costs."""
     plan = load_plan(arguments.plan)
     model = load_model(arguments.model)
     return _report(plan, model, arguments, _problems(plan, metadata_of(model), arguments), [])
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """``shard-spec explain``: words."""
+    """Run ``shard-spec explain``: print a plan in words."""
     plan = load_plan(arguments.plan)
     model = load_model(arguments.model) if arguments.model else None
     metadata = None if model is None else metadata_of(model)
@@ -64,7 +64,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """``shard-spec diff``: what changes; status 1 when something does."""
+    """Run ``shard-spec diff``: print the changes; status 1 if there are any."""
     before, after = load_plan(arguments.before), load_plan(arguments.after)
     metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
     found = before.diff(after, metadata)
@@ -73,7 +73,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    """``shard-spec convert``: the plan in other terms."""
+    """Run ``shard-spec convert``: print the plan in another tool's terms."""
     metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
     if metadata is None and (arguments.source == "hf" or arguments.to in ("parallelize", "hf", "layouts", "compact")):
         raise UsageError(f"--to {arguments.to} needs --model")
@@ -112,7 +112,7 @@ def _converted(plan: ShardingPlan, metadata: ModelMetadata | None, target: str, 
 
 
 def _style_text(style: Any) -> str:
-    """A style as code: torch's have no repr that tells two apart."""
+    """Format a style as code; the reprs of torch's styles are ambiguous."""
     inputs, outputs = style.input_layouts[0], style.output_layouts[0]
     return f"{type(style).__name__}(input_layouts={inputs}, output_layouts={outputs})"
 
@@ -121,12 +121,12 @@ def _style_text(style: Any) -> str:
 
 
 def load_plan(path: str) -> ShardingPlan:
-    """The plan in a JSON file."""
+    """Load the plan of a JSON file."""
     return ShardingPlan.from_json(_read(path))
 
 
 def _read(path: str) -> str:
-    """The text of a file, or of stdin for ``-``; not more of it than a plan may have."""
+    """Read a file, or stdin for ``-``, up to the maximum size of a plan."""
     if path == "-":
         try:
             return sys.stdin.read(MAX_BYTES + 1)
@@ -172,23 +172,23 @@ def _planned(
             raise UsageError(f"no planner {name!r}: megatron, fsdp, optimal, or auto")
     planner = made[0] if len(made) == 1 else planners.compose(*made)
     plan = planner.build_plan(module)
-    sharding = {axis for layout in plan.resolve(module).values() for axis in layout.sharded_axes}
+    sharding = {axis for layout in plan.resolve(module).values() for axis in layout.sharded_axes}  # axes with an effect
     idle = [axis for axis, size in mesh.axes.items() if size > 1 and axis not in (*sharding, *DATA_AXIS_NAMES)]
-    if idle and arguments.planner == "auto" and idle[0] not in PIPELINE_AXIS_NAMES:
+    if idle and arguments.planner == "auto" and idle[0] not in PIPELINE_AXIS_NAMES:  # stages are split outside the plan
         reasons = "; ".join(_grouped(list(plan.unrecognised.values()))[:3]) or "no tensor that it could shard"
         raise UsageError(f"the axis {idle[0]!r} of {mesh.axis_size(idle[0])} ranks would shard nothing: {reasons}")
     return plan, [*plan.notes, *plan.unrecognised.values()]
 
 
 def _data_axis(mesh: MeshSpec) -> str | None:
-    """The axis along which weights are fully sharded."""
+    """Return the axis of fully sharded weights."""
     return next((axis for axis in ("fsdp", "dp_shard", "dp") if axis in mesh.axis_names), None)
 
 
 def _optimal(arguments: argparse.Namespace, mesh: MeshSpec) -> Any:
     if not arguments.batch:
         raise UsageError("--planner optimal needs --batch, for example --batch 512x8192")
-    sequences, length = _batch(arguments) or (1, 1)
+    sequences, length = _batch(arguments) or (1, 1)  # checked above
     workload = Workload(batch=sequences, sequence=length)
     return OptimalPlanner(topology=_topology(arguments), memory_limit=_limit(arguments), mesh=mesh, workload=workload)
 
@@ -233,10 +233,10 @@ def _report(
     problems: tuple[Problem, ...],
     notes: list[Problem],
 ) -> int:
-    """Print the plan, its costs and the verdict; status 1 where there is a problem."""
+    """Print the plan, its costs and the verdict; status 1 if there is a problem."""
     metadata, limit = metadata_of(model), _limit(arguments)
     memory = communication = None
-    if all(problem.code == "mesh-too-large" for problem in problems):
+    if all(problem.code == "mesh-too-large" for problem in problems):  # a world size does not affect costs
         memory, communication, reason = _costs_of(plan, model, arguments)
         notes = [*notes, Problem("unverified", found=reason)] if reason else notes
         if limit is not None and memory.max_bytes > limit:
@@ -244,7 +244,7 @@ def _report(
             problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=hint))
         if arguments.html:
             _write_html(plan, metadata, arguments, memory, communication)
-            print(f"wrote {arguments.html}", file=sys.stderr)
+            print(f"wrote {arguments.html}", file=sys.stderr)  # stdout holds the report only
     if arguments.json:
         document: dict[str, Any] = {
             "digest": plan.digest,
@@ -275,7 +275,7 @@ def _report(
 
 
 def _grouped(problems: list[Problem]) -> list[str]:
-    """One line for all that differ only in numbers and names: the first of them, and how many more there are."""
+    """Merge problems that differ only in numbers and names into one line with their count."""
     groups: dict[tuple[str, str, str], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((problem.code, re.sub(r"\d+", "*", problem.found), problem.hint), []).append(problem)
@@ -285,7 +285,7 @@ def _grouped(problems: list[Problem]) -> list[str]:
 def _costs_of(
     plan: ShardingPlan, model: nn.Module | ModelMetadata, arguments: argparse.Namespace
 ) -> tuple[Memory, Any, str]:
-    """Return memory, communication (None where layouts lie on several meshes), and why activations are not counted."""
+    """Return memory, communication (None with several meshes), and the reason if activations are not counted."""
     batch, axes = _batch(arguments), arguments.data_axes.split(",") if arguments.data_axes else None
     memory, reason = plan.memory(model, optimizer=arguments.optimizer, dtype=arguments.dtype), ""
     if batch is not None and isinstance(model, ModelMetadata):
@@ -293,7 +293,7 @@ def _costs_of(
     elif batch is not None:
         try:
             memory = memory.with_activations(_activations(plan, model, arguments))
-        except Exception as error:  # a forward that takes something else; the rest of the report stands without it
+        except Exception as error:  # a forward of other inputs; the report is valid without it
             line = (str(error).splitlines() or [""])[0][:200]
             reason = (
                 f"activations are not counted: forward on token ids {arguments.batch}: {type(error).__name__}: {line}"
@@ -316,9 +316,9 @@ def _activations(plan: ShardingPlan, model: Any, arguments: argparse.Namespace, 
 
 
 def _what_would_fit(plan: ShardingPlan, model: Any, arguments: argparse.Namespace, memory: Memory, limit: int) -> str:
-    """Changes of the step that were tried, one more with each."""
+    """Try changes of the step cumulatively and return the first that fits."""
     state = sum(size for part, size in memory.on(memory.worst_rank).items() if part not in STEP_PARTS)
-    if not memory.moment or state > limit:
+    if not memory.moment or state > limit:  # no activation option can help
         largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in memory.largest(memory.worst_rank, 3))
         return f"use more ranks, or shard more of the largest tensors of rank {memory.worst_rank}: {largest}"
     changes: dict[str, Any] = {}
@@ -352,7 +352,7 @@ def _write_html(
 
 def _write(path: str, text: str) -> None:
     try:
-        beside = Path(f"{path}.part")  # a reader never sees half of a file, and a failed call leaves the old one
+        beside = Path(f"{path}.part")  # readers see the old or the new file, also after a failed call
         beside.write_text(text, encoding="utf-8", errors="backslashreplace")
         beside.replace(path)
     except OSError as error:

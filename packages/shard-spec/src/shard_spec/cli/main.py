@@ -1,4 +1,4 @@
-"""Arguments in, exit status out: 0 good, 1 problems found, 2 wrong usage."""
+"""Entry point: parses arguments and returns 0 (good), 1 (problems found) or 2 (wrong usage)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ No GPU, no process group and no memory for weights is needed.
 exit status: 0 good, 1 problems found, 2 wrong usage"""
 
 
-_ARGUMENTS = {"invalid-argument", "unsupported-dtype"}  # raised for what was typed, not found in a plan
+_ARGUMENTS = {"invalid-argument", "unsupported-dtype"}  # errors of the command line, not of a plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
+    """Run the command line and return its exit status."""
     arguments = _parser().parse_args(argv)
     with _any_name_printable():
         return _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from shard_spec._shared.problems import PlanError
+    from shard_spec._shared.problems import PlanError  # --help stays fast
 
     try:
         status: int = _command(arguments.command)(arguments)
@@ -46,13 +46,13 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"shard-spec: {error}" if typed else error, file=sys.stderr)
         return 2 if typed else 1
     except BrokenPipeError:
-        return 0
+        return 0  # the reader closed early, as head does
     return status
 
 
 @contextmanager
 def _any_name_printable() -> Iterator[None]:
-    """Names come from files and may hold what the terminal's encoding does not have: it is shown escaped."""
+    """Print names from files that the terminal's encoding lacks in escaped form."""
     changed = []
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -65,8 +65,8 @@ def _any_name_printable() -> Iterator[None]:
             stream.reconfigure(errors=errors)
 
 
-def _command(name: str):  # type: ignore[no-untyped-def]  # a function of the namespace; its module imports torch
-    from shard_spec.cli import commands
+def _command(name: str):  # type: ignore[no-untyped-def]  # a function of the namespace
+    from shard_spec.cli import commands  # imports torch: after argument errors
 
     return getattr(commands, f"run_{name}")
 

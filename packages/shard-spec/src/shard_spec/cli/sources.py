@@ -1,4 +1,4 @@
-"""Models from what the user names: a factory, a Hugging Face config or a safetensors header; always on meta."""
+"""Models from a factory, a Hugging Face config or a safetensors header; always on meta."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """Wrong arguments; the message says what would be right."""
+    """Wrong arguments; the message names the right ones."""
 
 
-_MAX_NUMEL = 1 << 58  # in any dtype, bytes that fit torch's 64 bits
+_MAX_NUMEL = 1 << 58  # bytes fit in int64 for any dtype
 _MAX_NUMBER, _MAX_MODULES, _MAX_DEPTH = 1 << 40, 4096, 12
-_DTYPE = re.compile(r"(BF|F|I|U|C)(\d+)")  # of safetensors: "BF16", "U8"; float8 dtypes and BOOL have other names
+_DTYPE = re.compile(r"(BF|F|I|U|C)(\d+)")  # in safetensors: "BF16", "U8"; not float8 and BOOL
 _DTYPE_STEMS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
 _OTHER_DTYPES = {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 
 
 def load_model(source: str) -> nn.Module | ModelMetadata:
-    """The model that ``source`` names.
+    """Load the model called ``source``.
 
     Raises:
-        UsageError: When there is none, with what can be named.
+        UsageError: If it does not exist, with the valid forms.
     """
     path = Path(source)
     if path.is_dir():
@@ -57,19 +57,19 @@ def _from_factory(source: str) -> nn.Module:
 
     module_name, _, attribute = source.rpartition(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, os.getcwd())  # as python -m does
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # the module's own code runs
+    except Exception as error:  # import runs the module's own code
         raise UsageError(f"cannot import {source!r}: {error}") from None
     if not callable(found):
         raise UsageError(f"{source!r} is no function or class that makes a model")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # no memory for weights
             model = found()
-    except Exception as error:  # the caller's code, which has to work without arguments
+    except Exception as error:  # the factory is the user's code
         raise UsageError(f"{source!r}, called without arguments, raised {type(error).__name__}: {error}") from None
     if not isinstance(model, nn.Module):
         raise UsageError(f"{source!r} made a {type(model).__qualname__}, not an nn.Module")
@@ -91,7 +91,7 @@ def _from_config(path: Path) -> nn.Module:
     _refuse_giants(path, settings)
     try:
         config = transformers.AutoConfig.for_model(kind, **settings)
-    except Exception as error:  # a stranger's file in transformers' hands: it checks some fields by using them
+    except Exception as error:  # untrusted: transformers checks some fields by use
         raise UsageError(f"{path}: transformers cannot read it: {type(error).__name__}: {error!s:.300}") from None
     architectures = settings.get("architectures")
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
@@ -111,7 +111,7 @@ def _from_config(path: Path) -> nn.Module:
 
 
 def _refuse_giants(path: Path, settings: Any, depth: int = 0) -> None:
-    """Modules are built one by one, on meta too: a file must not ask for a billion of them."""
+    """Refuse configs of too many modules: they are built one by one, on meta too."""
     if depth > _MAX_DEPTH:
         raise UsageError(f"{path} is nested deeper than {_MAX_DEPTH}")
     items = settings.items() if isinstance(settings, dict) else enumerate(settings)
@@ -137,20 +137,20 @@ def _from_index(path: Path) -> ModelMetadata:
     missing = [name for name, file in files.items() if name not in headers[file]]
     if missing:
         raise UsageError(f"{path} says that {files[missing[0]]} holds {missing[0][:200]!r}, and it does not")
-    # A file may hold more than the index takes from it.
+    # A file may hold more tensors than the index takes from it.
     return ModelMetadata(tuple(headers[file][name] for name, file in files.items()))
 
 
 def _header(path: Path) -> list[TensorMetadata]:
-    """Names, shapes and dtypes of a safetensors file, in its order. No weight is read."""
+    """Read names, shapes and dtypes of a safetensors file, in its order, without its weights."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:
         raise UsageError("reading a safetensors file needs safetensors: pip install safetensors") from None
-    if not path.is_file():  # a pipe would wait for ever
+    if not path.is_file():  # opening a pipe would block
         raise UsageError(f"there is no file {path}")
     try:
-        with path.open("rb") as file:  # the library keeps the last of two equal names
+        with path.open("rb") as file:  # the library accepts duplicate names, json_values refuses them
             json_values(file.read(min(int.from_bytes(file.read(8), "little"), MAX_BYTES)))
         with safe_open(path, framework="pt") as stored:
             slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
@@ -164,16 +164,16 @@ def _tensor(path: Path, name: str, stored: str, shape: tuple[int, ...]) -> Tenso
     dtype = _DTYPE_STEMS[match[1]] + match[2] if match else _OTHER_DTYPES.get(stored)
     if dtype not in ITEM_BYTES:
         raise UsageError(f"{path}: tensor {name[:200]!r} is of dtype {stored}, which torch cannot hold")
-    if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
+    if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:  # 0 sizes do not hide huge ones
         raise UsageError(f"{path}: tensor {name[:200]!r} has more elements than torch can count")
     return TensorMetadata(name, shape, dtype, requires_grad=dtype.startswith(("float", "bfloat")))
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that a stranger may have written: UTF-8, and not too long."""
+    """Read an untrusted UTF-8 file of bounded length."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)  # one byte more shows excess
         if len(data) > MAX_BYTES:
             raise UsageError(f"{path} has more than {MAX_BYTES} bytes")
         return data.decode("utf-8")
@@ -189,7 +189,7 @@ def _read_json(path: Path) -> Any:
 
 
 def skeleton(metadata: ModelMetadata) -> nn.Module:
-    """An ``nn.Module`` on meta with the tensors of ``metadata``, for planners that walk modules."""
+    """Build an ``nn.Module`` on meta with the tensors of ``metadata``, for planners that walk modules."""
     from torch import nn
 
     root = nn.Module()
@@ -202,7 +202,7 @@ def skeleton(metadata: ModelMetadata) -> nn.Module:
 
 
 def _place(root: nn.Module, tensor: TensorMetadata) -> None:
-    """Raises KeyError for names that no module can have: empty parts, ``forward``, a parameter's as a module's."""
+    """Register a tensor; KeyError for invalid names: empty, ``forward``, or one name of parameter and module."""
     import torch
     from torch import nn
 

@@ -1,1 +1,1 @@
-"""Conversions: a plan in the terms of other tools, refused by name where a target cannot express it."""
+"""Conversions of a plan to other tools' terms; inexpressible plans are refused."""

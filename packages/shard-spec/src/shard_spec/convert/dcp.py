@@ -1,7 +1,7 @@
-"""Local tensors as torch.distributed.checkpoint (DCP) takes them: each box a chunk, nothing gathered.
+"""Local tensors in the form of torch.distributed.checkpoint (DCP): each box a chunk, nothing gathered.
 
-DCP asks any tensor that has the three methods below what it holds (it finds them by name). So fused, uneven and
-block-wise shards can be saved and loaded, and read back under every other layout.
+DCP looks for the three methods below by name, on any tensor. So fused, uneven and block-wise shards can be saved and
+loaded, and read back under every other layout.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _READABLE: set[Any] = {
 
 
 class CheckpointShard(torch.Tensor):
-    """A local tensor that knows which boxes of the global one it holds; only for DCP to save from and load into.
+    """A local tensor with its boxes of the global tensor; only for DCP to save from and load into.
 
     It has the global shape and no data of its own: ``local`` is the tensor, which loading fills in place. Computing
-    with it raises. It is made as ``CheckpointShard(local, layout, shape, rank)``: the local tensor, how the global one
-    lies on ranks, the global shape, and this rank as the layout's mesh counts; ``PlanError`` with
-    ``shape-mismatch`` where ``local`` is not what the layout puts on ``rank``.
+    with it raises. It is created as ``CheckpointShard(local, layout, shape, rank)``: the local tensor, the layout and
+    global shape of the full one, and this rank on the layout's mesh; ``PlanError`` with ``shape-mismatch`` if the
+    shape of ``local`` is not the layout's local shape on ``rank``.
     """
 
     local: torch.Tensor
@@ -65,10 +65,10 @@ class CheckpointShard(torch.Tensor):
         expected = layout.local_shape(rank, shape)
         if tuple(local.shape) != expected:
             raise PlanError(_shape_problem("", tuple(local.shape), expected, layout, rank))
-        # One element, expanded: the global shape without the global memory.
+        # One element, expanded: the global shape without the memory of the global tensor.
         hollow = torch.empty((), dtype=local.dtype, device=local.device).expand(shape)
         made = torch.Tensor.as_subclass(hollow, cls)
-        made.local = local.detach()
+        made.local = local.detach()  # shares memory: loading fills the parameter
         made.boxes = layout.boxes(rank, shape)
         made._shards = _cut_local(made.local, layout, rank, tuple(shape))
         return made
@@ -79,20 +79,20 @@ class CheckpointShard(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func not in _READABLE:
+        if func not in _READABLE:  # anything else would compute on one element
             name = getattr(func, "__name__", func)
             raise TypeError(f"{name}: a CheckpointShard is only for torch.distributed.checkpoint; compute with .local")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # text is an Any
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # returns Any
         return f"CheckpointShard(shape={tuple(self.shape)}, boxes={self.boxes})"
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),  # the offsets identify a chunk
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
             )
@@ -115,14 +115,14 @@ def to_dcp(
     state_dict: Mapping[str, Any],
     rank: int,
 ) -> dict[str, Any]:
-    """The state dict with local tensors wrapped for DCP; see ``ShardingPlan.to_dcp``."""
+    """Wrap the local tensors of the state dict for DCP; see ``ShardingPlan.to_dcp``."""
     found = resolve(plan, module)
     shapes = {alias: tensor.shape for tensor in found.metadata.tensors for alias in tensor.aliases}
     problems: list[Problem] = []
     converted: dict[str, Any] = {}
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | CheckpointShard):
-            converted[name] = value  # DCP knows these itself
+            converted[name] = value  # DCP handles these itself
             continue
         layout = found.layouts.get(found.tensor(name).name) if name in shapes else None
         if layout is None:
@@ -141,30 +141,30 @@ def to_dcp(
 
 
 def dcp_state_dict(state: Mapping[str, Any], *, loading: bool = False) -> dict[str, Any]:
-    """Return ``state`` with each tensor that torch's own checkpoint hooks would misplace as a `CheckpointShard`.
+    """Return ``state`` with a `CheckpointShard` for each tensor that torch's checkpoint hooks would misplace.
 
-    These are DTensors with a strided placement (an axis shards before an earlier one, or each section of a fused dim
-    is sharded by itself) and local parameters that carry ``_sharding_info`` (fused weights and their copies). All
-    else is handed on as it is. Memory is shared, so ``torch.distributed.checkpoint.load`` fills the tensors in place.
-    Any other mesh, and one process, reads the global tensors.
+    These are DTensors with a strided placement (an axis shards before an earlier one, or each section of a fused dim is
+    sharded by itself) and local parameters with ``_sharding_info`` (fused weights and their copies). All else passes
+    unchanged. Memory is shared, so ``torch.distributed.checkpoint.load`` fills the tensors in place. Any other mesh,
+    and one process, reads the global tensors.
 
-    A checkpoint holds one rank's values of a plain tensor. So the ranks of the default group compare theirs (one small
-    message where all are equal); every rank calls this.
+    A checkpoint stores one rank's values of a plain tensor. So the ranks of the default group compare theirs (one small
+    message if all are equal); every rank calls this.
 
     Args:
         state: A state dict of a model or an optimizer; dicts, lists and tuples may be nested.
-        loading: The values are about to be overwritten by ``load``: plain tensors are not compared.
+        loading: ``load`` follows and overwrites the values: plain tensors are not compared.
 
     Raises:
         PlanError: On every rank, with the name of each plain tensor that differs between ranks
-            (``ranks-disagree``), and of each shard whose placements or sections no layout describes.
+            (``ranks-disagree``), and of each shard with inexpressible placements or sections.
     """
     problems: list[Problem] = []
 
     def convert(value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
             return {key: convert(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
-        if type(value) in (list, tuple):
+        if type(value) in (list, tuple):  # not named tuples: other constructors
             return type(value)(convert(each, f"{name}.{at}") for at, each in enumerate(value))
         if not isinstance(value, torch.Tensor) or isinstance(value, CheckpointShard):
             return value
@@ -172,7 +172,7 @@ def dcp_state_dict(state: Mapping[str, Any], *, loading: bool = False) -> dict[s
             return _as_checkpoint_shard(value)
         except PlanError as error:
             problems.extend(replace(problem, name=name) for problem in error.problems)
-            return value
+            return value  # collect all; this rank still joins the collective
 
     converted: dict[str, Any] = convert(state, "")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not loading:
@@ -193,7 +193,7 @@ def _plain_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem, ...]) -> list[Problem]:
-    """Every rank's problems, and plain tensors of one name with other values; a collective.
+    """Return every rank's problems, and plain tensors of one name with different values; a collective.
 
     Ranks may hold other names (stages of a pipeline): those are not compared.
     """
@@ -201,7 +201,7 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
     lines = {name: f"{value.dtype} {list(value.shape)} {fingerprint(value)}" for name, value in plain.items()}
     digest = hashlib.sha256(repr(sorted(lines.items())).encode()).digest()
     headers = all_gather_header(dist.group.WORLD, bytes([bool(problems)]) + digest, subject)
-    if len(set(headers)) == 1 and not problems:
+    if len(set(headers)) == 1 and not problems:  # one header: no objects to exchange
         return []
     states = all_gather_objects(dist.group.WORLD, (lines, problems), subject)
     found = [problem for _, others in states for problem in others]
@@ -209,7 +209,7 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
         "its ranks hold shards that nothing describes, or replicas that drifted apart; loading=True where load follows"
     )
     for name in dict.fromkeys(name for values, _ in states for name in values):
-        if len({values[name] for values, _ in states if name in values}) > 1:
+        if len({values[name] for values, _ in states if name in values}) > 1:  # compared among ranks that hold the name
             text = "a plain tensor that differs between ranks: a checkpoint would keep one rank's values"
             found.append(Problem("ranks-disagree", name, found=text, hint=hint))
     return found
@@ -235,7 +235,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def _cut_local(local: torch.Tensor, layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Views of the local tensor, one for each box, in the order of the boxes."""
+    """Split the local tensor into views, one for each box, in the order of the boxes."""
     views = [local]
     for dim, intervals in enumerate(layout.intervals(rank, shape)):
         sizes = [size for _, size in intervals]

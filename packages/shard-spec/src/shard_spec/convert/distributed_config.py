@@ -1,9 +1,9 @@
-"""transformers' ``DistributedConfig``: sizes of parallelism and the plans of a model, as layouts.
+"""Layouts from transformers' ``DistributedConfig``: sizes of parallelism and the plans of a model.
 
-Read against transformers 5.23. Its dense mesh is ``(dp_replicate, fsdp, tp)``, that of experts ``(dp_replicate, efsdp,
+Written for transformers 5.23. Its dense mesh is ``(dp_replicate, fsdp, tp)``, that of experts ``(dp_replicate, efsdp,
 ep)`` over the same ranks, with ``efsdp * ep == fsdp * tp``. Both are views of one finer mesh, since ``tp`` divides
-``ep``: ``(dp_replicate, efsdp, ep, tp)``, where ``fsdp`` is ``(efsdp, ep)`` and an expert group is ``(ep, tp)``. Where
-``ep_size`` is ``tp_size`` or 1 that is ``(dp_replicate, fsdp, tp)``. Axes of one rank are left out.
+``ep``: ``(dp_replicate, efsdp, ep, tp)``. There ``fsdp`` is ``(efsdp, ep)``, and an expert group is ``(ep, tp)``. If
+``ep_size`` is ``tp_size`` or 1 it is ``(dp_replicate, fsdp, tp)``. Axes of one rank are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZES = ("pp_size", "dp_replicate_size", "fsdp_size", "tp_size", "ep_size")
 
 
 def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layout]:
-    """Layouts of a model's parameters; see ``ShardingPlan.from_distributed_config``."""
+    """Derive the layouts of a model's parameters; see ``ShardingPlan.from_distributed_config``."""
     given: Any = config if isinstance(config, Mapping) else vars(config)
     pp, replicas, fsdp, tp, ep = (int(given.get(name) or 1) for name in _SIZES)
     if pp > 1:
@@ -36,28 +36,28 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
     if ep > 1 and (ep % tp or (fsdp * tp) % ep):
         hint = "ep_size is a multiple of tp_size and divides fsdp_size * tp_size"
         raise PlanError(Problem("invalid-mesh", "ep_size", found=f"ep {ep}, tp {tp}, fsdp {fsdp}", hint=hint))
-    inner = max(ep // tp, 1)  # ranks along the axis that experts have beside tp
+    inner = max(ep // tp, 1)  # ranks of an expert group beside tp
     sizes = {"dp_replicate": replicas, "efsdp" if inner > 1 else "fsdp": fsdp // inner, "ep": inner, "tp": tp}
-    mesh = MeshSpec({name: size for name, size in sizes.items() if size > 1} or {"tp": 1})
+    mesh = MeshSpec({name: size for name, size in sizes.items() if size > 1} or {"tp": 1})  # a mesh needs an axis
     dense = MeshSpec({"dp_replicate": replicas, "fsdp": fsdp, "tp": tp})
     data = [name for name in ("fsdp", "efsdp", "ep") if name in mesh.axis_names]
     expert_styles = _plan_of(module, given, "ep_plan") if ep > 1 else {}
     styles = _plan_of(module, given, "tp_plan") if tp > 1 else {}
     is_expert = re.compile("|".join(rf"{re.escape(name)}(\..+)?" for name in expert_styles) or "(?!)").fullmatch
-    styles = {name: style for name, style in styles.items() if not is_expert(name)}
+    styles = {name: style for name, style in styles.items() if not is_expert(name)}  # expert rules take precedence
     along_tp = _layouts_along_tp(styles, module, MeshSpec({"tp": tp}))
     layouts, problems = {}, []
     for tensor in metadata_of(module).parameters:
         shape, names = tensor.shape, [generic_name(alias) for alias in tensor.aliases]
         if any(expert_styles.get(name) == "grouped_gemm" for name in names):
-            # An expert group first, then the copies of the group: FSDP2 shards what expert parallelism left.
+            # The expert group first, then FSDP2 over the copies of the group.
             axes = [name for name in ("ep", "tp", "efsdp", "fsdp") if name in mesh.axis_names]
             layouts[tensor.name] = Layout(mesh, dict.fromkeys(axes, "S(0)"), axes if len(axes) > 1 else None)
             continue
         spec = along_tp.get(tensor.name, REPLICATE)
-        sharded = data if shape else []  # FSDP2 takes no tensor without dims
+        sharded = data if shape else []  # FSDP2 does not shard scalars
         placements: dict[str, PlacementSpec] = {"tp": spec} if tp > 1 else {}
-        placements.update(dict.fromkeys(sharded, ShardSpec(0)))
+        placements.update(dict.fromkeys(sharded, ShardSpec(0)))  # FSDP2 shards dim 0
         order = [name for name in ("tp", *sharded) if name in placements and placements[name].dim is not None]
         layouts[tensor.name] = Layout(mesh, placements, order if len(order) > 1 else None)
         wanted = Layout(
@@ -73,7 +73,7 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
 
 
 def _plan_of(module: nn.Module, config: Mapping[str, Any], name: str) -> dict[str, str]:
-    """The model's own plan with the rules of the config, as transformers merges them."""
+    """Return the model's own plan merged with the rules of the config, as in transformers."""
     own, given = dict(getattr(module, name, None) or {}), config.get(name)
     if not isinstance(given, Mapping):
         return own
@@ -85,13 +85,13 @@ def _plan_of(module: nn.Module, config: Mapping[str, Any], name: str) -> dict[st
         Problem("unmatched-pattern", str(key), found=f"in {name}", hint=hint) for key in given if key not in known
     ]
     raise_problems(unknown, "the config does not fit the model")
-    return {} if name == "tp_plan" and not given else {**own, **given}
+    return {} if name == "tp_plan" and not given else {**own, **given}  # an empty tp_plan turns it off
 
 
 def _layouts_along_tp(styles: Mapping[str, str], module: nn.Module, mesh: MeshSpec) -> dict[str, PlacementSpec]:
     metadata = metadata_of(module)
     names = {generic_name(path) for path in metadata.modules}
     names |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
-    used = {name: style for name, style in styles.items() if name in names}  # a model's own plan may name more
+    used = {name: style for name, style in styles.items() if name in names}  # a model's own plan may have more names
     content = from_hf_tp_plan(used, metadata, mesh, forward="drop")
     return {name: layout.specs[0] for name, layout in resolve(content, metadata).parameters.items()}

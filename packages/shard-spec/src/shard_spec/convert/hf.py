@@ -1,8 +1,8 @@
-"""Hugging Face ``tp_plan``s: module names, ``*`` for layer numbers, to the names of styles.
+"""Hugging Face ``tp_plan``s: module names, with ``*`` for layer numbers, to the names of styles.
 
-Read against transformers 5.23. A ``tp_plan`` says two things at once: how parameters lie, and what forward does. A
-sharding plan says the first. Styles whose forward does more than their parameters' layout implies have no place in one
-and are refused by name, unless the caller says ``forward="drop"``.
+Written for transformers 5.23. A ``tp_plan`` fixes two things at once: layouts of parameters and the behaviour of
+forward. A sharding plan fixes the first. Styles with a forward beyond their parameters' layout cannot be expressed and
+are refused by name, unless ``forward="drop"`` is passed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shard_spec.plan.resolve import Resolution, resolve
 if TYPE_CHECKING:
     from torch import nn
 
-# Style -> what it does to a tensor of 1 dim and to one of 2 or more. "-2" is the dim of output features, "-1" of input.
+# Style -> placement of a tensor of 1 dim and of one of 2 or more. "-2" is the dim of output features, "-1" of input.
 _STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
     "colwise": (ShardSpec(-1), ShardSpec(-2)),
     "colwise_gather_output": (ShardSpec(-1), ShardSpec(-2)),
@@ -44,7 +44,7 @@ _STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
     "packed_rowwise": (REPLICATE, InterleavedShard(-1, 2)),
     "replicate": (REPLICATE, REPLICATE),
 }
-# Styles whose forward does something that no layout of parameters says, and how their parameters lie.
+# Styles with a forward that no layout of parameters expresses, and the placements of their parameters.
 _FORWARD_STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
     "rowwise_split_input": (REPLICATE, ShardSpec(-1)),
     "rowwise_rep": (REPLICATE, ShardSpec(-1)),
@@ -60,7 +60,7 @@ _GATHERS = ("colwise_gather_output", "colwise_rep")
 
 
 def generic_name(name: str) -> str:
-    """The name with ``*`` for each segment that is a number, as transformers looks names up in a ``tp_plan``."""
+    """Replace each numeric segment of a name by ``*``, as transformers does to look names up in a ``tp_plan``."""
     return re.sub(r"\.\d+(\.|$)", r".*\1", name)
 
 
@@ -73,11 +73,11 @@ def from_hf_tp_plan(
     prefix: str = "",
     forward: str = "refuse",
 ) -> PlanContent:
-    """The plan of the parameters that a ``tp_plan`` cuts; see ``ShardingPlan.from_hf_tp_plan``."""
+    """Build the plan of a ``tp_plan``'s parameters; see ``ShardingPlan.from_hf_tp_plan``."""
     if forward not in ("refuse", "drop"):
         raise PlanError(Problem("invalid-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
     metadata = metadata_of(module)
-    given: Any = tp_plan  # may come from a file
+    given: Any = tp_plan  # may come from a file, of any type
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         found = f"{given!r:.200} of type {type(given).__name__}"
         raise PlanError(Problem("invalid-plan", "tp_plan", found=found, hint="a mapping from module name to style"))
@@ -93,20 +93,20 @@ def from_hf_tp_plan(
             if key is None:
                 continue
             used.add(key)
-            spec = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]
+            spec = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]  # by number of dims
             exact[alias] = rules[generic_name(alias)] = str(Layout(mesh, {axis: spec}))
     output = {}
     generic = {path: generic_name(path) for path in metadata.modules}
     for path, name in generic.items():
         if styles.get(name) in _GATHERS:
-            output[path] = str(Layout.replicated(mesh))
+            output[path] = str(Layout.replicated(mesh))  # forward gathers the output
     used |= {key for key in styles if key in generic.values()}
     raise_problems([_unused(key) for key in styles if key not in used], "the tp_plan does not fit the model")
     return PlanContent(rules if _only_these(rules, exact, metadata) else exact, output or None, mesh=mesh)
 
 
 def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], metadata: ModelMetadata) -> bool:
-    """Return whether the globs match the same parameters: ``*`` is any segment here, a number in a tp_plan."""
+    """Return True if the globs match the same parameters: ``*`` is any segment here, a number in a tp_plan."""
     patterns = [(Pattern(key), value) for key, value in rules.items()]
     names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
     for name in names:
@@ -117,7 +117,7 @@ def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], metadata: Mo
 
 
 def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
-    """Generic module names to styles; see ``ShardingPlan.to_hf_tp_plan``."""
+    """Derive generic module names and styles; see ``ShardingPlan.to_hf_tp_plan``."""
     found = resolve(plan, module)
     axis = the_axis(found, axis)
     problems = cut_elsewhere(found, axis, "a tp_plan") + sharder_problems(found, "a tp_plan")
@@ -140,7 +140,7 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
 def _module_style(
     plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str, problems: list[Problem]
 ) -> str:
-    """The style of the module's own parameters, ``""`` where they are whole."""
+    """Return the style of the module's own parameters, ``""`` if they are replicated."""
     layouts = {tensor.name: found.layouts.get(tensor.name) for tensor in tensors}
     if all(cut_dim(layouts[tensor.name], tensor, axis) is None for tensor in tensors):
         return ""
@@ -179,7 +179,7 @@ def _lies_as(style: str, layout: Layout | None, tensor: TensorMetadata, axis: st
 
 
 def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]:
-    """Styles of modules that have only further names of tied tensors: an embedding's rows are a head's rows."""
+    """Return styles of modules with further names of tied tensors only: an embedding's rows are a head's rows."""
     same = {"embedding_rowwise": "colwise_gather_output", "colwise": "embedding_rowwise"}
     added = {}
     for tensor in found.metadata.parameters:
@@ -197,7 +197,7 @@ def _same_kind(found: Resolution, tensor: TensorMetadata, path: str) -> bool:
 
 
 def _key_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """The entry that decides about a parameter: its own, else that of its module."""
+    """Return the deciding entry of a parameter: its own, else that of its module."""
     if name in styles:
         return name
     owner = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Conversions to torch's DTensor placements and ``parallelize_module``; refusals that all conversions share."""
+"""Conversions to DTensor placements and ``parallelize_module``, with refusals shared by all conversions."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 
 def not_expressible(name: str, found: str, hint: str, dim: int | None = None, axis: str | None = None) -> Problem:
-    """The problem of something that the target has no words for."""
+    """Report a layout without an equivalent in the target."""
     return Problem("not-expressible", name, dim, axis, found, hint)
 
 
 def the_axis(found: Resolution, axis: str | None) -> str:
-    """``axis``, or the only one along which the plan cuts anything.
+    """Return ``axis``, or else the plan's only sharding axis.
 
     Raises:
-        PlanError: ``missing-argument`` when that is not one axis.
+        PlanError: ``missing-argument`` if the plan does not have exactly one.
     """
     mesh = found.one_mesh
     if axis is not None:
-        mesh.axis_index(axis)
+        mesh.axis_index(axis)  # raises for an unknown axis
         return axis
     named = {name for layout in found.layouts.values() for name in layout.sharded_axes}
     cutting = [name for name, size in mesh.axes.items() if size > 1 and name in named]
     if len(cutting) == 1:
         return cutting[0]
     if not cutting:
-        return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]
+        return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]  # nothing is sharded: any axis serves
     hint = "pass axis=, one of them"
     raise PlanError(Problem("missing-argument", "axis", found=f"the plan cuts along {', '.join(cutting)}", hint=hint))
 
 
 def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
-    """Tensors that axes other than ``axis`` cut: a problem for targets that know one axis."""
+    """Report tensors sharded along axes other than ``axis``, for targets with one axis."""
     problems = []
     for name, layout in found.layouts.items():
         for other in layout.sharded_axes:
@@ -59,7 +59,7 @@ def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
 
 
 def sharder_problems(found: Resolution, target: str) -> list[Problem]:
-    """Modules that a Sharder shards: no target knows what it does."""
+    """Report modules with a Sharder: no target can express one."""
     hint = "leave the Sharder out of the plan that you convert"
     return [not_expressible(path, f"a Sharder shards it; {target} cannot express how", hint) for path in found.sharders]
 
@@ -67,7 +67,7 @@ def sharder_problems(found: Resolution, target: str) -> list[Problem]:
 def to_dtensor_placements(
     plan: PlanContent, module: nn.Module | ModelMetadata | None = None
 ) -> dict[str, tuple[Placement, ...]]:
-    """Placements for each rule, or with ``module`` for each tensor; see ``ShardingPlan.to_dtensor_placements``."""
+    """Return placements of each rule, or with ``module`` of each tensor; see ``ShardingPlan``."""
     problems: list[Problem] = []
     found: dict[str, tuple[Placement, ...]] = {}
     if module is None:
@@ -90,7 +90,7 @@ def to_dtensor_placements(
 
 
 def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: list[Problem]) -> tuple[Placement, ...]:
-    specs, why = dtensor_specs(layout, shape)
+    specs, why = dtensor_specs(layout, shape)  # shape decides: some orders need it
     if why is not None:
         hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
         problems.append(not_expressible(name, f"{layout}: {why}", hint))
@@ -104,7 +104,7 @@ _LINEAR, _EMBEDDING = "Linear", "Embedding"
 def to_parallelize_plan(
     plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None
 ) -> dict[str, ParallelStyle]:
-    """Module FQN to style; see ``ShardingPlan.to_parallelize_plan``."""
+    """Map module FQNs to styles; see ``ShardingPlan.to_parallelize_plan``."""
     found = resolve(plan, module)
     axis = the_axis(found, axis)
     problems = cut_elsewhere(found, axis, "a parallelize_plan") + sharder_problems(found, "a parallelize_plan")
@@ -130,7 +130,7 @@ def to_parallelize_plan(
 
 
 def tensors_by_module(metadata: ModelMetadata) -> dict[str, list[TensorMetadata]]:
-    """FQN of each module that has tensors of its own to those tensors."""
+    """Group tensors by the FQN of their own module."""
     found: dict[str, list[TensorMetadata]] = {}
     for tensor in metadata.tensors:
         found.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
@@ -138,7 +138,7 @@ def tensors_by_module(metadata: ModelMetadata) -> dict[str, list[TensorMetadata]
 
 
 def cut_dim(layout: Layout | None, tensor: TensorMetadata, axis: str) -> int | None:
-    """The dim of ``tensor`` that ``axis`` cuts, counted from the front, or None."""
+    """Return the dim of ``tensor`` sharded by ``axis``, counted from the front, or None."""
     if layout is None:
         return None
     dim = layout.specs[layout.mesh.axis_index(axis)].dim
@@ -149,7 +149,7 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
     """Return the entry of ``output_plan``: ``"whole"``, ``"last"`` (last dim sharded), or None.
 
     Raises:
-        PlanError: When it says something else.
+        PlanError: For any other layout.
     """
     value = (plan.output_plan or {}).get(path)
     if value is None:
@@ -168,7 +168,7 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
 
 
 def _refusal(path: str, kind: str, cut: dict[str, int | None], special: bool, axis: str) -> Problem | None:
-    """Why no style can do this to the module, or None."""
+    """Return the reason that no style fits the module, or None."""
     parts = [f"{name} whole" if dim is None else f"{name} cut in dim {dim}" for name, dim in cut.items()]
     said = f"a {kind or 'module'} with {', '.join(parts)}"
     if special:
@@ -192,11 +192,11 @@ def _style(kind: str, dim: int | None, output: str | None) -> Any:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
-    column = (kind == _LINEAR) == (dim == 0)
+    column = (kind == _LINEAR) == (dim == 0)  # embeddings swap the dims: (rows, features)
     layouts: Any = {"whole": Replicate(), "last": Shard(-1), None: None}[output]
     if column:
         return ColwiseParallel(output_layouts=layouts)
-    if kind == _EMBEDDING:
+    if kind == _EMBEDDING:  # token ids are replicated
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=layouts)
     return RowwiseParallel(output_layouts=layouts)
 

@@ -35,11 +35,11 @@ class PlanCost:
 
 
 class OptimalPlanner(LayoutPlanner):
-    """Planner of least modelled step time; a strategy shards the batch, the sequence, columns or rows,
-    and weights may also be sharded by rows (FSDP). Compute, collectives and resharding are minimised together.
+    """Planner of least modelled time of a training step: compute, collectives and resharding together.
 
-    The choice is exact: a pairwise model is solved by variable elimination. If the memory limit binds, one price per
-    byte is charged: the solution is then within the gap proven by the plan's `certificate`, mostly below 2 %.
+    Along each axis an operation shards the batch, the sequence, columns or rows, and its weight may be sharded by rows
+    (FSDP). The choice is exact (variable elimination). If the memory limit binds, one price per byte is charged: the
+    solution is then within the gap proven by the plan's `certificate`, mostly below 2 %.
 
     Args:
         cost_model: times of collectives and matmuls; `AlphaBetaCostModel()` by default.

@@ -1,4 +1,4 @@
-"""Diffs: what changes from one plan to another, by rule and, with a model, by tensor."""
+"""Differences between two plans, by rule and, with a model, by tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """One rule or tensor that differs; None where one side does not have it."""
+    """One rule or tensor that differs; None on the side without it."""
 
     name: str
     before: str | None
@@ -34,8 +34,8 @@ class PlanDiff:
 
     Attributes:
         settings: Mesh, strictness, output plan and local outputs that differ.
-        rules: Rules that were added, removed or changed.
-        tensors: Tensors that lie otherwise (as bytes on ranks, not as text); None without a model.
+        rules: Added, removed or changed rules.
+        tensors: Tensors of different layout (bytes on ranks, not text); None without a model.
         memory: ``(before, after)`` bytes of parameters on the fullest rank; None without a model.
     """
 
@@ -45,11 +45,11 @@ class PlanDiff:
     memory: tuple[int, int] | None = None
 
     def __bool__(self) -> bool:
-        """Return whether anything differs: with a model a tensor or setting, without one a rule."""
+        """Return True if anything differs: with a model a tensor or setting, without one a rule."""
         return bool(self.settings) or bool(self.rules if self.tensors is None else self.tensors)
 
     def to_json(self) -> str:
-        """The differences as JSON."""
+        """Return the differences as JSON."""
         document: dict[str, Any] = {"format": "shard-spec/diff", "version": 1}
         for name in ("settings", "rules", "tensors"):
             changes = getattr(self, name)
@@ -98,12 +98,12 @@ def _model_changes(
     for tensor in before.metadata.tensors:
         old, new = before.layouts.get(tensor.name), after.layouts.get(tensor.name)
         if old is None or new is None:
-            if old is not new:
+            if old is not new:  # a Sharder on one side
                 changes.append(Change(tensor.name, str(old) if old else None, str(new) if new else None))
             continue
         key = (old, new, tensor.shape)
         if key not in same:
-            same[key] = old.equivalent_to(new, tensor.shape)
+            same[key] = old.equivalent_to(new, tensor.shape)  # layers share it
         if not same[key]:
             changes.append(Change(tensor.name, str(old), str(new)))
     sizes = [max(memory_of(found, optimizer="none").parts["parameters"], default=0) for found in (before, after)]

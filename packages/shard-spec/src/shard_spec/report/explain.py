@@ -1,4 +1,4 @@
-"""Explaining: what a plan does, in words that need no knowledge of this package."""
+"""Explanations of a plan in words, for readers without knowledge of this package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
-    """The plan, or what it does with one tensor, in words; see ``ShardingPlan.explain``."""
+    """Explain the plan, or one tensor of it, in words; see ``ShardingPlan.explain``."""
     if name is None:
         return _explain_plan(plan) if module is None else joined(explain_model(plan, examine(plan, module)))
     if module is None:
@@ -39,11 +39,11 @@ def _explain_plan(plan: PlanContent) -> str:
 
 
 def alike(found: Resolution) -> dict[tuple[str, str, str, str], list[TensorMetadata]]:
-    """Tensors that differ only in numbers of their FQNs: by pattern, layout, shape and rule, as text."""
+    """Group tensors that differ only in numbers of their FQNs, by pattern, layout, shape and rule, as text."""
     groups: dict[tuple[str, str, str, str], list[TensorMetadata]] = {}
     for tensor in found.metadata.tensors:
         layout = found.layouts.get(tensor.name)
-        if tensor.kind == "buffer" and (layout is None or layout.is_replicated):
+        if tensor.kind == "buffer" and (layout is None or layout.is_replicated):  # the default needs no row
             continue
         said = str(layout) if layout is not None else "by its Sharder"
         key = pattern_of(tensor.name), said, str(list(tensor.shape)), found.rule_of.get(tensor.name, "")
@@ -52,7 +52,7 @@ def alike(found: Resolution) -> dict[tuple[str, str, str, str], list[TensorMetad
 
 
 def tensor_table(found: Resolution) -> Table:
-    """One row for each group of tensors that lie alike."""
+    """Return a table with one row for each group of equal layouts."""
     rows = [
         [name, str(len(tensors)), shape, said, _local_text(found.layouts.get(tensors[0].name), tensors[0]), rule or "-"]
         for (name, said, shape, rule), tensors in alike(found).items()
@@ -61,7 +61,7 @@ def tensor_table(found: Resolution) -> Table:
 
 
 def explain_model(plan: PlanContent, found: Resolution) -> Parts:
-    """The mesh, one line for each group of tensors that lie alike, ties, outputs and problems."""
+    """Explain the mesh, each group of tensors of equal layout, ties, outputs and problems."""
     lines: Parts = [f"mesh: {found.mesh}", tensor_table(found)]
     lines += [f"tied: {' = '.join(names)}" for names in found.tied]
     return [*lines, *_outputs(plan), *_problem_lines(found.problems)]
@@ -99,7 +99,7 @@ def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
     layout = found.layouts.get(tensor.name)
     rule = found.rule_of.get(tensor.name, "")
     others = [key for key in found.matched.get(tensor.name, ()) if key != rule]
-    if tensor.name not in found.rule_of:
+    if tensor.name not in found.rule_of:  # taken by a Sharder
         owner = next((path for path in found.sharders if tensor.name.startswith(path + ".")), "")
         lines.append(f"sharded by the Sharder of module {owner!r}")
     elif rule:
@@ -121,7 +121,7 @@ def _layout_lines(layout: Layout, tensor: TensorMetadata) -> list[str]:
         else:
             lines.append(f"  along {axis}: dim {spec.dim % len(tensor.shape)} is sharded over {size} ranks")
     ranks = list(layout.mesh.ranks)
-    for rank in ranks[:8]:
+    for rank in ranks[:8]:  # enough to see the pattern
         boxes = layout.boxes(rank, tensor.shape)
         places = " + ".join("[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices()) + "]" for box in boxes[:4])
         more = f" + {len(boxes) - 4} more" if len(boxes) > 4 else ""

@@ -1,4 +1,4 @@
-"""A plan as one self-contained page: which rank holds what, memory of each rank, bytes of a step."""
+"""A plan as one self-contained page: shards of each rank, memory of each rank, bytes of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shard_spec.estimate.memory import Memory
     from shard_spec.plan.content import PlanContent
 
-# One hue for each axis, chosen to differ for the colour-blind too; several axes on one tensor are drawn as stripes.
+# One hue for each axis, distinct for the colour-blind too; several axes on one tensor are drawn as stripes.
 _HUES = (210, 28, 145, 285, 55, 0)
 _PART_COLOURS = {
     "parameters": "#3b6fb6",
@@ -42,14 +42,14 @@ def html_report(
     limit: int | None = None,
     title: str = "plan",
 ) -> str:
-    """Return the page as text; it loads nothing from anywhere.
+    """Return the page as text; it loads no external resources.
 
     Args:
         plan: The plan.
         module: The model's metadata.
         memory: ``plan.memory(...)``.
-        communication: ``plan.communication(...)``, where there is one mesh.
-        limit: Bytes that one rank has.
+        communication: ``plan.communication(...)``, if there is one mesh.
+        limit: Bytes of memory of one rank.
         title: Heading of the page.
     """
     found = examine(plan, module)
@@ -77,7 +77,7 @@ def _summary(plan: PlanContent, found: Resolution) -> str:
 
 
 def _cards(found: Resolution, memory: Memory, communication: Communication | None) -> str:
-    """The numbers that people ask for first."""
+    """Return the key numbers."""
     numel = sum(tensor.numel for tensor in found.metadata.parameters)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found.mesh.axes.items()) if found.mesh else "several"
     entries = [
@@ -104,7 +104,7 @@ def _cards(found: Resolution, memory: Memory, communication: Communication | Non
 
 
 def _local_numel(found: Resolution, memory: Memory) -> int:
-    """Elements of parameters on the fullest rank."""
+    """Return the number of parameter elements on the fullest rank."""
     rank = memory.ranks[memory.totals.index(memory.max_bytes)]
     held = [(found.layouts[tensor.name], tensor.shape) for tensor in found.metadata.parameters]
     return sum(
@@ -132,7 +132,7 @@ def _picture(found: Resolution) -> str:
     right = left + len(ranks) * width + 12
     shapes = [text(0, 14, "rank", kind="soft"), text(right, 14, "layout", kind="soft")]
     for at, rank in enumerate(ranks):
-        if len(ranks) <= 16 or at % 8 == 0:
+        if len(ranks) <= 16 or at % 8 == 0:  # no room for every number
             shapes.append(text(left + at * width + 2, 14, str(rank), kind="soft"))
     for row, ((stem, stem_layout, *_), tensors) in enumerate(rows):
         y = top + row * height
@@ -157,7 +157,7 @@ def _picture(found: Resolution) -> str:
 def _cell(
     layout: Layout | None, tensor: TensorMetadata, rank: int, hues: dict[str, int], place: tuple[int, int, int, int]
 ) -> list[str]:
-    """One stripe for each axis that shards, in the shade of the rank's place along it; an outline where it has none."""
+    """Draw one stripe for each sharding axis, shaded by the rank's coordinate; an outline if it is empty."""
     x, y, width, height = place
     coordinate = None if layout is None else layout.mesh.coordinate(rank)
     if layout is None or coordinate is None:
@@ -170,7 +170,7 @@ def _cell(
     colours = []
     for at, (axis, size) in enumerate(layout.mesh.axes.items()):
         if layout.specs[at].dim is not None and size > 1:
-            shade = 36 + round(36 * coordinate[at] / (size - 1))
+            shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
             colours.append(f"hsl({hues[axis]} 55% {shade}%)")
     step = height / max(1, len(colours))
     return [rect(x, y + at * step, width, step, each, tip) for at, each in enumerate(colours or ["#c9cfd8"])]

@@ -1,4 +1,4 @@
-"""Sharding specs: what a user writes about one tensor, in the words of ``torch.distributed._shard``."""
+"""Sharding specs of single tensors, in the terms of ``torch.distributed._shard``."""
 
 from shard_spec.specs.base import ShardingSpec
 from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec

@@ -1,4 +1,4 @@
-"""ShardingSpec: the base of everything that says how one tensor is cut into shards on devices."""
+"""ShardingSpec: base class of descriptions of one tensor's shards and their devices."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ class ShardingSpec(abc.ABC):
     """Sharding of one tensor into shards, and the device of each.
 
     Subclass it for a scheme of your own: ``build_metadata`` is the only method to write. Make the subclass picklable
-    and free of state that differs between ranks; every rank asks it the same question and has to get the same answer.
+    and free of state that differs between ranks; every rank calls it alike and has to get the same result.
     """
 
     @abc.abstractmethod
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
-        """Cut a tensor of global shape ``tensor_sizes``.
+        """Return the shards of a tensor of global shape ``tensor_sizes``.
 
         Args:
             tensor_sizes: Global shape.
-            tensor_properties: Handed through to the answer.
+            tensor_properties: Passed through to the result.
 
         Returns:
             The shards; together they hold every element once.
         """
 
     def shards_for(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
-        """The shards of a tensor of global ``shape``, checked.
+        """Return the validated shards of a tensor of global ``shape``.
 
         Raises:
-            PlanError: When shards overlap, leave holes, lie outside the tensor or name no rank.
+            PlanError: If shards overlap, leave holes, lie outside the tensor or name no rank.
         """
         shards = tuple(self.build_metadata(tuple(shape)).shards_metadata)
         boxes = [shard.box for shard in shards]
         problems = cover_problems(boxes, shape)
         if not any(problem.code == "shape-mismatch" for problem in problems):
-            problems += overlap_problems(boxes)
+            problems += overlap_problems(boxes)  # needs boxes of one number of dims
         for shard in shards:
             if shard.rank is None:
                 hint = "name the rank that holds the shard, as in 'rank:0/cuda:0'"
@@ -59,7 +59,7 @@ class ShardingSpec(abc.ABC):
         return shards
 
     def boxes(self, shape: Sequence[int]) -> dict[int, tuple[Box, ...]]:
-        """The boxes of every global rank that the spec names, in the order in which it names them."""
+        """Return the boxes of every global rank of the spec, in its order."""
         held: dict[int, tuple[Box, ...]] = {}
         for shard in self.shards_for(shape):
             assert shard.rank is not None
@@ -67,21 +67,21 @@ class ShardingSpec(abc.ABC):
         return held
 
     def boxes_on(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
-        """The boxes of global rank ``rank``: ``()`` where the spec does not name it. Empty boxes are left out."""
+        """Return the non-empty boxes of global rank ``rank``, ``()`` if the spec does not name it."""
         return tuple(box for box in self.boxes(shape).get(rank, ()) if box.numel)
 
     def equivalent_to(self, other: ShardingSpec, shape: Sequence[int]) -> bool:
-        """Return whether both put the same elements of a tensor of ``shape`` on the same ranks; -1 is 1 of two dims.
+        """Return True if both put the same elements on the same ranks; -1 is 1 of two dims.
 
-        Torch compares dims as they are written, and takes -1 -> 1 for a change of layout.
+        Torch compares dims as written, and takes -1 -> 1 for a change of layout.
         """
         return _nonempty(self.boxes(shape)) == _nonempty(other.boxes(shape))
 
     def to_layout(self, shape: Sequence[int]) -> Layout:
-        """The layout of a tensor of ``shape``: ranks on a mesh, and placements.
+        """Return the layout of a tensor of ``shape``: ranks on a mesh, and placements.
 
         Raises:
-            PlanError: ``not-a-grid`` or ``invalid-layout`` when no mesh can say it.
+            PlanError: ``not-a-grid`` or ``invalid-layout`` if no mesh can express it.
         """
         shape = tuple(shape)
         held = box_of_each_rank(self, shape)
@@ -93,15 +93,15 @@ class ShardingSpec(abc.ABC):
         ranks, (cuts, order) = tuple(held), found
         cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
         if not cut_dims:
-            return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])
-        # One mesh axis for each dim that is cut, ranks in the order of their shards.
+            return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])  # one rank holds all
+        # One mesh axis for each sharded dim, ranks in the order of their shards.
         axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
         placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
         return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> DTensor:
         """Scatter ``tensor`` from ``src_rank`` of the group; a collective. See ``shard_parameter``."""
-        # It imports torch.distributed.tensor, a second or more, which plans never need.
+        # Deferred: it imports torch.distributed.tensor, a second or more, not needed for planning.
         from shard_spec.distributed.parameter_format import shard_tensor
 
         def place(shape: tuple[int, ...]) -> tuple[Layout, torch.device | None]:
@@ -117,7 +117,7 @@ def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
 
 
 def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Return the one box of each rank that the spec names, in the order in which it names them.
+    """Return the one box of each rank of the spec, in its order.
 
     Raises:
         PlanError: ``invalid-layout``.

@@ -23,15 +23,15 @@ from shard_spec.specs.shards import (
 
 @dataclass(frozen=True, init=False)
 class ChunkShardingSpec(ShardingSpec):
-    """Cut ``dim`` into as many chunks as there are devices; chunk ``i`` lies on ``placements[i]``.
+    """Shard ``dim`` into one chunk for each device; chunk ``i`` lies on ``placements[i]``.
 
-    All chunks but the last are ``ceil(length / count)`` long, as in ``torch.chunk``: 9 rows on 8 devices are
+    All chunks but the last have length ``ceil(length / count)``, as in ``torch.chunk``: 9 rows on 8 devices are
     2, 2, 2, 2, 1, 0, 0, 0 at offsets 0, 2, 4, 6, 8, 9, 9, 9.
 
     Args:
         dim: Tensor dimension; negative ones count from the end.
         placements: Devices (not DTensor placements), for example ``["rank:0/cuda:0", "rank:1/cuda:1"]``, in the
-            order of the chunks. Torch's remote devices are welcome. The sequence is copied.
+            order of the chunks. Torch's remote devices are accepted. The sequence is copied.
 
     Raises:
         PlanError: ``invalid-layout``, ``missing-argument`` or ``invalid-layout``, all of them at once.
@@ -45,7 +45,7 @@ class ChunkShardingSpec(ShardingSpec):
         if isinstance(dim, bool) or not isinstance(dim, int):
             problems.append(Problem("invalid-layout", "dim", found=repr(dim), hint="a dim is an integer"))
         if isinstance(placements, str):
-            placements = [placements]
+            placements = [placements]  # not one device per letter
         devices = []
         for given in placements:
             try:
@@ -60,10 +60,10 @@ class ChunkShardingSpec(ShardingSpec):
         object.__setattr__(self, "placements", tuple(devices))
 
     def normalized(self, ndim: int) -> ChunkShardingSpec:
-        """The same spec with a dim from 0 to ``ndim - 1``.
+        """Return an equal spec with a dim from 0 to ``ndim - 1``.
 
         Raises:
-            PlanError: ``dim-out-of-range`` when a tensor of ``ndim`` dims has no such dim.
+            PlanError: ``dim-out-of-range`` if a tensor of ``ndim`` dims has no such dim.
         """
         if not -ndim <= self.dim < ndim:
             hint = f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be sharded"
@@ -72,7 +72,7 @@ class ChunkShardingSpec(ShardingSpec):
         return ChunkShardingSpec(self.dim % ndim, self.placements)
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
-        """See ``ShardingSpec.build_metadata``; offsets never leave the tensor."""
+        """See ``ShardingSpec.build_metadata``; offsets never exceed the tensor."""
         shape = tuple(tensor_sizes)
         dim = self.normalized(len(shape)).dim
         shards = [
@@ -83,7 +83,7 @@ class ChunkShardingSpec(ShardingSpec):
         return TensorShards(shards, shape, tensor_properties)
 
     def boxes_on(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
-        """See ``ShardingSpec.boxes_on``; looks at this rank's chunks only."""
+        """See ``ShardingSpec.boxes_on``; computes this rank's chunks only."""
         shape = tuple(shape)
         dim = self.normalized(len(shape)).dim
         mine = [index for index, device in enumerate(self.placements) if device.rank() == rank]
@@ -103,10 +103,10 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass(frozen=True, init=False)
 class EnumerableShardingSpec(ShardingSpec):
-    """A tensor cut in any way: one ``ShardMetadata`` for each shard.
+    """A tensor with arbitrary shards: one ``ShardMetadata`` for each.
 
     Args:
-        shards: The shards. None may share an element with another. Torch's shard metadata is welcome.
+        shards: The shards. No two may share an element. Torch's shard metadata is accepted.
             The sequence is copied.
 
     Raises:
@@ -131,7 +131,7 @@ class EnumerableShardingSpec(ShardingSpec):
         return overlap_problems([shard.box for shard in self.shards], "shards")
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
-        """See ``ShardingSpec.build_metadata``; raises ``PlanError`` when the shards are no cut of ``tensor_sizes``."""
+        """See ``ShardingSpec.build_metadata``; raises ``PlanError`` if the shards do not tile ``tensor_sizes``."""
         raise_problems(cover_problems([shard.box for shard in self.shards], tensor_sizes, "shards"))
         return TensorShards(self.shards, tensor_sizes, tensor_properties)
 

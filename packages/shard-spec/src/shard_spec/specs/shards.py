@@ -1,4 +1,4 @@
-"""Devices, shards with their boxes, how boxes cover a tensor; and Sharder."""
+"""Devices, shards with their boxes, coverage of a tensor by boxes; and Sharder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TorchRemoteDevice: Any = _torch_compat.torch_class("device")
 
 
 class RemoteDevice(_TorchRemoteDevice):  # type: ignore[misc]  # torch's class is private and untyped
-    """A device of one rank: torch's own remote device, which says what is wrong as a ``PlanError``.
+    """Device of one rank: torch's own remote device, with errors as ``PlanError``.
 
     Written ``"rank:<global rank>/<device>"``, ``"<worker>/<device>"`` or ``"<device>"``; the device may be left out
     after a rank or a worker and is then ``cpu``. Ranks are ranks of the default group, as in torch.
@@ -32,7 +32,7 @@ class RemoteDevice(_TorchRemoteDevice):  # type: ignore[misc]  # torch's class i
         remote_device: The text, a ``torch.device``, another ``RemoteDevice``, or torch's own remote device.
 
     Raises:
-        PlanError: ``invalid-layout`` when it is none of these.
+        PlanError: ``invalid-layout`` for anything else.
     """
 
     def __init__(self, remote_device: DeviceLike) -> None:
@@ -60,7 +60,7 @@ class ShardMetadata:
     Args:
         shard_offsets: First index in each dim of the global tensor.
         shard_sizes: Number of indices in each dim; 0 is an empty shard.
-        placement: The device that holds it, for example ``"rank:0/cuda:0"``; None while nobody knows.
+        placement: Its device, for example ``"rank:0/cuda:0"``; None if unknown.
 
     Raises:
         PlanError: ``shape-mismatch``, ``box-out-of-range`` or ``invalid-layout``.
@@ -73,31 +73,31 @@ class ShardMetadata:
     def __init__(
         self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: DeviceLike | None = None
     ) -> None:
-        # Copies: what the caller does to the lists afterwards changes no shard (and no hash).
+        # Copies: later changes of the caller's lists change no shard (and no hash).
         object.__setattr__(self, "shard_offsets", tuple(int(offset) for offset in shard_offsets))
         object.__setattr__(self, "shard_sizes", tuple(int(size) for size in shard_sizes))
         object.__setattr__(self, "placement", None if placement is None else RemoteDevice(placement))
-        Box(self.shard_offsets, self.shard_sizes)  # raises where they are none
+        Box(self.shard_offsets, self.shard_sizes)  # raises if they are invalid
 
     @property
     def rank(self) -> int | None:
-        """Global rank that holds the shard, or None where the placement does not name one."""
+        """Global rank of the shard, or None if the placement does not name one."""
         return None if self.placement is None else self.placement.rank()
 
     @property
     def box(self) -> Box:
-        """The shard of the global tensor, without the device."""
+        """Box of the global tensor, without the device."""
         return Box(self.shard_offsets, self.shard_sizes)
 
 
 @dataclass(frozen=True, init=False)
 class TensorShards:
-    """All shards of one tensor: what ``ShardingSpec.build_metadata`` answers.
+    """All shards of one tensor: the result of ``ShardingSpec.build_metadata``.
 
     Attributes:
         shards_metadata: The shards, in the order of the spec.
         size: Global shape.
-        tensor_properties: What the caller of ``build_metadata`` passed, untouched.
+        tensor_properties: Argument of ``build_metadata``, unchanged.
     """
 
     shards_metadata: tuple[ShardMetadata, ...]
@@ -113,9 +113,9 @@ class TensorShards:
 
 
 def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
-    """A problem that names two boxes which share elements; empty when none do."""
+    """Report two boxes with shared elements; empty if there are none."""
     full = [box for box in boxes if box.numel]
-    # Sweeps along the dim with the most different offsets; boxes without dims are one element each.
+    # Sweep along the dim with the most different offsets; boxes without dims are one element each.
     dim = max(range(full[0].ndim if full else 0), key=lambda at: len({box.offsets[at] for box in full}), default=None)
     active: list[Box] = []
     for box in full if dim is None else sorted(full, key=lambda each: each.offsets[dim]):
@@ -129,7 +129,7 @@ def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
 
 
 def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -> list[Problem]:
-    """Return why ``boxes`` (without overlaps) do not tile a tensor of ``shape``."""
+    """Return the reasons that ``boxes`` (without overlaps) do not tile a tensor of ``shape``."""
     shape = tuple(shape)
     if any(box.ndim != len(shape) for box in boxes):
         found = f"shards of {sorted({box.ndim for box in boxes})} dims for a tensor of shape {shape}"
@@ -139,7 +139,7 @@ def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -
         Problem("box-out-of-range", name, found=f"{box!r} of a tensor of shape {shape}", hint="stay inside the tensor")
         for box in outside
     ]
-    covered = sum(box.numel for box in boxes)
+    covered = sum(box.numel for box in boxes)  # without overlaps a sum suffices
     if not outside and covered < prod(shape):
         found = f"the shards hold {covered} of {prod(shape)} elements of shape {shape}"
         problems.append(Problem("boxes-incomplete", name, found=found, hint="give every element to one shard"))
@@ -152,16 +152,16 @@ Interval = tuple[int, int]
 def grid_of(
     boxes: Sequence[Box], shape: Sequence[int]
 ) -> tuple[tuple[tuple[Interval, ...], ...], tuple[int, ...]] | None:
-    """The grid whose cells ``boxes`` are, or None when they are none.
+    """Return the grid with ``boxes`` as its cells, or None.
 
     Returns:
-        For each dim its ``(offset, size)`` intervals in ascending order (one where nobody cuts it), and the positions
-        of the boxes in row-major order of their cells. Empty boxes at the end of a dim are cells too, also several of
-        them when only one dim is cut, so that a rank without elements keeps its place.
+        For each dim its ``(offset, size)`` intervals in ascending order (one if it is not sharded), and the positions
+        of the boxes in row-major order of their cells. Empty boxes at the end of a dim are cells too, even several of
+        them if only one dim is sharded, so that an empty rank has a place.
     """
     cells = [tuple(zip(box.offsets, box.sizes, strict=True)) for box in boxes]
     ndim = len(tuple(shape))
-    order = tuple(sorted(range(len(boxes)), key=lambda at: cells[at]))
+    order = tuple(sorted(range(len(boxes)), key=lambda at: cells[at]))  # offsets ascending: row-major
     intervals = [tuple(sorted({cell[dim] for cell in cells})) for dim in range(ndim)]
     varying = [dim for dim in range(ndim) if len(intervals[dim]) > 1]
     if len(varying) == 1:
@@ -175,20 +175,20 @@ def grid_of(
             or any(sum(left) != right[0] for left, right in pairwise(found))
         ):
             return None
-    assert set(cells) == set(product(*intervals))  # as many different cells as the grid has, each made of its intervals
+    assert set(cells) == set(product(*intervals))  # as many distinct cells as the grid, each made of its intervals
     return tuple(intervals), order
 
 
 class Sharder(abc.ABC):
-    """Sharding of a full module by its own code: takes a module, returns its replacement.
+    """Sharding of a full module by its own code.
 
     In a plan its key is the FQN of a submodule. ``shard_module`` calls ``shard`` on every rank, in the order of the
-    FQNs, and puts what it returns where the submodule was.
+    FQNs, and puts the returned module in place of the submodule.
     """
 
     @abc.abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """Return the sharded version of ``module``: a new module, or ``module`` itself after changing it.
+        """Return the sharded version of ``module``: a new module, or ``module`` itself, changed.
 
         May communicate; every rank calls it.
         """

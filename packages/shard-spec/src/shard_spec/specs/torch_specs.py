@@ -1,4 +1,4 @@
-"""Torch's own spec objects: read them, write them, and take them wherever ours are taken."""
+"""Conversions from and to torch's own spec objects, which are accepted like ours."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from shard_spec.specs.shards import RemoteDevice, Sharder, ShardMetadata, Tensor
 
 @dataclass(frozen=True)
 class TorchShardingSpec(ShardingSpec):
-    """A user's own subclass of torch's ``ShardingSpec``, as one of ours; made by ``from_torch``."""
+    """A user's own subclass of torch's ``ShardingSpec``, as one of ours; built by ``from_torch``."""
 
     spec: Any
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
-        """Ask the torch spec; its shards become ours."""
+        """Call the torch spec and convert its shards."""
         answer = _torch_compat.build_torch_metadata(self.spec, tensor_sizes)
         return TensorShards([_shard(shard) for shard in answer.shards_metadata], tensor_sizes, tensor_properties)
 
 
 def from_torch(value: object) -> Any:
-    """Our object for one of ``torch.distributed._shard``'s.
+    """Convert an object of ``torch.distributed._shard`` to ours.
 
     Args:
         value: A chunk, enumerable or user-defined sharding spec, a shard metadata, or a remote device of torch.
 
     Returns:
-        The same as a value of this package.
+        The equivalent object of this package.
 
     Raises:
-        PlanError: ``wrong-type`` when it is none of these.
+        PlanError: ``wrong-type`` for anything else.
     """
     kind = _torch_compat.shard_kind(value)
     known: Any = value
@@ -53,14 +53,14 @@ def from_torch(value: object) -> Any:
 
 
 def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence[int] | None = None) -> Any:
-    """Torch's object for one of ours.
+    """Convert one of our objects to torch's.
 
     Args:
         value: A spec, a shard or a device.
         shape: Global shape; needed for a ``ShardingSpec`` subclass of your own, which becomes an enumerable spec.
 
     Raises:
-        PlanError: ``missing-argument`` when it is needed and missing, ``wrong-type`` for other objects.
+        PlanError: ``missing-argument`` if it is needed and missing, ``wrong-type`` for other objects.
     """
     if isinstance(value, RemoteDevice):
         return _torch_compat.torch_class("device")(str(value))
@@ -82,7 +82,7 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
 
 
 def as_spec(value: object) -> ShardingSpec | None:
-    """``value`` as one of our specs if it is one, ours or torch's; else None."""
+    """Convert a spec, ours or torch's, to one of ours; None for other values."""
     if isinstance(value, ShardingSpec):
         return value
     if _torch_compat.shard_kind(value) in ("chunk", "enumerable", "spec"):
@@ -92,17 +92,17 @@ def as_spec(value: object) -> ShardingSpec | None:
 
 
 def as_sharder(value: object) -> Sharder | None:
-    """``value`` if it is a sharder, ours or torch's; else None."""
+    """Return ``value`` if it is a sharder, ours or torch's; else None."""
     if isinstance(value, Sharder):
         return value
     if _torch_compat.shard_kind(value) == "sharder":
-        sharder: Any = value  # torch's class asks for the same one method
+        sharder: Any = value  # torch's class has the same one method
         return sharder  # type: ignore[no-any-return]  # ruled out by its kind
     return None
 
 
 def unknown_spec(name: str, value: object) -> Problem:
-    """The problem of an object that is no spec."""
+    """Return the problem of an object that is no spec."""
     hint = "use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module"
     return Problem("wrong-type", name, found=f"{value!r} of type {type(value).__qualname__}", hint=hint)
 

@@ -77,7 +77,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
 
 
 def _is_input_norm(name: str, shape: tuple[int, ...], heads: Heads) -> bool:
-    """Return True if a vector is clearly a norm before q, k and v (not of the size of all heads)."""
+    """Return True for a norm vector before q, k and v: its size is not that of all heads."""
     return (
         len(shape) == 1
         and shape[0] not in (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)
