@@ -1,8 +1,8 @@
-"""Describe, check, compute, explain, compare and apply how a model's tensors lie on ranks.
+"""Describe, validate, cost, explain, compare and apply sharding layouts of a model.
 
-Names are loaded when they are first used: importing this package imports neither torch nor
-``torch.distributed.tensor``, so that ``shard-spec --help`` answers at once. ``MeshSpec``, ``Box``, ``Layout`` and plans
-never need the latter; the placement classes ``Shard``, ``Replicate`` and ``Partial`` are torch's and do.
+Names are loaded on first use: importing this package imports neither torch nor ``torch.distributed.tensor``, so
+``shard-spec --help`` answers at once. ``MeshSpec``, ``Box``, ``Layout`` and plans never need the latter; the placement
+classes ``Shard``, ``Replicate`` and ``Partial`` are torch's and do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The one place where this package touches what torch keeps under an underscore.
+"""Access to torch's private names, all in one place.
 
-Read against torch 2.13.0; the names below also stand in 2.11.
+Written for torch 2.13.0; the names below also exist in 2.11.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def strided_shard_factor(placement: object) -> int | None:
-    """The split factor of a DTensor strided shard, or None when ``placement`` is something else."""
+    """Return the split factor of a DTensor strided shard, or None for other placements."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """DTensor's strided shard: the dim is cut into ``split_factor`` sections and each section is sharded."""
+    """Create DTensor's strided shard: the dim has ``split_factor`` sections and each one is sharded."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     made: Any = _StridedShard(dim, split_factor=split_factor)
@@ -46,9 +46,9 @@ _SHARD_MODULES = (
 
 
 def shard_kind(value: object) -> str | None:
-    """Return the kind of torch's sharding object that ``value`` is, or None.
+    """Return the kind of a sharding object of torch, or None.
 
-    Asks only modules that are loaded already: nobody can hold an instance of a class that was never imported.
+    Checks only modules in sys.modules: instances of a class cannot exist before its import.
     """
     for module, name, kind in _SHARD_MODULES:
         loaded = sys.modules.get(module)
@@ -58,7 +58,7 @@ def shard_kind(value: object) -> str | None:
 
 
 def build_torch_metadata(spec: Any, shape: Sequence[int]) -> Any:
-    """Return the ``shards_metadata`` object that a spec of torch builds for a contiguous float tensor of ``shape``."""
+    """Return the ``shards_metadata`` object of torch's spec for a contiguous float tensor of ``shape``."""
     import torch
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
@@ -66,13 +66,13 @@ def build_torch_metadata(spec: Any, shape: Sequence[int]) -> Any:
 
 
 def torch_class(kind: str) -> Any:
-    """Torch's class of the kind that :func:`shard_kind` returns."""
+    """Return torch's class of a kind of :func:`shard_kind`."""
     module, name = next((module, name) for module, name, each in _SHARD_MODULES if each == kind)
     return getattr(importlib.import_module(module), name)
 
 
 def group_of_name(name: str) -> Any:
-    """The process group that torch knows under ``name``."""
+    """Return the process group called ``name``."""
     from torch.distributed import distributed_c10d
 
     resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009  # torch does not export it
@@ -80,7 +80,7 @@ def group_of_name(name: str) -> Any:
 
 
 def can_order_groups() -> bool:
-    """Return whether ``new_group`` can keep the order of the ranks it is given."""
+    """Return True if ``new_group`` can preserve the order of its ranks."""
     import inspect
 
     import torch.distributed as dist
@@ -89,29 +89,29 @@ def can_order_groups() -> bool:
 
 
 def new_ordered_group(members: list[int], everybody: bool) -> Any:
-    """A process group in the order of ``members``; None where torch cannot keep the order, or this rank is not in it.
+    """Create a process group in the order of ``members``; None on a rank outside of it.
 
     Args:
         members: Global ranks.
-        everybody: Whether all ranks of the default group call this; else only the members do, and
-            ``num_groups`` has to be equal on them, because torch names the group after it.
+        everybody: True if all ranks of the default group call this; else only the members do, and ``num_groups`` has to
+            be equal on them, because torch derives the group's name from it.
     """
     import torch.distributed as dist
 
-    ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
+    ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}  # torch sorts by default
     made = dist.new_group(members, use_local_synchronization=not everybody, **ordered)
     return made if isinstance(made, dist.ProcessGroup) else None
 
 
 def mesh_without_groups(device_type: str, ranks: Any, names: tuple[str, ...]) -> Any:
-    """A DeviceMesh for a rank that is not on it, made without communication."""
+    """Create a DeviceMesh on a rank outside of it, without communication."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
 def computes_with_strided_shards() -> bool:
-    """Return whether DTensor operators and gathers are right on ``_StridedShard``: tried on 2.13, not earlier."""
+    """Return True if DTensor operators and gathers are correct on ``_StridedShard``: tested on 2.13, not earlier."""
     import torch
 
     major, minor = torch.__version__.split(".")[:2]
@@ -120,33 +120,33 @@ def computes_with_strided_shards() -> bool:
 
 @functools.cache
 def redistributes_twice() -> bool:
-    """Return whether the gradient of ``DTensor.redistribute`` has a gradient: in torch 2.11 it is a constant."""
+    """Return True if ``DTensor.redistribute`` is twice differentiable: in torch 2.11 its gradient is a constant."""
     from torch.distributed.tensor import _redistribute
 
     return hasattr(_redistribute, "NestedRedistribute")
 
 
 def num_groups() -> int:
-    """Return the number of process groups of this rank, part of the name of a group that only its members create."""
+    """Return the number of process groups of this rank; names of member-created groups contain it."""
     from torch.distributed import distributed_c10d
 
     return len(distributed_c10d._world.pg_names)
 
 
 def tensor_hooks(tensor: Any) -> list[Any]:
-    """The gradient hooks on a tensor, those that run after accumulation included."""
+    """Return the gradient hooks of a tensor, including those after accumulation."""
     hooks = list((tensor._backward_hooks or {}).values())
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return hooks + list((after or {}).values())
 
 
 def revive_hooks(tensor: Any) -> None:
-    """Make the gradient hooks that a tensor lists run: torch's ``swap_tensors`` keeps the list and stops the hooks."""
-    tensor._backward_hooks = tensor._backward_hooks
+    """Reactivate the gradient hooks of a tensor: torch's ``swap_tensors`` copies the list and stops the hooks."""
+    tensor._backward_hooks = tensor._backward_hooks  # the setter registers them again
 
 
 def all_gather_flat(output: Any, own: Any, group: Any) -> None:
-    """All ranks' ``own`` one after another in ``output``: torch 2.13 gave this collective another name."""
+    """Gather all ranks' ``own`` in ``output``, in rank order: torch 2.13 renamed this collective."""
     import torch.distributed as dist
 
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -154,9 +154,9 @@ def all_gather_flat(output: Any, own: Any, group: Any) -> None:
 
 
 def eager_only(function: F) -> F:
-    """Keep ``torch.compile`` from tracing ``function``: it runs eagerly between two compiled pieces.
+    """Keep ``torch.compile`` from tracing ``function``: it runs eagerly between two compiled graphs.
 
-    ``torch.compiler.disable`` does the same, but imports the compiler; here it is asked only where it is loaded.
+    ``torch.compiler.disable`` does the same, but imports the compiler; here it is used only if it is loaded.
     """
     from torch._compile import _disable_dynamo
 
@@ -174,11 +174,11 @@ def eager_only(function: F) -> F:
     return wrapped  # type: ignore[no-any-return]  # a function like the one it wraps
 
 
-# ---- following what a forward computes --------------------------------------------------------------------------
+# ---- tracing of forwards --------------------------------------------------------------------------------------
 
 
 def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
-    """A context in which each operator is run by ``handle(operator, args, kwargs)``, below autograd."""
+    """Return a context in which ``handle(operator, args, kwargs)`` runs each operator, below autograd."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -189,5 +189,5 @@ def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
 
 
 def memory_of(tensor: Any) -> int:
-    """A number that two tensors share when they share memory, on the meta device too."""
+    """Return a number shared by tensors that share memory, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)

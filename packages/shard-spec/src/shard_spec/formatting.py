@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def human_count(number: int) -> str:
-    """``8030261248 -> "8.03 B"``."""
+    """Format a count: ``8030261248 -> "8.03 B"``."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= size:
             return f"{number / size:.2f} {unit}"
@@ -22,7 +22,7 @@ def human_count(number: int) -> str:
 
 
 def human_ranks(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5] -> "0-2, 5"``."""
+    """Format ranks: ``[0, 1, 2, 5] -> "0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -34,7 +34,7 @@ def human_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head; as text, columns are as wide as their widest cell, those in ``right`` aligned to the right."""
+    """Rows under a head; as text, columns have the width of their widest cell, right-aligned for ``right``."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -57,12 +57,12 @@ Parts = list["str | Table"]
 
 
 def joined(parts: Parts) -> str:
-    """Lines and tables as one text."""
+    """Join lines and tables to one text."""
     return "\n".join(map(str, parts))
 
 
 def memory_parts(memory: Memory) -> Parts:
-    """One line for each group of ranks that need the same."""
+    """Return one line for each group of ranks of equal needs."""
     groups = memory.groups()
     parts = list(groups[0][1]) if groups else []
     rows = [
@@ -81,7 +81,7 @@ def memory_parts(memory: Memory) -> Parts:
 
 
 def communication_parts(found: Communication) -> Parts:
-    """One line for each axis and kind of collective."""
+    """Return one line for each axis and kind of collective."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for transfer in found.transfers:
         entry = sums.setdefault((transfer.axis, transfer.what, transfer.op), [0, 0.0])

@@ -1,4 +1,4 @@
-"""Validating: every problem of a plan for a model, in one pass."""
+"""Validation: every problem of a plan for a model, in one pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def validate(
     memory_limit: int | None = None,
     optimizer: Any = "adamw",
 ) -> tuple[Problem, ...]:
-    """Every problem of ``plan`` for ``module``; see ``ShardingPlan.validate``."""
+    """Return every problem of ``plan`` for ``module``; see ``ShardingPlan.validate``."""
     found = examine(plan, module)
     problems = list(found.problems)
     problems += _output_problems(plan, found.metadata)
@@ -37,7 +37,7 @@ def validate(
         problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
     if memory_limit is not None:
         problems += _memory_problems(found, memory_limit, optimizer)
-    return tuple(dict.fromkeys(problems))
+    return tuple(dict.fromkeys(problems))  # once each, in order
 
 
 def _module_not_found(argument: str, path: object) -> Problem:
@@ -52,7 +52,7 @@ def _output_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem
         if metadata.modules and path not in metadata.modules:
             problems.append(_module_not_found("output_plan", path))
         if is_spec(value):
-            continue
+            continue  # its layout depends on the output's shape
         try:
             layout = to_layout(value, plan.mesh)
             if plan.mesh is not None and layout.mesh != plan.mesh:

@@ -1,4 +1,4 @@
-"""``plan.apply``: the parameters and buffers of a module become what the plan says; its forward is left alone."""
+"""``plan.apply``: shard a module's parameters and buffers in place, without a change of its forward."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from shard_spec.validation import validate
 
 
 def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of all ranks of the mesh.
+    """Return a group of all ranks of the mesh.
 
     Raises:
-        PlanError: ``wrong-type``: the other ranks are told where ``group`` says who they are. ``rank-outside-mesh``,
-            ``no-process-group``, ``mesh-mismatch``: no rank was told, for nobody knows where the others are.
+        PlanError: ``wrong-type``: raised on all ranks of ``group``, if it was passed. ``rank-outside-mesh``,
+            ``no-process-group``, ``mesh-mismatch``: raised on this rank only, since its peers are unknown.
     """
     if not isinstance(mesh, DeviceMesh):
         found = f"{mesh!r:.40} of type {type(mesh).__qualname__}"
@@ -66,7 +66,7 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     if mesh.get_coordinate() is None:
         found, hint = f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}", "call it on ranks of the mesh only"
         raise PlanError(Problem("rank-outside-mesh", "mesh", found=found, hint=hint))
-    if group is None and mesh.ndim == 1:
+    if group is None and mesh.ndim == 1:  # groups of one axis exist already
         return mesh.get_group()
     if group is None and len(ranks) == dist.get_world_size():
         return group_or_default(None)
@@ -97,7 +97,7 @@ def argument_problems(source: object, src_rank: object, size: int, init: object)
 
 
 def pipeline_problems(mesh: DeviceMesh) -> list[Problem]:
-    """Axes whose ranks hold different layers: a layout says which shard a rank holds, not that it holds none."""
+    """Report axes with different layers on their ranks: a layout cannot express that a rank holds none."""
     names = mesh.mesh_dim_names or ()
     hint = "apply one stage's plan on the mesh of that stage, mesh[the other axes]"
     found = "the stages of a pipeline hold different layers"
@@ -113,7 +113,7 @@ def value_problems(tensor: torch.Tensor, name: str, source: object, is_source: b
 
 
 def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
-    """The same layout on the ranks of the live mesh: a plan is made for axes, whichever ranks they turn out to be."""
+    """Rebind a layout to the ranks of the live mesh: plans fix axes, not ranks."""
     same_axes = layout.mesh.axis_names == mesh.axis_names and layout.mesh.shape == mesh.shape
     from_spec = layout.mesh.ndim == mesh.ndim == 1 and tuple(layout.mesh.ranks) == tuple(mesh.ranks)
     if same_axes or from_spec:
@@ -152,45 +152,45 @@ def apply_plan(
 ) -> ShardHandle:
     """Replace the parameters and buffers of ``module`` by their shards, all or nothing; see ``ShardingPlan.apply``.
 
-    Every tensor becomes a DTensor on ``mesh``, also those that the plan does not mention (replicated), and gradients
-    are laid out like their parameters. A fused weight (``InterleavedShard`` along one axis, whole along the others)
-    becomes a plain local parameter that carries ``_sharding_info`` with its sections; its gradient is the caller's
-    business. Layouts that neither can say raise before anything moves.
+    Every tensor becomes a DTensor on ``mesh``, also those without a rule (replicated), and gradients get the layout of
+    their parameters. A fused weight (``InterleavedShard`` along one axis, replicated along the others) becomes a plain
+    local parameter with its sections in ``_sharding_info``; its gradient is up to the caller. Other layouts raise
+    before any change.
 
     Args:
         module: The module.
         mesh: The ranks.
-        plan: Its mesh, where it has one, has the axes of ``mesh``.
-        source: ``"scatter"``: rank ``src_rank`` has the values, the others' are not looked at (and may be on meta).
+        plan: Its mesh, if it has one, has the axes of ``mesh``.
+        source: ``"scatter"``: rank ``src_rank`` has the values, the others' are ignored (and may be on meta).
             ``"local"``: every rank has all values; they are compared by checksum and nothing is sent.
-            ``"meta"``: tensors on the meta device are made by ``init``; others are taken as with ``"local"``.
+            ``"meta"``: ``init`` creates tensors on the meta device; others are taken as with ``"local"``.
         src_rank: Rank in the group.
-        group: A group of all ranks of the mesh. Needed only where a mesh of several axes does not hold all ranks.
-        init: With ``source="meta"``: a function ``init(fqn, tensor)`` that fills a whole tensor in place, one at a
-            time; or ``"reset_parameters"``, the modules' own; or None: shards are filled with NaN (0 where the dtype
-            has none), for loading a checkpoint.
-        seed: Of the random numbers ``init`` draws. They depend on it and the FQN only, so that every layout, and every
+        group: A group of all ranks of the mesh. Needed only if a mesh of several axes does not hold all ranks.
+        init: With ``source="meta"``: a function ``init(fqn, tensor)`` that fills a full tensor in place, one at a time;
+            or ``"reset_parameters"``, the modules' own; or None: shards are filled with NaN (0 for dtypes without NaN),
+            for loading a checkpoint.
+        seed: Seed of the random numbers of ``init``. They depend on it and the FQN only, so every layout, and every
             replica, gets the same values.
 
     Returns:
         A handle with ``plan``, ``actions``, ``undo()`` and ``report(path)``.
 
     Raises:
-        PlanError: With every problem of every rank, before anything moved.
+        PlanError: With every problem of every rank, before any change.
     """
     meeting = group_of(mesh, group)
     call = _Call(module, mesh, meeting, source, src_rank, init, seed)
     actions, outcome = plan_on_all_ranks(lambda: _plan(plan, call))
     staged: list[torch.Tensor] | None = None
     if actions is not None and not actions.problems and source != "scatter":
-        # Nothing is sent for these, but `init` is the caller's, and may fail on one rank.
+        # Nothing is sent for these, but `init` is the caller's code, and may fail on one rank.
         staged, failed = capture_errors(lambda: _stage(call, actions))
         outcome = RankState(outcome.lines, failed)
     raise_on_all_ranks(meeting, outcome, "apply")
     assert actions is not None
-    with Transaction() as transaction:
+    with Transaction() as transaction:  # rolls back on any error
         staged = _stage(call, actions) if staged is None else staged
-        replaced = run_sharders(module, actions, meeting, transaction)
+        replaced = run_sharders(module, actions, meeting, transaction)  # before _install: they may raise
         handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
     return mark_replaced_stale(handle)
 
@@ -212,14 +212,14 @@ class _Call:
 
 
 def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
-    """Plan the action on each tensor; changes and sends nothing."""
+    """Plan the action on each tensor, without changes or communication."""
     module, mesh, source, src_rank, init = call.module, call.mesh, call.source, call.src_rank, call.init
     spec = MeshSpec.from_device_mesh(mesh)
     problems = argument_problems(source, src_rank, dist.get_world_size(call.group), init)
     problems += mesh_order_problems(mesh)
     problems += pipeline_problems(mesh)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
-        plan = plan.on_mesh(spec)
+        plan = plan.on_mesh(spec)  # text rules need the axes
     found = examine(plan, module)
     problems += validate(plan, module)
     if plan.output_plan or plan.return_local_tensor:
@@ -233,7 +233,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
     for metadata in found.metadata.tensors:
         layout = found.layouts.get(metadata.name)
         if layout is None:
-            continue
+            continue  # taken by a Sharder
         tensor = tensor_at(module, metadata.name)
         problems += replacing_problems(tensor, metadata.name)
         problems += value_problems(tensor, metadata.name, source, me == src_rank)
@@ -266,17 +266,17 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
 
 
 def _stage(call: _Call, actions: ExecutionPlan) -> list[torch.Tensor]:
-    """This rank's shards; only ``source="scatter"`` communicates."""
+    """Create this rank's shards; only ``source="scatter"`` communicates."""
     init = reset_parameters_of(call.module, actions.device, call.seed) if isinstance(call.init, str) else call.init
-    return [_shard(call, action, actions.device, init) for action in actions.tensors]
+    return [_shard(call, action, actions.device, init) for action in actions.tensors]  # one order on all ranks
 
 
 def _shard(call: _Call, action: TensorAction, device: torch.device, init: Initializer | None) -> torch.Tensor:
-    """This rank's shard, as a DTensor or a local parameter."""
+    """Create this rank's shard, as a DTensor or a local parameter."""
     tensor, layout, mesh, src = tensor_at(call.module, action.names[0]), action.layout, call.mesh, call.src_rank
     assert layout is not None
     if call.source == "scatter":
-        full = tensor if dist.get_rank(call.group) == src else None
+        full = tensor if dist.get_rank(call.group) == src else None  # other ranks' values are ignored
         local = scatter_to_all(full, layout, action, device, call.group, src, mesh)
     elif tensor.is_meta:
         local = materialize(action, device, dist.get_rank(), init, call.seed)
@@ -292,7 +292,7 @@ def _shard(call: _Call, action: TensorAction, device: torch.device, init: Initia
         return value
     parameter = nn.Parameter(value, requires_grad=action.requires_grad)
     if parameter.requires_grad:
-        parameter.register_hook(LayGradient(placements))
+        parameter.register_hook(LayGradient(placements))  # gradients in the parameter's layout
     return parameter
 
 
@@ -306,7 +306,7 @@ def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expressi
         parameter = LocalParameter(local, action.requires_grad)
         parameter._sharding_info = info
         return parameter
-    local._sharding_info = info  # type: ignore[attr-defined]  # the house's way to say what a local tensor is
+    local._sharding_info = info  # type: ignore[attr-defined]  # our convention for local tensors
     return local
 
 
@@ -337,10 +337,10 @@ def _install(
 
 
 class PlainInputHint:
-    """Forward hook of the root, also run when forward raises: adds what to do to torch's mixed-tensor error."""
+    """Forward hook of the root, also after errors: adds advice to torch's mixed-tensor error."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Add the note; the error stays torch's own."""
+        """Add the note; torch's error passes unchanged."""
         error = sys.exception()
         if error is not None and "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(

@@ -1,4 +1,4 @@
-"""ExecutionPlan: what ``shard_module`` is about to do to one module, decided without communication."""
+"""ExecutionPlan: the actions of ``shard_module`` on one module, decided without communication."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class ExecutionPlan:
     """Actions on each tensor and module.
 
     Attributes:
-        tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
-        forwards: Module FQN to the layout of its weight (None: whole), for modules that get a sharded forward.
-        options: For these modules, how they were made, as text: options decide what their forwards communicate.
+        tensors: One entry for each tensor to scatter or broadcast; a tied one occurs once.
+        forwards: Module FQN to the layout of its weight (None: replicated), for modules with a sharded forward.
+        options: Module FQN to its constructor options, as text: they decide the communication of its forward.
         sharders: Module FQN to Sharder.
-        outputs: Module FQN to what ``output_plan`` wants.
+        outputs: Module FQN to its target in ``output_plan``.
         locals: Module FQNs of ``return_local_tensor``.
         replicas: FQNs of parameters whose gradients are summed over the ranks.
-        everything: Whether tensors that the plan does not mention are decided about too.
-        src_rank: Rank of the group whose values count.
-        source: Where the values come from, as text.
-        values: Checksums of the values that every rank has, where they have to be equal.
-        device: Device that this rank's shards lie on.
-        problems: Why it cannot be done.
+        everything: True if tensors without a rule are included.
+        src_rank: Rank of the group with the values to use.
+        source: Source of the values, as text.
+        values: Checksums of the values on every rank, if they have to be equal.
+        device: Device of this rank's shards.
+        problems: Reasons against it.
     """
 
     tensors: tuple[TensorAction, ...] = ()
@@ -53,7 +53,7 @@ class ExecutionPlan:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """One line for each thing that is done; equal on all ranks, or nothing is done."""
+        """One line for each action; they have to be equal on all ranks."""
         return (
             f"source: {self.source or f'rank {self.src_rank} of the group'}, shards on {self.device.type}",
             *(action.line for action in self.tensors),
@@ -67,26 +67,26 @@ class ExecutionPlan:
 
     @property
     def outcome(self) -> RankState:
-        """Header that the ranks compare."""
+        """Header for comparison between ranks."""
         return RankState(self.lines, self.problems)
 
     @property
     def digest(self) -> str:
-        """Hash of what is done, equal on all ranks that do the same."""
+        """Hash of the actions, equal on all ranks with equal actions."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
     def explain(self, name: str | None = None) -> str:
-        """The lines as text; with ``name`` those that mention it."""
+        """Return the lines as text; with ``name`` those that mention it."""
         return "\n".join(line for line in self.lines if name is None or name in line)
 
     def to_json(self) -> str:
-        """The lines and the problems as JSON."""
+        """Return the lines and the problems as JSON."""
         problems = [vars(problem) for problem in self.problems]
         return json.dumps({"actions": self.lines, "problems": problems, "digest": self.digest}, indent=1)
 
 
 def plan_on_all_ranks(work: Callable[[], ExecutionPlan]) -> tuple[ExecutionPlan | None, RankState]:
-    """Return what ``work`` plans, and what to compare between ranks: also when it raises on this one."""
+    """Return the result of ``work`` and the state to compare between ranks, even if it raises on this one."""
 
     def both() -> tuple[ExecutionPlan, RankState]:
         actions = work()

@@ -1,4 +1,4 @@
-"""ShardHandle: the tensors that a call replaced, its report, and the way back."""
+"""ShardHandle: the replaced tensors of a call, its report, and undo."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _row(placed: Any) -> dict[str, Any]:
 
 @dataclass
 class Placed:
-    """One tensor that was replaced.
+    """One replaced tensor.
 
     Attributes:
-        places: ``(module, name, FQN)`` of every entry that holds it; several where it is tied.
-        value: What stands there now.
-        before: What stood there, while somebody else still holds it.
-        layout: Where its shards lie.
+        places: ``(module, name, FQN)`` of every entry that holds it; several if it is tied.
+        value: The current value.
+        before: The previous value, while other objects still hold it.
+        layout: Layout of its shards.
         shape: Global shape.
     """
 
@@ -67,17 +67,17 @@ class Placed:
 
     @property
     def name(self) -> str:
-        """The first FQN."""
+        """First FQN."""
         return self.places[0][2]
 
 
 class ShardHandle:
-    """Handle that ``shard_module``, ``shard_parameter`` and ``plan.apply`` return.
+    """Handle returned by ``shard_module``, ``shard_parameter`` and ``plan.apply``.
 
     Attributes:
-        plan: The plan that was applied.
-        actions: What was done, tensor by tensor: ``explain()``, ``to_json()``, ``digest``.
-        module: The module.
+        plan: The applied plan.
+        actions: The actions, tensor by tensor: ``explain()``, ``to_json()``, ``digest``.
+        module: The sharded module.
     """
 
     def __init__(
@@ -104,21 +104,21 @@ class ShardHandle:
         return f"ShardHandle({type(self.module).__name__}, {state})"
 
     def undo(self) -> nn.Module:
-        """Return the module unsharded again, with the values (and gradients) it has now; a collective.
+        """Unshard the module, with its current values and gradients; a collective.
 
-        Parameters that somebody still holds, such as an optimizer made before, come back as the same objects; others
-        as new ones. Tensors that were overwritten with the source's values keep these.
+        Parameters that other objects still hold, such as an optimizer built before, come back as the same objects;
+        others as new ones. Tensors overwritten with the source's values keep these.
 
         Raises:
-            PlanError: On every rank, with nothing changed: ``already-applied``; ``model-changed`` when a tensor or a
-                forward was replaced after the call (undo later calls first); ``sharder-nesting``.
+            PlanError: On every rank, without changes: ``already-applied``; ``model-changed`` if a tensor or a forward
+                was replaced after the call (undo later calls first); ``sharder-nesting``.
         """
         outcome, failed = capture_errors(self._undo_outcome)
         raise_on_all_ranks(self._group, outcome or RankState((), failed), "undo")
         whole, found = capture_errors(lambda: [self._whole(placed) for placed in self._placed])
         raise_problems(found)
         assert whole is not None
-        for removal in reversed(self._removals):
+        for removal in reversed(self._removals):  # last first: wrappers nest
             removal()
         for placed, value in zip(self._placed, whole, strict=True):
             for module, name, _ in placed.places:
@@ -129,11 +129,11 @@ class ShardHandle:
                 hint = "build the optimizer again"
                 mark_stale(placed.value, Problem("parameter-replaced", placed.name, found=why, hint=hint))
         self._undone = True
-        self._placed, self._removals, self._checks = [], [], []
+        self._placed, self._removals, self._checks = [], [], []  # frees the shards
         return self.module
 
     def report(self, path: str | Path) -> Path:
-        """Write what was done to ``path``, as JSON."""
+        """Write the actions to ``path``, as JSON."""
         return write_report(self, Path(path))
 
     def _undo_outcome(self) -> RankState:
@@ -154,11 +154,11 @@ class ShardHandle:
         return problems
 
     def _whole(self, placed: Placed) -> torch.Tensor:
-        """The whole tensor as it goes back, with its gradient; a collective."""
+        """Return the full tensor with its gradient; a collective."""
         value = self._gathered(placed.value, placed)
         grad = placed.value.grad
         held = placed.before()
-        if held is not None and not held.is_meta:
+        if held is not None and not held.is_meta:  # the same object: its optimizer holds it
             with torch.no_grad():
                 held.copy_(value)
             restored = held.requires_grad_(placed.value.requires_grad)
@@ -172,7 +172,7 @@ class ShardHandle:
         return restored
 
     def _gathered(self, tensor: torch.Tensor, placed: Placed) -> torch.Tensor:
-        """The whole of a tensor that lies like ``placed``; any dtype, which ``full_tensor`` does not take."""
+        """Gather a tensor of the layout of ``placed``; any dtype, unlike ``full_tensor``."""
         if isinstance(tensor, DTensor):
             assert isinstance(placed.value, DTensor)
             with torch.no_grad():
@@ -184,7 +184,7 @@ class ShardHandle:
 def place(
     module: nn.Module, action: TensorAction, old: torch.Tensor, value: torch.Tensor, transaction: Transaction
 ) -> Placed:
-    """Put ``value`` where ``old`` stood, under each of its names, with what the user set on it."""
+    """Put ``value`` in place of ``old``, under each of its names, with the user's attributes."""
     value.__dict__.update(user_attributes(old))
     places = []
     for fqn in action.names:
@@ -196,7 +196,7 @@ def place(
 
 
 def _state(value: torch.Tensor) -> str:
-    """Return what has to be equal on all ranks to gather a tensor and its gradient."""
+    """Describe the properties that ranks compare before they gather a tensor and its gradient."""
     dtype = str(value.dtype).removeprefix("torch.")
     if value.grad is None:
         return f"{dtype}, no gradient"
@@ -204,7 +204,7 @@ def _state(value: torch.Tensor) -> str:
 
 
 def mark_replaced_stale(handle: ShardHandle) -> ShardHandle:
-    """The handle of a call that has succeeded: whoever still trains what was replaced is told."""
+    """Mark replaced parameters as stale, so that an optimizer that still trains them raises."""
     for placed in handle._placed:
         whole = placed.before()
         if isinstance(whole, nn.Parameter):
@@ -214,24 +214,24 @@ def mark_replaced_stale(handle: ShardHandle) -> ShardHandle:
     return handle
 
 
-# What torch and this repository write on a parameter themselves.
+# Attributes of a parameter that torch and this repository write themselves.
 _OWN_ATTRIBUTES = {"_sharding_info", "_is_param", "_local_tensor", "_spec", "_stale_problem", "_stale_successor"}
 
 
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return attributes that the user set on a parameter; the tensor that replaces it gets them."""
+    """Return the user's attributes of a parameter, for the tensor that replaces it."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
 
 def irreversible(path: str, sharder: object) -> Callable[[], Problem]:
-    """A check that always fails: what a Sharder did to a module only it knows."""
+    """Return a check that always fails: a Sharder's change cannot be undone."""
     found = f"{type(sharder).__qualname__} replaced this module; its weights may have changed since"
     problem = Problem("sharder-nesting", path, found=found, hint="keep a copy of the module to go back to")
     return lambda: problem
 
 
 def still_ours(module: nn.Module, attribute: str, value: object, path: str) -> Callable[[], Problem | None]:
-    """A check that an instance attribute still is the one that was set."""
+    """Return a check that an instance attribute is still the installed one."""
 
     def check() -> Problem | None:
         if module.__dict__.get(attribute) is value:

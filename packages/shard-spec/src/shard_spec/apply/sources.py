@@ -33,19 +33,19 @@ def scatter_to_all(
     src: int,
     mesh: DeviceMesh,
 ) -> torch.Tensor:
-    """This rank's shard: from ``src`` to one of each set of replicas, then from there along the axes that replicate.
+    """Return this rank's shard: from ``src`` to each first replica, then broadcast along replicating axes.
 
-    ``src`` sends every element once, however many replicas there are.
+    ``src`` sends every element once, for any number of replicas.
     """
     local = scatter(full, layout, action.shape, action.dtype, device, group, src, primaries=True)
-    for axis, spec in enumerate(layout.specs):
+    for axis, spec in enumerate(layout.specs):  # mesh order on all ranks
         if isinstance(spec, ReplicateSpec) and mesh.size(axis) > 1:
             broadcast_(local, mesh.get_group(axis), 0)
     return local
 
 
 def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
-    """This rank's shard of its own full tensor, in memory of its own, so that the full one can be freed."""
+    """Copy this rank's shard out of its own full tensor, so that the full one can be freed."""
     return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
 
 
@@ -59,28 +59,28 @@ def materialize(
     init: Initializer | None,
     seed: int,
 ) -> torch.Tensor:
-    """This rank's shard of a tensor that so far has a shape only.
+    """Create this rank's shard of a meta tensor.
 
     Args:
         action: The tensor.
-        device: Where the shard goes.
+        device: Device of the shard.
         rank: Global rank.
-        init: Fills a whole tensor, ``init(fqn, tensor)``; None: floating shards become NaN, others 0.
-        seed: The generators start from it and the FQN for each tensor: the values depend neither on the layout nor
-            on the rank.
+        init: Fills a full tensor, ``init(fqn, tensor)``; None: floating shards become NaN, others 0.
+        seed: Seed of the generators, with the FQN, for each tensor: the values depend neither on the layout nor on the
+            rank.
     """
     assert action.layout is not None
     if init is None:
         local = torch.empty(action.layout.local_shape(rank, action.shape), dtype=action.dtype, device=device)
         return fill_nan_(local)
-    whole = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))
+    whole = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))  # unwritten entries show
     with seeded(seed, action.names[0], device), torch.no_grad():
         init(action.names[0], whole)
     return local_shard(whole, action.layout, device, rank)
 
 
 def fill_nan_(tensor: torch.Tensor) -> torch.Tensor:
-    """Values that cannot be mistaken for weights, where the dtype has such."""
+    """Fill with NaN, which cannot be mistaken for weights, or 0 for dtypes without NaN."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
     return tensor.zero_()
@@ -88,23 +88,23 @@ def fill_nan_(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
-    """Random numbers that depend on ``seed`` and ``name`` alone; the generators are put back afterwards."""
+    """Seed random numbers by ``seed`` and ``name`` alone; the generators are restored afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 63))
         yield
 
 
 def reset_parameters_of(module: nn.Module, device: torch.device, seed: int) -> Initializer:
-    """An initializer that asks the module that has the tensor: its ``reset_parameters()``.
+    """Return an initializer that calls the owning module's ``reset_parameters()``.
 
-    The module's tensors are made whole on ``device``, one module at a time, in a copy.
+    The module's full tensors are created on ``device``, one module at a time, in a copy.
     """
     made: dict[str, dict[str, torch.Tensor]] = {}
 
     def init(name: str, tensor: torch.Tensor) -> None:
         path, _, attribute = name.rpartition(".")
         if path not in made:
-            made.clear()
+            made.clear()  # one module's tensors at a time
             with seeded(seed, path, device):
                 made[path] = _reset(module.get_submodule(path), device)
         tensor.copy_(made[path][attribute])
@@ -124,13 +124,13 @@ def _reset(owner: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
                 table[name] = nn.Parameter(full, requires_grad=value.requires_grad) if is_parameter else full
                 tensors[name] = table[name]
         whole.__dict__[table_name] = table
-    method: Any = getattr(whole, "reset_parameters", None) or whole._reset_parameters  # torch's two spellings
+    method: Any = getattr(whole, "reset_parameters", None) or whole._reset_parameters  # both spellings occur in torch
     method()
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def reset_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
-    """The tensors whose module has no ``reset_parameters``."""
+    """Report tensors of modules without ``reset_parameters``."""
     problems = []
     for name in names:
         owner = module.get_submodule(name.rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""Transaction: every change that a call makes to a module, to take all of them back; Sharders within one."""
+"""Transaction: an undo log of a call's changes to a module, and Sharders within one."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ class Transaction:
         self._undo.clear()  # the old tensors can be freed
 
     def set_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """Put a parameter or buffer of ``module`` in place."""
+        """Install a parameter or buffer of ``module``."""
         put_tensor(module, name, value, self._undo)
 
     def set_module(self, parent: nn.Module, name: str, value: nn.Module) -> None:
-        """Put a submodule in place."""
+        """Install a submodule."""
         old = parent._modules[name]
         self._undo.append(lambda: parent._modules.__setitem__(name, old))
         parent._modules[name] = value
 
     def set_attribute(self, module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-        """Put a plain attribute of the instance in place, and return how to take it back."""
+        """Install a plain attribute of the instance, and return its undo function."""
         before = dict(module.__dict__)
 
         def undo() -> None:
             if name in before:
                 module.__dict__[name] = before[name]
             else:
-                module.__dict__.pop(name, None)
+                module.__dict__.pop(name, None)  # the class attribute again
 
         self._undo.append(undo)
         module.__dict__[name] = value
         return undo
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Write ``value`` into ``tensor``; nothing happens, and nothing is kept, where it is there already."""
+        """Write ``value`` into ``tensor``; equal values need no copy."""
         if torch.equal(tensor.detach(), value):
             return
         old = tensor.detach().clone()
@@ -68,12 +68,12 @@ class Transaction:
             tensor.copy_(value)
 
     def on_rollback(self, undo: Callable[[], None]) -> None:
-        """Remember how to take back a change that the caller makes itself."""
+        """Register the undo function of a change by the caller."""
         self._undo.append(undo)
 
 
 def put_tensor(module: nn.Module, name: str, value: torch.Tensor, log: list[Callable[[], None]] | None = None) -> None:
-    """Replace a registered parameter or buffer; order, kind and persistence of the entry stay as they were."""
+    """Replace a registered parameter or buffer; order, kind and persistence of the entry are preserved."""
     table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
     old = table[name]
     if log is not None:
@@ -82,19 +82,19 @@ def put_tensor(module: nn.Module, name: str, value: torch.Tensor, log: list[Call
 
 
 class Snapshot:
-    """The registered state of a module and everything below it, to be put back when a Sharder fails."""
+    """Registered state of a module and its submodules, to restore if a Sharder fails."""
 
     def __init__(self, module: nn.Module) -> None:
         tensors = [*module.parameters(), *module.buffers()]
         attributes = [vars(each) for each in (*module.modules(), *tensors)]
         inner = [value for table in attributes for value in table.values() if isinstance(value, dict)]
-        # A shard_module within the Sharder hooks the gradients of replicated parameters.
+        # A shard_module within the Sharder adds hooks on gradients of replicated parameters.
         self._hooks = [(tensor, tensor._backward_hooks) for tensor in tensors]
         hooked = [hooks for _, hooks in self._hooks if hooks is not None]
         self._tables = [(table, table.copy()) for table in (*attributes, *inner, *hooked)]
 
     def restore(self) -> None:
-        """Put every attribute, table and gradient hook back; values written in place are not undone."""
+        """Restore every attribute, table and gradient hook; in-place writes to values are not undone."""
         for table, items in self._tables:
             table.clear()
             table.update(items)
@@ -103,7 +103,7 @@ class Snapshot:
 
 
 def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Transaction) -> None:
-    """Put ``new`` where the module at ``path`` is, everywhere it is."""
+    """Replace the module at ``path`` by ``new``, at every place."""
     old = module.get_submodule(path)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -114,7 +114,7 @@ def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Tr
 def run_sharders(
     module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, transaction: Transaction
 ) -> dict[str, nn.Module]:
-    """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""
+    """Call the Sharders in the order of their FQNs; if one fails on a rank, all ranks raise."""
     if not actions.sharders:
         return {}
 
@@ -122,7 +122,7 @@ def run_sharders(
         made = {}
         for path, sharder in actions.sharders.items():
             old = module.get_submodule(path)
-            transaction.on_rollback(Snapshot(old).restore)
+            transaction.on_rollback(Snapshot(old).restore)  # before the call: it may fail halfway
             new = sharder.shard(old)
             if not isinstance(new, nn.Module):
                 found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
@@ -139,9 +139,9 @@ def run_sharders(
 
 
 def _await_peers(group: dist.ProcessGroup, problems: tuple[Problem, ...]) -> None:
-    """Answer ranks that still compare plans inside of a Sharder, until every rank has left its Sharders.
+    """Join comparisons of ranks still inside of a Sharder, until every rank has left its Sharders.
 
-    A Sharder may call ``shard_module``: where this rank's failed before that, its peers wait in the comparison.
+    A Sharder may call ``shard_module``: if this rank's failed before that, its peers wait in the comparison.
     """
     subject = "Sharders"
     done = subject.encode().ljust(HEADER_BYTES, b"\0")

@@ -1,1 +1,1 @@
-"""Movement of tensors between ranks: groups and meshes in any order, scatter and gather, and agreement of ranks."""
+"""Movement of tensors between ranks: groups and meshes in any order, scatter and gather, and consensus."""

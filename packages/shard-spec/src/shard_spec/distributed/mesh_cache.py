@@ -1,7 +1,7 @@
-"""DeviceMeshes over the ranks of a group, in any order, and the state that its ranks compare before they act.
+"""DeviceMeshes over the ranks of a group, in any order, and the consensus of its ranks.
 
-A ``DeviceMesh`` made from permuted ranks gets process groups in ascending order, and then gathers shards in the wrong
-order without an error. The meshes made here have groups in mesh order.
+A ``DeviceMesh`` of permuted ranks gets process groups in ascending order, and then gathers shards in the wrong
+order without an error. Meshes of this module have groups in mesh order.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from shard_spec.layout.mesh import MeshSpec
 
 
 class GroupRef:
-    """A process group that survives ``copy.deepcopy`` and, within one job, pickling: it travels by its name."""
+    """A process group that survives ``copy.deepcopy`` and, within one job, pickling, by its name."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks, in group order."""
+        """Global ranks, in group order."""
         return tuple(dist.get_process_group_ranks(self.group))
 
     @property
@@ -51,7 +51,7 @@ class GroupRef:
 
 
 class MeshCache:
-    """The meshes of one call: one for each shape, order of ranks and axis names, made once."""
+    """Meshes of one call: one for each shape, order of ranks and axis names."""
 
     def __init__(self, group: GroupRef, device_type: str) -> None:
         self.group = group
@@ -59,7 +59,7 @@ class MeshCache:
         self._meshes: dict[MeshSpec, DeviceMesh] = {}
 
     def prepare(self, layouts: Iterable[Layout]) -> None:
-        """Make the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group.
+        """Create the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group.
 
         Raises:
             PlanError: On every rank, before anything else: ``missing-dependency``, ``no-process-group``.
@@ -72,10 +72,10 @@ class MeshCache:
             self._meshes[key] = self._make(key)
 
     def mesh_of(self, layout: Layout) -> DeviceMesh:
-        """The mesh that ``layout`` lies on.
+        """Return the mesh of ``layout``.
 
         Raises:
-            PlanError: ``mesh-mismatch`` for an output whose spec says only at run time how it is cut.
+            PlanError: ``mesh-mismatch`` for an output with a spec that fixes its layout at run time only.
         """
         key = _key_of(layout)
         if key not in self._meshes:
@@ -85,7 +85,7 @@ class MeshCache:
         return self._meshes[key]
 
     def flat_mesh(self) -> DeviceMesh:
-        """The 1-D mesh in the order of the group."""
+        """Return the 1-D mesh in the order of the group."""
         return self._meshes[self._flat_key()]
 
     def _flat_key(self) -> MeshSpec:
@@ -100,12 +100,12 @@ class MeshCache:
             found = f"ranks in the order {unsorted[0]}; this torch makes groups in ascending order only"
             hint = "name the ranks in ascending order, or use a torch whose new_group has sort_ranks"
             raise PlanError(Problem("missing-dependency", "placements", found=found, hint=hint))
-        if self.group.size == dist.get_world_size():
+        if self.group.size == dist.get_world_size():  # all ranks of the job take part
             return
         counts: list[int] = [0] * self.group.size
         dist.all_gather_object(counts, _torch_compat.num_groups(), group=self.group.group)
         if len(set(counts)) > 1:
-            # Torch names a group that only its members make after the number of groups they know.
+            # Torch names a group created by its members only after their number of groups.
             found = f"new groups are needed, {list(wanted[0])} first, and the ranks know {counts} groups"
             hint = "make the group in the order of the specs (new_group(ranks, sort_ranks=False)) and pass it"
             raise PlanError(Problem("no-process-group", "process_group", found=found, hint=hint))
@@ -120,7 +120,7 @@ class MeshCache:
         return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=key.axis_names)
 
     def _own_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-        """This rank's group of one axis; every rank that has to makes the others too, in one order."""
+        """Return this rank's group of one axis; every rank creates the groups in one order."""
         everybody, me = self.group.size == dist.get_world_size(), dist.get_rank()
         made = [_torch_compat.new_ordered_group(list(each), everybody) for each in groups if everybody or me in each]
         (own,) = [each for each in made if each is not None]
@@ -133,7 +133,7 @@ def _groups(mesh: MeshSpec) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def _key_of(layout: Layout) -> MeshSpec:
-    """Axes that specs made up (``shard0``, ``shard1``) share their meshes whatever they cut."""
+    """Return a mesh key; made-up axis names (``shard0``, ``shard1``) share their meshes."""
     names = tuple("shard" if re.fullmatch(r"shard\d+", name) else name for name in layout.mesh.axis_names)
     if len(set(names)) < len(names):
         names = tuple(f"{name}{at}" for at, name in enumerate(names))
@@ -145,11 +145,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankState:
-    """Result of planning on one rank.
+    """State of planning on one rank.
 
     Attributes:
-        lines: Facts about what it is about to do; they have to be equal on every rank.
-        problems: What keeps it from going on.
+        lines: Actions as text; they have to be equal on every rank.
+        problems: Problems on this rank.
     """
 
     lines: tuple[str, ...] = ()
@@ -157,10 +157,10 @@ class RankState:
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group that was passed, or the default group.
+    """Return the given group, or the default group.
 
     Raises:
-        PlanError: ``no-process-group`` or ``rank-outside-mesh``; no other rank can be told.
+        PlanError: ``no-process-group`` or ``rank-outside-mesh``, on this rank only.
     """
     if not (dist.is_available() and dist.is_initialized()):
         found = "torch.distributed is not initialized"
@@ -174,7 +174,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 
 
 def capture_errors(work: Callable[[], T]) -> tuple[T | None, tuple[Problem, ...]]:
-    """Return the value of ``work``, or its problems, so that a failing rank still meets its peers."""
+    """Return the value of ``work``, or its problems, so that a failing rank still joins its peers' collective."""
     try:
         return work(), ()
     except Exception as error:
@@ -182,10 +182,10 @@ def capture_errors(work: Callable[[], T]) -> tuple[T | None, tuple[Problem, ...]
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup, state: RankState, subject: str) -> None:
-    """Return when no rank found a problem and all are about to do the same; a collective.
+    """Return if no rank found a problem and all plan the same; a collective.
 
     Raises:
-        PlanError: The same on every rank: the problems of all ranks, or ``ranks-disagree`` with the lines that differ.
+        PlanError: The same on every rank: the problems of all ranks, or ``ranks-disagree`` with the different lines.
     """
     error = PlanError(state.problems) if state.problems else None
     assert_consistent(group, subject, state.lines, error, hint="pass the same to every rank of the group")

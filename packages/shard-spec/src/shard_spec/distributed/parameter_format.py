@@ -1,4 +1,4 @@
-"""Format of a parameter: a DTensor where placements describe its layout, else a local one, or a problem."""
+"""Choice of a parameter's format: a DTensor if placements express its layout, else a local one."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterFormat:
-    """Format in which one layout is held.
+    """Format of a parameter under one layout.
 
     Attributes:
-        kind: ``"dtensor"``; or ``"local"``: a plain parameter that carries ``_sharding_info``.
-        specs: One for each mesh axis; an interleaved one only in a DTensor whose axes cut in another order than the
-            mesh has them, as a number of sections.
+        kind: ``"dtensor"``; or ``"local"``: a plain parameter with ``_sharding_info``.
+        specs: One for each mesh axis; an interleaved one only in a DTensor with axes that do not shard in mesh order,
+            as a number of sections.
         sections: For ``"local"``: the sizes of the sections of the interleaved dim.
     """
 
@@ -56,7 +56,7 @@ class ParameterFormat:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement of torch's for each mesh axis; the sections of a local parameter are not in them."""
+        """Torch's placement for each mesh axis; without the sections of a local parameter."""
         if self.kind == "local":
             return tuple(
                 dtensor_placement(ShardSpec(t.dim) if isinstance(t, InterleavedShard) else t) for t in self.specs
@@ -70,11 +70,11 @@ def choose_format(
     """Return the format of a tensor of ``shape`` under ``layout``, or the problem that prevents one.
 
     Args:
-        layout: It fits ``shape``.
+        layout: A valid layout for ``shape``.
         shape: Global shape.
         name: FQN, for the problem.
-        local: Whether a weight that one axis interleaves may become a local parameter with sections.
-        strided: Whether axes that cut one dim in another order than the mesh has them may become a strided shard.
+        local: True to allow a local parameter with sections for a weight interleaved by one axis.
+        strided: True to allow a strided shard for axes that shard one dim in another order than the mesh's.
     """
     plain = layout.canonical(shape)
     special = [at for at, spec in enumerate(plain.specs) if isinstance(spec, SpecialShard)]
@@ -98,7 +98,7 @@ def choose_format(
 
 
 def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
-    """Axes that cut one dim in an order of their own, as in FSDP over tensor parallelism."""
+    """Return the format of axes with an order of their own, as in FSDP over tensor parallelism."""
     hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
     specs, why = dtensor_specs(layout, shape)
     if why is None and not strided:
@@ -112,7 +112,7 @@ def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) 
 
 
 def _written(spec: PlacementSpec, ndim: int) -> PlacementSpec:
-    """The cut as it is written, whatever kind of cut it is called."""
+    """Return the plain shard of a spec with its dim counted from the front."""
     return REPLICATE if spec.dim is None else ShardSpec(spec.dim % ndim)
 
 
@@ -126,13 +126,13 @@ def _hint(spec: PlacementSpec, local: bool) -> str:
     return "use Shard(dim) here; shard-reshard moves tensors in any layout"
 
 
-# ---- specs that a DTensor has placements for ----
+# ---- specs with DTensor placements ----
 
 
 def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[PlacementSpec, ...], str | None]:
-    """The layout in specs that have a DTensor placement (R, P, S, and I with a number of sections), or why not.
+    """Return the layout in specs with DTensor placements (R, P, S, or I with a number of sections), or a reason.
 
-    Without a shape only what holds for every shape is said.
+    Without a shape the result holds for every shape.
     """
     if shape is not None:
         plain = layout.canonical(shape)
@@ -144,7 +144,7 @@ def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[
     for spec in specs:
         if isinstance(spec, SpecialShard) and not isinstance(getattr(spec, "sections", None), int):
             return (), _WHY[type(spec)]
-    if not layout.order:
+    if not layout.order:  # mesh order is DTensor's own
         return tuple(specs), None
     if shape is None:
         return (), "this order depends on the shape in a DTensor; pass the model"
@@ -162,14 +162,14 @@ _WHY: dict[type, str] = {
 
 
 def _equal_sections(spec: PlacementSpec) -> PlacementSpec:
-    """Sections of one size are a number of sections, whatever comes before: torch.chunk cuts them alike."""
+    """Convert sections of one size to a number of sections: torch.chunk shards them alike."""
     if isinstance(spec, InterleavedShard) and isinstance(spec.sections, tuple) and len(set(spec.sections)) == 1:
         return InterleavedShard(spec.dim, len(spec.sections))
     return spec
 
 
 def _strided(layout: Layout, specs: list[PlacementSpec]) -> tuple[PlacementSpec, ...] | None:
-    """Mesh order, with a strided shard on each axis that cuts after a later one."""
+    """Return specs in mesh order, with a strided shard on each axis that shards after a later one."""
     if any(isinstance(spec, InterleavedShard) for spec in specs):
         return None
     names = layout.mesh.axis_names
@@ -185,7 +185,7 @@ def _strided(layout: Layout, specs: list[PlacementSpec]) -> tuple[PlacementSpec,
 
 
 def dtensor_placement(spec: PlacementSpec) -> Any:
-    """Torch's placement of a spec; an interleaved one has a number of sections."""
+    """Return torch's placement of a spec; an interleaved one has a number of sections."""
     if isinstance(spec, InterleavedShard):
         assert isinstance(spec.sections, int)
         return _torch_compat.strided_shard(spec.dim, spec.sections)
@@ -198,16 +198,16 @@ def shard_tensor(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> DTensor:
-    """Scatter one tensor from ``src_rank`` of the group; a collective. The tensor itself is left alone.
+    """Scatter one tensor from ``src_rank`` of the group, without changing it; a collective.
 
     Args:
-        tensor: The full tensor on the source; its shape and dtype on every rank.
-        place: Global shape -> layout over the ranks of the group, and this rank's device where one is named.
-        src_rank: Rank in the group that has the values.
+        tensor: The full tensor on the source; shape and dtype are used on every rank.
+        place: Global shape -> layout over the ranks of the group, and this rank's device, if named.
+        src_rank: Rank in the group with the values.
         process_group: Default: the default group.
 
     Raises:
-        PlanError: Before anything moved, on every rank.
+        PlanError: Before any transfer, on every rank.
     """
     group = group_or_default(process_group)
     planned, problems = capture_errors(lambda: _planned(tensor, place, src_rank, group))
@@ -216,14 +216,14 @@ def shard_tensor(
         layout, device = planned
         frozen = "" if tensor.requires_grad else ", frozen"
         where = f"{layout} on ranks {list(layout.mesh.ranks)}, source {src_rank}, on {device.type}"
-        lines = (f"tensor {tensor.dtype} {list(tensor.shape)}{frozen} -> {where}",)
+        lines = (f"tensor {tensor.dtype} {list(tensor.shape)}{frozen} -> {where}",)  # equal on all ranks
     raise_on_all_ranks(group, RankState(lines, problems), "shard")
     assert planned is not None
     layout, device = planned
     shape = tuple(tensor.shape)
     meshes = MeshCache(GroupRef(group), device.type)
     meshes.prepare([layout])
-    full = tensor.detach() if dist.get_rank(group) == src_rank else None
+    full = tensor.detach() if dist.get_rank(group) == src_rank else None  # other ranks may pass meta tensors
     local = scatter(full, layout, shape, tensor.dtype, device, group, src_rank)
     value = as_dtensor(local, layout, shape, "tensor", meshes)
     value.requires_grad_(tensor.requires_grad)
@@ -236,7 +236,7 @@ def _planned(
     src_rank: int,
     group: dist.ProcessGroup,
 ) -> tuple[Layout, torch.device]:
-    """Return where the shards go; sends nothing."""
+    """Return layout and device of the shards, without communication."""
     if not isinstance(tensor, torch.Tensor):
         found = f"{tensor!r:.200} of type {type(tensor).__qualname__}"
         raise PlanError(Problem("wrong-type", "tensor", found=found, hint="give the full tensor"))
@@ -253,14 +253,14 @@ def _planned(
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the kind of device that the group communicates on."""
+    """Return the kind of device of the group's communication."""
     if "cpu:" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def source_problems(src_rank: object, size: int) -> list[Problem]:
-    """Return the problem of a source that is no rank of the group."""
+    """Report a source that is no rank of the group."""
     if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
         return []
     hint = f"a rank in the group, 0 to {size - 1}"
@@ -268,20 +268,20 @@ def source_problems(src_rank: object, size: int) -> list[Problem]:
 
 
 def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name: str, meshes: MeshCache) -> DTensor:
-    """Return this rank's shard as a DTensor."""
+    """Convert this rank's shard to a DTensor."""
     expression = choose_format(layout, shape, name)
     assert isinstance(expression, ParameterFormat)  # planned
     return dtensor_of(local, meshes.mesh_of(layout), expression.placements, shape)
 
 
 def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """Return a local shard as a DTensor of global ``shape``; from_local alone takes all shards to be of one shape."""
+    """Convert a local shard to a DTensor of global ``shape``; from_local alone assumes equal shards."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> list[Problem]:
-    """Return the problems of a layout that does not name every rank of the group."""
+    """Report ranks of the layout outside the group, and ranks of the group outside the layout."""
     outside = sorted(set(named) - set(ranks))
     missing = sorted(set(ranks) - set(named))
     problems = []
