@@ -1,4 +1,4 @@
-"""ShardingPlan: how every tensor of a model lies on the ranks of a mesh, with all that can be asked of it."""
+"""ShardingPlan: the layout of every tensor of a model, and every operation on a plan."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ class ShardingPlan(PlanContent):
     """Plan of a model: a layout for each parameter, by name or pattern.
 
     Args:
-        plan: Pattern (see `Pattern`) to what the matching tensors get: placements (one for each axis of ``mesh``, or a
+        plan: Pattern (see `Pattern`) to the layout of matching tensors: placements (one for each axis of ``mesh``, or a
             mapping from axis to placement), text (``"dp:R, tp:S(0)"``), a ``Layout``, or a ``ShardingSpec`` (torch's
-            too). The FQN of a submodule to a ``Sharder`` lets that shard the submodule.
-        output_plan: FQN of a module (``""`` is the root) to the layout its output is to have.
-        return_local_tensor: FQNs of modules whose sharded output is handed on as this rank's plain tensor.
+            too). The FQN of a submodule to a ``Sharder`` lets it shard the submodule.
+        output_plan: FQN of a module (``""`` is the root) to the layout of its output.
+        return_local_tensor: FQNs of modules with sharded outputs to return as this rank's plain tensor.
         mesh: The axes: a ``MeshSpec``, a mapping from axis name to size, text (``"dp=2, tp=4"``), or a ``DeviceMesh``.
-            May be left out where every value has its own ranks (layouts, specs).
-        strict: Whether a parameter that no rule mentions is a problem; otherwise it is replicated. Buffers that no
-            rule mentions are always replicated.
+            May be left out if every value has its own ranks (layouts, specs).
+        strict: Report parameters without a rule as a problem; otherwise they are replicated. Buffers without a rule are
+            always replicated.
 
-    The mappings are copied; a plan never changes. Wrong rules are no error here: :meth:`validate` lists all of them,
-    together with what only the model can tell. Plans compare by their content; ``digest`` stands for a hash.
+    The mappings are copied; a plan never changes. Wrong rules raise no error here: :meth:`validate` lists all of them,
+    together with problems of the model. Plans compare by their content; use ``digest`` as a hash.
 
     Raises:
-        TypeError: When an argument is not a mapping, or not a list of names.
+        TypeError: If an argument is not a mapping, or not a list of names.
     """
 
     @classmethod
@@ -66,26 +66,26 @@ class ShardingPlan(PlanContent):
         )
 
     def __or__(self, other: PlanContent) -> ShardingPlan:
-        """This plan with the rules of ``other`` added; where both have a rule of one pattern, that of ``other``."""
+        """Merge the rules of two plans; for one pattern in both, the rule of ``other`` is used."""
         if not isinstance(other, PlanContent):
             return NotImplemented
         output = {**(self.output_plan or {}), **(other.output_plan or {})}
         local = dict.fromkeys((*(self.return_local_tensor or ()), *(other.return_local_tensor or ())))
         return ShardingPlan(
             {**self.plan, **other.plan},
-            output or None,
+            output or None,  # None if empty: equal plans compare equal
             tuple(local) or None,
             mesh=self.mesh if other.mesh is None else other.mesh,
             strict=self.strict or other.strict,
         )
 
     def compact(self, module: nn.Module | ModelMetadata) -> ShardingPlan:
-        """The same plan with one glob for all layers that lie alike, as a person would write it.
+        """Return an equivalent plan with one glob for all layers of equal layout.
 
-        Every parameter is mentioned; what a spec says becomes a layout.
+        Every parameter is mentioned; specs become layouts.
 
         Raises:
-            PlanError: When the plan does not fit the model.
+            PlanError: If the plan does not match the model.
         """
         found = resolve(self, module)
         values, mesh = compact_rules(found, self.mesh)
@@ -96,13 +96,13 @@ class ShardingPlan(PlanContent):
     # ---- with a model -----------------------------------------------------------------------------------------
 
     def resolve(self, module: nn.Module | ModelMetadata) -> Resolution:
-        """The layout of every parameter and buffer of ``module``, by FQN.
+        """Return the layout of every parameter and buffer of ``module``, by FQN.
 
-        An exact rule beats a glob; globs that match one name have to agree. Tied parameters are one tensor: a rule for
-        one of the names decides for all.
+        An exact rule overrides a glob; globs that match one name have to agree. Tied parameters are one tensor: a rule
+        for one of the names decides for all.
 
         Raises:
-            PlanError: With everything that :meth:`validate` finds.
+            PlanError: With every problem of :meth:`validate`.
         """
         return resolve(self, module)
 
@@ -114,13 +114,13 @@ class ShardingPlan(PlanContent):
         memory_limit: int | None = None,
         optimizer: Any = "adamw",
     ) -> tuple[Problem, ...]:
-        """Every problem of this plan for ``module``, in one pass; empty when there is none. Changes nothing.
+        """Return every problem of this plan for ``module``, in one pass; empty if there is none.
 
         Args:
             module: The model, or its metadata.
-            world_size: Number of ranks there will be; a mesh that names others is a problem.
-            memory_limit: Bytes one rank has for parameters, gradients and optimizer state.
-            optimizer: What the optimizer state is counted for, as in :meth:`memory`.
+            world_size: Number of ranks; a mesh with other ranks is a problem.
+            memory_limit: Bytes of one rank for parameters, gradients and optimizer state.
+            optimizer: Optimizer for the size of its state, as in :meth:`memory`.
         """
         return validate(self, module, world_size=world_size, memory_limit=memory_limit, optimizer=optimizer)
 
@@ -136,24 +136,24 @@ class ShardingPlan(PlanContent):
         checkpointing: bool = False,
         loss: Loss = "causal-lm",
     ) -> Memory:
-        """Bytes on each rank for parameters, buffers, gradients and optimizer state: to the byte, without a tensor.
+        """Count the bytes of parameters, buffers, gradients and optimizer state on each rank, exactly, without tensors.
 
-        With a batch also what the peak of a training step needs beside them: activations, logits and loss. Gradients
-        count from the start of the step, as they do where several backwards accumulate.
+        With a batch also the peak of a training step beside them: activations, logits and loss. Gradients count from
+        the start of the step, as if several backwards accumulate.
 
         Args:
             module: The model, or its metadata.
             batch: As in :meth:`activations`. None: the state alone is counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
                 :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, a torch optimizer or its class, or None.
-            grads: Whether gradients are counted, or their dtype where it is not the parameters'.
-            dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
+            grads: True to count gradients, or their dtype if it is not the parameters'.
+            dtype: Dtype of all floating tensors after a conversion, as by ``module.to(dtype)``.
             data_axes: As in :meth:`communication`.
             checkpointing: As in :meth:`activations`.
             loss: As in :meth:`activations`.
 
         Raises:
-            PlanError: When the plan does not fit the model, or a name is not known.
+            PlanError: If the plan does not match the model, or a name is not known.
         """
         static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=dtype)
         if batch is None:
@@ -173,23 +173,23 @@ class ShardingPlan(PlanContent):
         loss: Loss = "causal-lm",
         checkpointing: bool = False,
     ) -> ActivationEstimate:
-        """An estimate of what a training step keeps beside the model's state on one rank, and of its peak.
+        """Estimate the memory of a training step beside the model's state on one rank, and its peak.
 
         Args:
             module: The model, on any device; forward, loss and backward run once on shapes only (the meta device).
-            batch: ``(sequences, length)`` of token ids over all ranks; or what one rank passes to forward: a tensor,
-                a tuple of arguments or a mapping of keyword arguments, for example ``{"input_ids": ids}``.
+            batch: ``(sequences, length)`` of token ids over all ranks; or one rank's arguments of forward: a tensor, a
+                tuple of arguments or a mapping of keyword arguments, for example ``{"input_ids": ids}``.
             data_axes: As in :meth:`communication`.
             dtype: As in :meth:`memory`.
-            loss: With token ids of which forward makes logits: ``"causal-lm"``, the cross entropy of the next token,
-                on gathered logits; ``"vocab-parallel"``, the same on logits that stay sharded along the vocabulary.
-                Or a function ``loss(output, batch)``; or None: the loss is not counted. A loss that forward returns
-                itself (labels in ``batch``) is counted as it is.
-            checkpointing: Count as if each block, a child of a `ModuleList`, were recomputed in backward. Blocks that
-                the model checkpoints itself are counted so anyway.
+            loss: For logits of token ids: ``"causal-lm"``, the cross entropy of the next token, on gathered logits;
+                ``"vocab-parallel"``, the same on logits that stay sharded along the vocabulary. Or a function
+                ``loss(output, batch)``; or None: the loss is not counted. A loss returned by forward itself (labels in
+                ``batch``) is counted as it is.
+            checkpointing: Count as if each block, a child of a `ModuleList`, were recomputed in backward. Blocks
+                checkpointed by the model itself are counted so anyway.
 
         Raises:
-            PlanError: When the plan does not fit the model.
+            PlanError: If the plan does not match the model.
         """
         return estimate_activations(
             self, module, batch, data_axes=data_axes, dtype=dtype, loss=loss, checkpointing=checkpointing
@@ -205,29 +205,29 @@ class ShardingPlan(PlanContent):
         dtype: str | None = None,
         cost_model: CostModel | None = None,
     ) -> Communication:
-        """Return what one training step moves, by axis: parameters and gradients to the byte, activations by rule.
+        """Return the communication of one training step by axis: parameters and gradients exactly, activations by rule.
 
         Args:
             module: The model, or its metadata.
-            batch: Tokens in a step over all ranks, ``(sequences, length)``, or what one rank passes to forward. None:
+            batch: Tokens in a step over all ranks, ``(sequences, length)``, or one rank's arguments of forward. None:
                 do not count activations.
-            topology: Machine to tell the time for.
+            topology: Machine for the time of collectives.
             data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
-            dtype: Dtype on the wire, where it is not the parameters'.
+            dtype: Dtype of the transfers, if it is not the parameters'.
             cost_model: Times of collectives; default is the alpha-beta model.
 
         Raises:
-            PlanError: When the plan does not fit the model, or its layouts lie on several meshes.
+            PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
         found = resolve(self, module)
         return communication(found, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
-        """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""
+        """Explain this plan in words; with ``name`` one tensor; with ``module`` also reasons and local shapes."""
         return explain(self, name, module)
 
     def diff(self, other: ShardingPlan, module: nn.Module | ModelMetadata | None = None) -> PlanDiff:
-        """Return the changes to ``other``: rules, and with ``module`` the tensors whose layouts differ."""
+        """Return the changes to ``other``: rules, and with ``module`` the tensors of different layout."""
         return diff(self, other, module)
 
     def apply(
@@ -243,32 +243,32 @@ class ShardingPlan(PlanContent):
     ) -> ShardHandle:
         """Replace the tensors of ``module`` by their shards on ``mesh``, all or nothing; every rank calls it.
 
-        Tensors become DTensors, fused weights local parameters that remember their sections. See
+        Tensors become DTensors, fused weights local parameters with the sections in ``_sharding_info``. See
         :func:`shard_spec.apply_plan` for the arguments.
 
         Returns:
             A handle with ``plan``, ``undo()`` and ``report(path)``.
 
         Raises:
-            PlanError: With every problem of every rank, before anything moved.
+            PlanError: With every problem of every rank, before any change.
         """
-        from shard_spec.apply.apply import apply_plan  # imports torch.distributed.tensor, which plans never need
+        from shard_spec.apply.apply import apply_plan  # imports torch.distributed.tensor
 
         return apply_plan(module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
 
     # ---- files and other forms --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """This plan as JSON; equal plans give equal bytes.
+        """Return this plan as JSON; equal plans give equal bytes.
 
         Raises:
-            PlanError: ``invalid-plan`` for each rule that a file cannot hold.
+            PlanError: ``invalid-plan`` for each rule without a file form.
         """
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ShardingPlan:
-        """Read what :meth:`to_json` wrote; safe on files from anywhere.
+        """Parse the output of :meth:`to_json`; safe on untrusted files.
 
         Raises:
             PlanError: ``invalid-plan``.
@@ -277,9 +277,9 @@ class ShardingPlan(PlanContent):
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ShardingPlan:
-        """Read the document of :meth:`to_json` as values, for example ``yaml.safe_load(text)``.
+        """Parse the document of :meth:`to_json` as values, for example ``yaml.safe_load(text)``.
 
-        Rules and axes may be mappings; keys that are null may be left out.
+        Rules and axes may be mappings; null keys may be left out.
 
         Raises:
             PlanError: ``invalid-plan``.
@@ -288,7 +288,7 @@ class ShardingPlan(PlanContent):
 
     @classmethod
     def from_layouts(cls, layouts: Mapping[str, Layout], *, strict: bool = False) -> ShardingPlan:
-        """A plan with one exact rule for each name, for example ``ShardingPlan.from_layouts(plan.resolve(model))``."""
+        """Build a plan with one exact rule for each name, e.g. ``ShardingPlan.from_layouts(plan.resolve(model))``."""
         meshes = {layout.mesh for layout in layouts.values()}
         mesh = next(iter(meshes)) if len(meshes) == 1 else None
         values = {name: str(layout) if mesh is not None else layout for name, layout in layouts.items()}
@@ -300,10 +300,10 @@ class ShardingPlan(PlanContent):
 
         Args:
             module: The model.
-            mesh: The mesh of plain tensors, where no parameter tells.
+            mesh: The mesh of plain tensors, if no parameter has one.
 
         Raises:
-            PlanError: For each placement that a plan cannot say.
+            PlanError: For each placement that a plan cannot express.
         """
         from shard_spec.plan.from_module import layouts_of_module
 
@@ -314,10 +314,10 @@ class ShardingPlan(PlanContent):
     def to_dtensor_placements(
         self, module: nn.Module | ModelMetadata | None = None
     ) -> dict[str, tuple[Placement, ...]]:
-        """DTensor placements: for each rule, or with ``module`` for each parameter and buffer.
+        """Return DTensor placements of each rule, or with ``module`` of each parameter and buffer.
 
         Raises:
-            PlanError: ``not-expressible`` for each layout that DTensor has no placements for.
+            PlanError: ``not-expressible`` for each layout without DTensor placements.
         """
         from shard_spec.convert.parallelize import (
             to_dtensor_placements,  # imports torch.distributed.tensor: a second or more
@@ -328,13 +328,13 @@ class ShardingPlan(PlanContent):
     def to_parallelize_plan(
         self, module: nn.Module | ModelMetadata, axis: str | None = None
     ) -> dict[str, ParallelStyle]:
-        """The plan for torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
+        """Return the plan of torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
 
         ``output_plan`` sets the styles' output layouts: ``R`` or ``S(-1)`` along the axis.
 
         Args:
             module: The model.
-            axis: Mesh axis; may be left out where the plan cuts along one only.
+            axis: Mesh axis; may be left out if only one shards.
 
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
@@ -347,28 +347,28 @@ class ShardingPlan(PlanContent):
         return to_parallelize_plan(self, module, axis)
 
     def to_dcp(self, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """A state dict of local tensors as ``torch.distributed.checkpoint`` saves and loads it, under any layout.
+        """Wrap a state dict of local tensors for ``torch.distributed.checkpoint``, under any layout.
 
         Each box of a local tensor becomes a chunk: nothing is gathered, fused and uneven weights included. Loading
-        fills the local tensors in place. DTensors and what is no tensor are handed on.
+        fills the local tensors in place. DTensors and other values pass unchanged.
 
         Args:
             module: The model (on meta), for the global shapes.
             state_dict: FQN to this rank's local tensor.
-            rank: This rank, as the layouts' mesh counts.
+            rank: This rank on the layouts' mesh.
 
         Raises:
-            PlanError: With every tensor that does not lie as this plan says.
+            PlanError: With every tensor of another layout.
         """
         from shard_spec.convert.dcp import to_dcp  # imports torch.distributed.tensor: a second or more
 
         return to_dcp(self, module, state_dict, rank)
 
     def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
-        """The ``tp_plan`` for transformers along ``axis``: module name, ``*`` for layer numbers, to style.
+        """Return the ``tp_plan`` of transformers along ``axis``: module name, ``*`` for layer numbers, to style.
 
         Raises:
-            PlanError: ``not-expressible`` for each module that no style fits, and where layers differ.
+            PlanError: ``not-expressible`` for each module that no style fits, and for layers that differ.
         """
         from shard_spec.convert.hf import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
 
@@ -385,16 +385,16 @@ class ShardingPlan(PlanContent):
         prefix: str = "",
         forward: str = "refuse",
     ) -> ShardingPlan:
-        """Return the plan that a transformers ``tp_plan`` describes.
+        """Return the plan of a transformers ``tp_plan``.
 
         Args:
             tp_plan: Module or parameter name, ``*`` for layer numbers, to style: ``model.tp_plan``, or
                 ``config.base_model_tp_plan`` with ``prefix="model."``.
             module: The model (on meta).
             mesh: The mesh of the plan.
-            axis: The axis that cuts.
-            prefix: Put in front of every name.
-            forward: ``"refuse"`` styles that change forward in ways a plan cannot say, or ``"drop"`` that part.
+            axis: The sharding axis.
+            prefix: Prefix of every name.
+            forward: ``"refuse"`` styles that change forward beyond a plan, or ``"drop"`` that change.
 
         Raises:
             PlanError: ``not-expressible`` for each such style, ``unmatched-pattern`` for each unused entry.
@@ -407,19 +407,19 @@ class ShardingPlan(PlanContent):
 
     @classmethod
     def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
-        """Return the plan of a model that transformers loads with a ``DistributedConfig``.
+        """Return the plan of a model loaded by transformers with a ``DistributedConfig``.
 
         Its axes are ``dp_replicate``, ``fsdp`` and ``tp``, those of more than one rank. Experts are sharded over
-        ``tp``; where ``ep_size`` is greater than ``tp_size``, over ``ep`` and ``tp``, and ``fsdp`` is ``efsdp`` and
-        ``ep``. Settings that change no layout (offload, mixed precision, ``fsdp_plan``'s groups) are not in the plan.
+        ``tp``; for ``ep_size`` greater than ``tp_size``, over ``ep`` and ``tp``, and ``fsdp`` is ``efsdp`` and ``ep``.
+        Settings without layouts (offload, mixed precision, ``fsdp_plan``'s groups) are not in the plan.
 
         Args:
-            config: A ``DistributedConfig`` or its ``to_dict()``; None for a plan means the model's own.
+            config: A ``DistributedConfig`` or its ``to_dict()``; a plan of None means the model's own.
             module: The model (on meta).
 
         Raises:
-            PlanError: ``not-expressible`` for pipeline stages and styles that cannot be read.
+            PlanError: ``not-expressible`` for pipeline stages and unknown styles.
         """
-        from shard_spec.convert.distributed_config import from_distributed_config  # as above
+        from shard_spec.convert.distributed_config import from_distributed_config  # imports torch.distributed.tensor
 
         return cls.from_layouts(from_distributed_config(config, module)).compact(module)

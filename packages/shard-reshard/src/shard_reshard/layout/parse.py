@@ -1,4 +1,4 @@
-"""From what users write, and what tensors declare themselves, to bound layouts."""
+"""Resolve layouts given by users, or declared by tensors, to shard maps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnRank:
-    """The whole tensor on one rank of the group."""
+    """The full tensor on one rank of the group."""
 
     rank: int
 
@@ -40,7 +40,7 @@ DeviceMesh and placements, boxes by rank, `OnRank(r)`, or text such as ``"2x4: S
 
 ToGroup = Callable[[int], int]
 
-# A mesh and a layout as shard-spec reads them, and which ranks of the group the mesh has.
+# A mesh and a layout in shard-spec's text forms, and the mesh's ranks of the group.
 _TEXT = re.compile(r"(?P<mesh>[^:]*):(?P<layout>.*?)(?:\s+on\s+ranks?\s+(?P<ranks>[\d,.\s]+))?\s*", re.DOTALL)
 _WHOLE = re.compile(r"\s*(?:whole\s+on\s+)?rank\s+(\d+)\s*")
 _TEXT_HINT = (
@@ -49,16 +49,16 @@ _TEXT_HINT = (
 
 
 def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: ToGroup | None = None) -> ShardMap:
-    """The bound layout that ``layout`` means for a tensor of ``shape``.
+    """Return the shard map of ``layout`` for a tensor of ``shape``.
 
     Args:
         layout: See :data:`LayoutLike`.
-        shape: Global shape; None where the layout itself tells it.
-        to_group: Turns a global rank into a rank of the group. Layouts, boxes and `OnRank` count in ranks of the
-            group; DeviceMeshes and sharding specs name global ranks. None: the group is the default group.
+        shape: Global shape; None if the layout itself has one.
+        to_group: Maps a global rank to a rank of the group. Layouts, boxes and `OnRank` use ranks of the group;
+            DeviceMeshes and sharding specs use global ranks. None: the group is the default group.
 
     Raises:
-        PlanError: When it is none of these, does not fit the shape, or the shape is missing.
+        PlanError: If it is none of these, does not match the shape, or the shape is missing.
     """
     turn = to_group or (lambda rank: rank)
     if isinstance(layout, ShardMap):
@@ -91,11 +91,11 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
 
 
 def layout_value(layout: Any) -> Any:
-    """Return a layout that is a plain value, to be kept and compared; None for one that may hold on to tensors."""
+    """Return a layout as a comparable value for caches; None for one that may reference tensors."""
     if type(layout) is tuple and len(layout) == 2 and isinstance(layout[1], list | tuple):
         from shard_reshard._torch_compat import mesh_groups
 
-        return layout[0], tuple(layout[1]), mesh_groups(layout[0])
+        return layout[0], tuple(layout[1]), mesh_groups(layout[0])  # the same mesh may get new groups
     return layout if type(layout) is str or isinstance(layout, Layout | OnRank | ShardMap) else None
 
 
@@ -114,7 +114,7 @@ def _same_shape(bound: ShardMap, shape: Sequence[int] | None) -> ShardMap:
 
 
 def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """The smallest shape that holds all boxes."""
+    """Return the smallest shape that contains all boxes."""
     if not boxes:
         hint = "list at least one box, or pass shape="
         raise PlanError(Problem("missing-argument", "shape", found="no boxes", hint=hint))
@@ -144,7 +144,7 @@ def _listed(text: str, whole: str, size: int) -> list[int]:
         if match is None:
             raise PlanError(Problem("invalid-layout", found=repr(whole), hint=_TEXT_HINT))
         listed = range(int(match[1]), int(match[2] or match[1]) + 1)
-        if len(ranks) + len(listed) > size:  # before memory is taken for them
+        if len(ranks) + len(listed) > size:  # before the list grows
             found = f"{whole!r} lists more ranks than its mesh of {size} has"
             raise PlanError(Problem("invalid-layout", found=found, hint=_TEXT_HINT))
         ranks.extend(listed)
@@ -152,7 +152,7 @@ def _listed(text: str, whole: str, size: int) -> list[int]:
 
 
 def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:
-    spec = mesh_spec(mesh)
+    spec = mesh_spec(mesh)  # ranks of the group, in mesh order
     return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
 
 
@@ -160,12 +160,12 @@ def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
     """Return the value of a mesh, in global ranks.
 
     Raises:
-        PlanError: ``mesh-mismatch`` where an axis has another order than its process group.
+        PlanError: ``mesh-mismatch`` if an axis and its process group have different orders.
     """
     from shard_reshard._shared.consensus import mesh_order_problems
     from shard_reshard._torch_compat import real_tensors
 
-    with real_tensors():  # the ranks of a mesh are a tensor, also where tensors are fake
+    with real_tensors():  # the ranks of a mesh are a real tensor, even under fake tensors
         raise_problems(mesh_order_problems(mesh))
         return MeshSpec.from_device_mesh(mesh)
 
@@ -188,8 +188,8 @@ def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> Sh
 
 
 def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
-    """Return the layout that a tensor declares; None for a plain tensor."""
-    from shard_reshard._shared.sharding_info import sharding_info_of  # the command line plans without torch
+    """Return the declared layout of a tensor; None for a plain tensor."""
+    from shard_reshard._shared.sharding_info import sharding_info_of  # needs torch; the command line plans without
 
     if hasattr(value, "device_mesh") and hasattr(value, "placements"):
         return resolve_layout((value.device_mesh, tuple(value.placements)), tuple(value.shape), to_group)
@@ -206,7 +206,7 @@ def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
 
 
 def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
-    """Return the layout of a weight whose sections are sharded one by one, some of them with copies."""
+    """Return the layout of a weight with sections sharded one by one, some of them with copies."""
     shape, mesh = tuple(info.shape), info.mesh
     try:
         axis, dim = info.section_axis()
@@ -222,7 +222,7 @@ def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
         raise PlanError(Problem("invalid-sections", name, dim, found=found, hint=hint))
     spec = mesh_spec(mesh)
     boxes: dict[int, list[Box]] = {}
-    # The groups along an axis list the ranks at one place of it at that position.
+    # Position `place` of every group along the axis: ranks at one coordinate of it.
     for place, replicas in enumerate(zip(*spec.axis_groups(spec.axis_names[axis]), strict=True)):
         held = []
         for start, stop in info.ranges(place):
@@ -234,7 +234,7 @@ def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
 
 
 def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInfo) -> list[Problem]:
-    """Return a mismatch between a tensor's declared layout and ``wanted``, on this rank."""
+    """Return the mismatch between a tensor's declared layout and ``wanted``, on this rank."""
     try:
         own = own_layout(name, value, members.to_group)
     except PlanError as error:
@@ -243,7 +243,7 @@ def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInf
         return []
     alike = own.shape == wanted.shape and sorted(own.reduce_ops) == sorted(wanted.reduce_ops)
     if alike and sorted(own.local_pieces(members.rank)) == sorted(wanted.local_pieces(members.rank)):
-        return []  # the same on this rank
+        return []  # equal on this rank, which is all it can check
     found = f"it declares {own.describe()} of {own.shape}, not {wanted.describe()} of {wanted.shape}"
     hint = "leave out the layout of a tensor that declares its own, redistribute it, or pass its to_local()"
     return [Problem("layout-mismatch", name, found=found, hint=hint)]

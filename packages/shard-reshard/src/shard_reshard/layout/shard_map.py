@@ -1,9 +1,9 @@
-"""Bound layouts: a layout together with the shape it is for, in the one form that planning works on.
+"""Shard maps: a layout together with its shape, the one form used in planning.
 
-Vocabulary used by all modules that plan:
-    piece: a box of the global tensor and where it lies in a rank's local tensors (`Piece`).
-    cell: a box of the global tensor that a fixed set of ranks holds (`Cell`); the cells of a layout tile the tensor.
-    partial_index: one of the values that a partial layout still has to reduce; layouts without partial axes have one.
+Vocabulary of all planning modules:
+    piece: a box of the global tensor with its position in a rank's local tensors (`Piece`).
+    cell: a box of the global tensor with a fixed set of owners (`Cell`); the cells of a layout tile the tensor.
+    partial_index: index of an unreduced value of a partial layout; layouts without partial axes have one.
     start / stop: first and one-past-last index in each dim, as plain tuples (a `Box` costs more than the work on it).
 """
 
@@ -36,14 +36,14 @@ ITEMSIZES = {
 }
 
 FLOATING = frozenset(name for name in ITEMSIZES if name.startswith(("float", "bfloat", "complex")))
-# Types that are reduced in float32 and rounded once at the end.
+# Dtypes reduced in float32 and rounded once at the end.
 REDUCED_IN_FLOAT32 = frozenset(name for name in FLOATING if name.startswith(("float16", "bfloat16", "float8")))
 _SPELLINGS = {"half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32"}
 _SPELLINGS |= {"short": "int16", "cfloat": "complex64", "cdouble": "complex128"}
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The plain name of a dtype: ``"float32"`` for ``torch.float32``, ``"torch.float"`` and ``"float32"``."""
+    """Return the plain name of a dtype: ``"float32"`` for ``torch.float32``, ``"torch.float"`` and ``"float32"``."""
     name = str(dtype).removeprefix("torch.")
     name = _SPELLINGS.get(name, name)
     if name not in ITEMSIZES:
@@ -52,7 +52,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called ``name``."""
+    """Return the torch dtype called ``name``."""
     import torch
 
     found = getattr(torch, name)
@@ -63,15 +63,15 @@ def torch_dtype(name: str) -> torch.dtype:
 Index = tuple[int, ...]
 
 
-# Makes a named tuple of a tuple, at half the cost of calling its class: planning for large worlds makes thousands.
+# Converts a tuple to a named tuple at half the cost of its class: planning for large worlds makes thousands.
 new_tuple = tuple.__new__
 
 
 def sizes_of(shape: Any) -> Index:
-    """Return a global shape as whole numbers.
+    """Return a global shape as integers.
 
     Raises:
-        PlanError: ``invalid-argument`` where it is none.
+        PlanError: ``invalid-argument`` for anything else.
     """
     try:
         sizes = () if isinstance(shape, str) else tuple(map(index, shape))
@@ -88,30 +88,30 @@ class Piece(NamedTuple):
 
     start: Index
     stop: Index
-    tensor: int  # which of the rank's local tensors
-    local_start: Index  # where in that tensor
+    tensor: int  # index among the rank's local tensors
+    local_start: Index  # start in that tensor
 
 
 class Cell(NamedTuple):
-    """A box of the global tensor, the ranks that hold it, and where it lies in their local tensors."""
+    """A box of the global tensor, with its owners and its position in their local tensors."""
 
     start: Index
     stop: Index
     local_start: Index
-    owners: tuple[tuple[int, ...], ...]  # for each partial_index, the ranks that hold it
-    tensors: Mapping[int, int] | None  # rank -> which local tensor; None: every rank has one
+    owners: tuple[tuple[int, ...], ...]  # for each partial_index, its ranks
+    tensors: Mapping[int, int] | None  # rank -> index of its local tensor; None: every rank has one
 
 
 class ShardMap(ABC):
     """Map from ranks to the pieces of a tensor of ``shape`` in their local tensors."""
 
     shape: Index
-    _arguments: tuple[Any, ...]  # of the constructor: they are the identity, and what travels between ranks
+    _arguments: tuple[Any, ...]  # of the constructor: identity, and pickled form
 
-    holes = False  # no rank has some elements: a destination may leave them out, a source where no one wants them
+    holes = False  # elements without a rank: allowed in destinations, and in sources if no destination needs them
 
     def __eq__(self, other: object) -> bool:
-        # The class counts: what is joined in one local tensor lies elsewhere than tensors of its own.
+        # The class counts: boxes joined in one local tensor differ from tensors of their own.
         return type(other) is type(self) and self._arguments == other._arguments
 
     @cached_property
@@ -130,45 +130,45 @@ class ShardMap(ABC):
     @property
     @abstractmethod
     def ranks(self) -> Sequence[int]:
-        """The ranks that take part, each once; some may hold nothing."""
+        """The participating ranks, each once; some may be empty."""
 
     @property
     @abstractmethod
     def num_partials(self) -> int:
-        """Number of partial values to reduce; 1 where nothing is."""
+        """Number of partial values to reduce; 1 if there are none."""
 
     @property
     @abstractmethod
     def max_replicas(self) -> int:
-        """The largest number of ranks that hold one cell (of one partial_index)."""
+        """Largest number of owners of one cell (of one partial_index)."""
 
     @property
     @abstractmethod
     def largest(self) -> int:
-        """Elements on the rank that has most."""
+        """Number of elements on the fullest rank."""
 
     @property
     @abstractmethod
     def reduce_ops(self) -> tuple[str, ...]:
-        """The reductions still to be done, one for each partial axis of more than one rank."""
+        """Pending reductions, one for each partial axis of more than one rank."""
 
     @abstractmethod
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
-        """Shapes of the local tensors of ``rank``; none for a rank that is not part of the layout."""
+        """Return the shapes of the local tensors of ``rank``; none for a rank outside of the layout."""
 
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of ``rank`` without empty boxes."""
 
     def places(self, rank: int) -> tuple[tuple[int, Index], ...] | None:
-        """For each local tensor that planning counts, the actual tensor it lies in and where it starts there.
+        """Return, for each local tensor in planning, the index of the actual one and the start there.
 
-        None: planning and the caller count the same tensors.
+        None: planning and the caller use the same tensors.
         """
         return None
 
     def local_pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the pieces of ``rank`` with their places in its actual local tensors."""
+        """Return the pieces of ``rank`` with their positions in its actual local tensors."""
         places = self.places(rank)
         if places is None:
             return self.pieces(rank)
@@ -179,28 +179,28 @@ class ShardMap(ABC):
 
     @abstractmethod
     def cross(self, start: Index, stop: Index) -> Iterator[Cell]:
-        """The cells that meet the box, cut down to it."""
+        """Yield the cells that meet the box, clipped to it."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Plain data, equal for equal maps."""
+        """Return plain data, equal for equal maps."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the map in one line for people."""
 
     @cached_property
     def rank_set(self) -> frozenset[int]:
-        """The ranks, for membership tests."""
+        """Ranks as a set, for membership tests."""
         return frozenset(self.ranks)
 
     @cached_property
     def max_rank(self) -> int:
-        """The largest rank that is named, -1 where there is none."""
+        """Largest rank, -1 if there is none."""
         return max(self.ranks, default=-1)
 
     def cells(self) -> Iterator[Cell]:
-        """All cells."""
+        """Yield all cells."""
         return self.cross((0,) * len(self.shape), self.shape)
 
 
@@ -255,7 +255,7 @@ class MeshShardMap(ShardMap):
             found = ()
             if rank in self.rank_set:
                 found = (tuple(sum(size for _, size in dim) for dim in self.layout.intervals(rank, self.shape)),)
-            if len(self._local_shapes) < 8:  # a process asks for its own rank, again and again
+            if len(self._local_shapes) < 8:  # bounded: a process uses its own rank only
                 self._local_shapes[rank] = found
         return found
 
@@ -286,7 +286,7 @@ class MeshShardMap(ShardMap):
                 starts, stops, local_starts, flats = zip(*combo, strict=True) if combo else ((), (), (), ())
                 yield Cell(starts, stops, local_starts, owners[sum(flats)], None)
             return
-        # One dim is cut, all others are the same in every cell: most layouts of large worlds.
+        # Fast path: one dim is sharded, all others are equal in every cell; most layouts of large worlds.
         dim = cut[0] if cut else 0
         alike = [segments[0] for at, segments in enumerate(choices) if at != dim]
         starts, stops, local_starts, flats = zip(*alike, strict=True) if alike else ((), (), (), ())
@@ -307,7 +307,7 @@ class MeshShardMap(ShardMap):
 
     @cached_property
     def _holders(self) -> _Holders:
-        """For a position in the list of ranks: the ranks that hold the same, for each partial_index."""
+        """Map a position in the list of ranks to the owners of the same cell, for each partial_index."""
         return _Holders(self.layout.mesh.ranks, self._offsets["P"], self._offsets["R"])
 
     def to_json(self) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class MeshShardMap(ShardMap):
 
     @cached_property
     def _offsets(self) -> dict[str, tuple[int, ...]]:
-        """For the partial and the replicated axes: by how much they shift a position in the list of ranks."""
+        """Return, for partial and replicated axes, their shifts of a position in the list of ranks."""
         offsets = {"P": [0], "R": [0]}
         for name, size, term in self._axes:
             if term.dim is None:
@@ -340,7 +340,7 @@ class MeshShardMap(ShardMap):
         return tuple(_DimTable(self._segments(dim)) for dim in range(len(self.shape)))
 
     def _segments(self, dim: int) -> list[tuple[int, int, int, int]]:
-        """Every interval of ``dim``: (start, stop, local start, shift in the list of ranks)."""
+        """Return every interval of ``dim``: (start, stop, local start, shift in the list of ranks)."""
         ndim, length = len(self.shape), self.shape[dim]
         cutting = [
             (name, size, term) for name, size, term in self._axes if term.dim is not None and term.dim % ndim == dim
@@ -365,7 +365,7 @@ class MeshShardMap(ShardMap):
 
 
 class _Holders(dict[int, tuple[tuple[int, ...], ...]]):
-    """Position in the list of ranks -> the ranks that hold the same, for each addend; worked out when asked for."""
+    """Lazy map: position in the list of ranks -> owners of the same cell, for each addend."""
 
     def __init__(self, ranks: Sequence[int], addends: Sequence[int], replicas: Sequence[int]) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class _Holders(dict[int, tuple[tuple[int, ...], ...]]):
         self.alone = len(addends) == len(replicas) == 1
         step = replicas[1] if len(replicas) > 1 else 1
         even = tuple(replicas) == tuple(range(0, step * len(replicas), step))
-        self.step = step if even else 0  # replicas that are equally far apart are a slice
+        self.step = step if even else 0  # equidistant replicas are a slice
 
     def __missing__(self, flat: int) -> tuple[tuple[int, ...], ...]:
         found: tuple[tuple[int, ...], ...]
@@ -389,7 +389,7 @@ class _Holders(dict[int, tuple[tuple[int, ...], ...]]):
 
 
 class _DimTable:
-    """The intervals of one dim, sorted, so that those that meet a range are found by bisection."""
+    """The sorted intervals of one dim, for lookups by bisection."""
 
     def __init__(self, segments: list[tuple[int, int, int, int]]) -> None:
         self.segments = segments

@@ -1,6 +1,6 @@
-"""Memory layout of a step: regions that are copied, and regions used in place.
+"""Memory layout of a step: regions copied through buffers, and regions used in place.
 
-Pure: works on shapes, strides and numbers. `Exchange` turns the answer into tensor views.
+Pure: works on shapes, strides and numbers. `Exchange` creates the tensor views.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Packed(NamedTuple):
     byte_offset: int
     plan: int
     partial_index: int
-    strides: Index  # of the place in the buffer, in elements
+    strides: Index  # in the buffer, in elements
 
 
 class Span(NamedTuple):
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of a collective: a span that is used in place, or regions that are copied to or from a buffer."""
+    """One side of a collective: a span used in place, or regions copied to or from a buffer."""
 
     span: Span | None
     packed: tuple[Packed, ...]
@@ -52,7 +52,7 @@ class Side(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """Both sides of a step, and the copies that stay on the rank and bypass the collective."""
+    """Both sides of a step, and the local copies outside of the collective."""
 
     sends: Side
     receives: Side
@@ -66,7 +66,7 @@ def lay_out_step(
     send_strides: Sequence[Index],
     dst_strides: Sequence[Index],
 ) -> StepMemory:
-    """Choose, for the given strides, the way that copies the fewest bytes; a relayed step sends from destinations."""
+    """Choose the variant with the fewest copied bytes for the strides; a relayed step sends from destinations."""
     itemsizes = [plan.itemsize for plan in plans]
     reducing = [plan.reduce_op is not None and not step.relayed for plan in plans]
     ways = [
@@ -76,19 +76,19 @@ def lay_out_step(
         )
         for memory in _ways(step, plans, rank, send_strides, dst_strides)
     ]
-    return min(ways, key=lambda memory: _cost(memory, itemsizes, rank))  # the first of equals
+    return min(ways, key=lambda memory: _cost(memory, itemsizes, rank))  # the first of equals: the same in every call
 
 
-# What calling a copy costs, in bytes that could have been copied meanwhile.
+# Overhead of one copy call, in bytes copied in the same time.
 _CALL_BYTES = 16 * 1024
 
 
 def _cost(memory: StepMemory, itemsizes: Sequence[int], rank: int) -> int:
-    """About how long the copies of a step take, in bytes: each calls, reads and writes."""
+    """Estimate the time of a step's copies, in bytes: calls, reads and writes."""
     copied, calls = _copied(memory), len(memory.own)
     calls += sum(len(side.packed) for side in (memory.sends, memory.receives) if side.span is None)
     own = sum(prod(source.sizes) * itemsizes[plan] for source, _, plan, _ in memory.own)
-    kept = sum(memory.sends.splits[rank : rank + 1])  # copied by the collective itself
+    kept = sum(memory.sends.splits[rank : rank + 1])  # copied inside the collective
     return copied + own + kept + calls * _CALL_BYTES
 
 
@@ -99,7 +99,7 @@ def _ways(
     send_strides: Sequence[Index],
     dst_strides: Sequence[Index],
 ) -> Iterator[StepMemory]:
-    """The ways in which a step can be carried out: sides in place or not, own bytes in the collective or past it."""
+    """Yield the variants of a step: sides in place or not, local bytes in the collective or outside."""
     own = tuple(
         (
             _region(copy.src_tensor, copy.src_start, copy.sizes, send_strides),
@@ -120,11 +120,11 @@ def _ways(
         yield plain
         return
     in_place = len(plans) == 1
-    may_send = in_place and (plans[0].dtype == plans[0].wire_dtype or step.relayed)
+    may_send = in_place and (plans[0].dtype == plans[0].wire_dtype or step.relayed)  # sent without a cast
     may_receive = in_place and plans[0].out_dtype == plans[0].wire_dtype and plans[0].reduce_op is None
     apart = StepMemory(_in_place(plain.sends, may_send), _in_place(plain.receives, may_receive), own)
     yield apart
-    if not own or any(plan.reduce_op is not None for plan in plans):
+    if not own or any(plan.reduce_op is not None for plan in plans):  # a reduction needs its addends apart
         return
     itemsizes = [plan.itemsize for plan in plans]
     sources = [(region, plan) for region, _, plan, _ in own]
@@ -135,12 +135,12 @@ def _ways(
         (),
     )
     bounded = any(plan.max_workspace_bytes is not None for plan in plans)
-    if not bounded or _copied(together) <= _copied(apart):  # rounds have no room for more in their buffers
+    if not bounded or _copied(together) <= _copied(apart):  # a bound leaves no room for more
         yield together
 
 
 def buffer_bytes(program: Program) -> int:
-    """The most bytes of buffers and accumulators that are alive at one time, local tensors being contiguous."""
+    """Return the peak bytes of live buffers and accumulators for contiguous local tensors."""
     src = [dense_strides(shape) for shape in program.src_shapes]
     dst = [dense_strides(shape) for shape in program.dst_shapes]
     sizes = []
@@ -152,7 +152,7 @@ def buffer_bytes(program: Program) -> int:
 
 
 def dense_strides(sizes: Index) -> Index:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return tuple(prod(sizes[at + 1 :]) for at in range(len(sizes)))
 
 
@@ -169,11 +169,11 @@ def _packed(segments: Iterable[Segment], strides: Sequence[Index]) -> tuple[Pack
 
 
 def _with_own(side: Side, own: Sequence[tuple[Region, int]], rank: int, itemsizes: Sequence[int]) -> Side:
-    """The side with the rank's own regions, each with its plan, in their slot of the collective."""
+    """Insert the rank's own regions, each with its plan, in their slot of the collective."""
     begin = sum(side.splits[:rank])
     packed = [entry for entry in side.packed if entry.byte_offset < begin]
     offset = begin
-    # In order of falling element size, as everything in a message: every place is aligned.
+    # Sorted by decreasing element size, as in every message: every position is aligned.
     for region, plan in sorted(own, key=lambda entry: (-itemsizes[entry[1]], entry[1])):
         packed.append(Packed(region, offset, plan, 0, dense_strides(region.sizes)))
         offset += prod(region.sizes) * itemsizes[plan]
@@ -188,10 +188,10 @@ def _with_own(side: Side, own: Sequence[tuple[Region, int]], rank: int, itemsize
 
 
 def _joined(side: Side, itemsizes: Sequence[int], apart: Sequence[bool]) -> Side:
-    """The side with regions of one tensor that follow each other in equal steps as one region of one dim more.
+    """Join regions of one tensor at equal distances into one region with one more dim.
 
-    What goes to several peers is then one copy: a copy of a few kilobytes costs less than calling it. Plans that are
-    ``apart`` reduce what arrives, region by region.
+    Data for several peers is then one copy: a copy of a few kilobytes costs less than its call. Plans marked ``apart``
+    reduce arrivals region by region.
     """
     if side.span is not None or len(side.packed) < 2:
         return side
@@ -205,7 +205,7 @@ def _joined(side: Side, itemsizes: Sequence[int], apart: Sequence[bool]) -> Side
 
 
 def _series(entries: list[Packed], itemsize: int) -> Iterator[Packed]:
-    """Entries of one shape, those that are equally far apart as one."""
+    """Join entries of one shape at equal distances."""
     at = 0
     while at < len(entries):
         first, end = entries[at], at + 1
@@ -235,7 +235,7 @@ def _in_place(side: Side, allowed: bool) -> Side:
 
 
 def _span(regions: list[Region]) -> Span | None:
-    """The stretch of memory that ``regions`` are, one after the other, if they are one."""
+    """Return the span of memory formed by consecutive ``regions``, or None."""
     if not regions:
         return None
     first = regions[0]
@@ -252,10 +252,10 @@ def _span(regions: list[Region]) -> Span | None:
 
 
 def is_contiguous(sizes: Index, strides: Index) -> bool:
-    """Return True for a view that is one span of memory in row-major order."""
+    """Return True for a view of one span of memory in row-major order."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1:
+        if size != 1:  # the stride of a dim of size 1 is arbitrary
             if stride != expected:
                 return False
             expected *= size
@@ -266,12 +266,12 @@ ALIGNMENT = 16  # bytes; the largest element is a complex128
 
 
 def aligned_bytes(side: Side) -> int:
-    """Bytes of a side's buffer, in whole alignments; none where it is used in place."""
+    """Return the bytes of a side's buffer, in multiples of the alignment; 0 if it is used in place."""
     return 0 if side.span is not None else -(-side.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def buffer_room(memories: Iterable[StepMemory]) -> int:
-    """The most bytes of buffers that any of these steps needs."""
+    """Return the maximum bytes of buffers over the steps."""
     return max((aligned_bytes(memory.sends) + aligned_bytes(memory.receives) for memory in memories), default=0)
 
 

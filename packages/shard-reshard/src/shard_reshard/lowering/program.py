@@ -1,8 +1,8 @@
-"""Programs: what one rank packs, exchanges and unpacks, in bytes; still pure.
+"""Programs: the packing, exchanges and unpacking of one rank, in bytes; still pure.
 
-A program carries out one plan or several fused ones. Its steps are the collectives, the same number on every rank.
-Within a step the bytes for one peer lie together: fused plans in order of falling element size (so that every segment
-is aligned), the copies of a plan in the order that both ends agree on.
+A program executes one plan or several fused ones. Its steps are the collectives, equally many on every rank. Within
+a step the bytes for one peer are contiguous: fused plans by decreasing element size (so that every segment is
+aligned), the copies of a plan in one order on both ends.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shard_reshard.plan.schedule import Copy, RankSchedule, all_ranks_copies, is
 
 
 def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
-    """Into how many rounds a stage (or one addend of it) is cut; the same on every rank.
+    """Return the number of rounds of a stage (or one addend of it); the same on every rank.
 
-    Each message is cut into that many shares of nearly equal size. Two rounds are under way at a time, so a round's
-    buffers, sending and receiving, may use half of the bound.
+    Each message is split into that many shares of nearly equal size. Two rounds are in flight at a time, so a round's
+    buffers, for sends and receives, may use half of the bound.
 
     Raises:
-        PlanError: ``invalid-argument`` when even single elements would not fit.
+        PlanError: ``invalid-argument`` if even single elements exceed it.
     """
     assert plan.max_workspace_bytes is not None
     budget = plan.max_workspace_bytes // 2
     rounds = 1
     for messages in _messages_by_rank(plan, stage, partial_index):
         total = sum(messages)
-        # Cutting can leave one element of each message too much in a round.
+        # A round may hold one more element of each message than the average.
         room = budget // plan.itemsize - len(messages)
         if total > room + len(messages):
             if room < 1:
@@ -53,7 +53,7 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
 
 
 def _messages_by_rank(plan: Plan, stage: int, partial_index: int | None) -> list[list[int]]:
-    """For each rank, the elements of every message it sends or receives in the stage."""
+    """Return, for each rank, the number of elements of each of its messages in the stage."""
     key = ("messages", stage, partial_index)
     cache = plan.__dict__.setdefault("_messages", {})
     if key not in cache:
@@ -73,7 +73,7 @@ def _messages_by_rank(plan: Plan, stage: int, partial_index: int | None) -> list
 
 
 def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:
-    """The boxes that elements ``begin`` to ``end`` (row-major) of a box of ``sizes`` make up, in order."""
+    """Yield the boxes of elements ``begin`` to ``end`` (row-major) of a box of ``sizes``, in order."""
     if begin >= end:
         return
     if begin == 0 and end == prod(sizes):
@@ -88,23 +88,23 @@ def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index,
         for offset, part in row_major_boxes(sizes[1:], begin - first * inner, end - first * inner):
             yield (first, *offset), (1, *part)
         return
-    if begin % inner:
+    if begin % inner:  # a partial first row
         for offset, part in row_major_boxes(sizes[1:], begin - first * inner, inner):
             yield (first, *offset), (1, *part)
         first += 1
     whole_end = end // inner
     if whole_end > first:
         yield (first,) + (0,) * (len(sizes) - 1), (whole_end - first, *sizes[1:])
-    if end % inner:
+    if end % inner:  # a partial last row
         for offset, part in row_major_boxes(sizes[1:], 0, end - whole_end * inner):
             yield (whole_end, *offset), (1, *part)
 
 
 class Segment(NamedTuple):
-    """A region of a local tensor and the bytes of a buffer that it is packed into or unpacked from."""
+    """A region of a local tensor and its bytes in a buffer."""
 
-    plan: int  # which of the fused plans
-    tensor: int  # which of the program's local tensors
+    plan: int  # index of the fused plan
+    tensor: int  # index of the program's local tensor
     start: Index
     sizes: Index
     offset: int  # bytes from the start of the buffer
@@ -113,7 +113,7 @@ class Segment(NamedTuple):
 
 
 class OwnCopy(NamedTuple):
-    """A region that stays on the rank."""
+    """A local copy on the rank."""
 
     plan: int
     src_tensor: int
@@ -127,8 +127,8 @@ class OwnCopy(NamedTuple):
 class Step(NamedTuple):
     """One collective and the copies around it."""
 
-    relayed: bool  # what is sent comes out of destination tensors
-    exchanges: bool  # False where no rank has anything to send: no collective then
+    relayed: bool  # sends from destination tensors
+    exchanges: bool  # False if no rank sends: no collective
     send_splits: tuple[int, ...]  # bytes for each rank of the group; 0 for the rank itself
     receive_splits: tuple[int, ...]
     sends: tuple[Segment, ...]
@@ -141,12 +141,12 @@ class Program:
     """All steps of one rank.
 
     Attributes:
-        plans: The plans that are carried out together.
-        rank: Whose program it is, in the group.
+        plans: The fused plans.
+        rank: The rank in the group.
         world_size: Size of the group.
-        src_shapes, dst_shapes: Shapes of the local tensors, those of all plans one after the other.
-        src_base, dst_base: For each plan, where its tensors begin in these lists; one more entry closes the last.
-        steps: What to do.
+        src_shapes, dst_shapes: Shapes of the local tensors, those of all plans concatenated.
+        src_base, dst_base: For each plan, the index of its first tensor in these lists; one more entry closes the last.
+        steps: The collectives, in order.
     """
 
     plans: tuple[Plan, ...]
@@ -160,12 +160,12 @@ class Program:
 
     @property
     def overlaps(self) -> bool:
-        """True where the next step is posted before a step is unpacked."""
+        """True if the next step is posted before a step is unpacked."""
         return any(plan.max_workspace_bytes is not None for plan in self.plans)
 
     @cached_property
     def accumulator_bytes(self) -> int:
-        """Bytes of the tensors in which values are reduced that the result could not hold meanwhile."""
+        """Bytes of accumulators for reductions that cannot use the result."""
         return sum(
             ITEMSIZES[reduction_dtype(plan)]
             * sum(map(prod, self.dst_shapes[self.dst_base[at] : self.dst_base[at + 1]]))
@@ -175,17 +175,17 @@ class Program:
 
 
 def accumulates_apart(plan: Plan) -> bool:
-    """Return True where the result's dtype would round each step of a reduction."""
+    """Return True if the result's dtype would round each step of a reduction."""
     return plan.reduce_op is not None and (plan.dtype in REDUCED_IN_FLOAT32 or plan.out_dtype != plan.dtype)
 
 
 def reduction_dtype(plan: Plan) -> str:
-    """Name of the dtype in which values are reduced: float32 for everything that is smaller and floating."""
+    """Return the dtype of reductions: float32 for all smaller floating dtypes."""
     return "float32" if plan.dtype in REDUCED_IN_FLOAT32 else plan.dtype
 
 
 def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
-    """The program of ``rank`` in a group of ``world_size`` for ``plans``, fused into the same collectives."""
+    """Build the program of ``rank`` in a group of ``world_size`` for ``plans``, fused into the same collectives."""
     plans = tuple(plans)
     src_shapes = [plan.src.local_shapes(rank) for plan in plans]
     dst_shapes = [plan.dst.local_shapes(rank) for plan in plans]
@@ -205,7 +205,7 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
 
 @dataclass
 class _Builder:
-    """Turns the own parts of fused plans into steps."""
+    """Build steps from this rank's schedules of fused plans."""
 
     plans: tuple[Plan, ...]
     rank: int
@@ -219,7 +219,7 @@ class _Builder:
         self.src_places = [plan.src.places(rank) for plan in plans]
         self.dst_places = [plan.dst.places(rank) for plan in plans]
         sizes = {plan.itemsize for plan in plans}
-        self.padding = max(sizes) if len(sizes) > 1 else 1
+        self.padding = max(sizes) if len(sizes) > 1 else 1  # each message starts aligned
 
     def steps(self) -> Iterator[Step]:
         if len(self.plans) == 1 and self.plans[0].max_workspace_bytes is not None:
@@ -233,10 +233,10 @@ class _Builder:
             yield self._step(stage, parts, exchanges)
 
     def _bounded(self, plan: Plan) -> Iterator[Step]:
-        """Steps whose buffers, two steps at a time, stay within the plan's bound."""
+        """Yield steps with buffers, two steps at a time, within the plan's bound."""
         assert plan.max_workspace_bytes is not None
         for stage, part in enumerate(rank_schedule(plan, self.rank)):
-            # One partial value after the other: then the order of additions is that of the unbounded plan.
+            # One partial value after the other: the order of additions is that of the unbounded plan.
             addends = range(plan.src.num_partials) if plan.reduce_op and not plan.adjoint and stage == 0 else [None]
             for partial_index in addends:
                 chosen = part if partial_index is None else _only(part, partial_index)
@@ -267,10 +267,10 @@ class _Builder:
         return Step(stage > 0, exchanges, send_splits, receive_splits, sends, receives, own)
 
     def _place(self, at: int, base: tuple[int, ...], tensor: int, start: Index) -> tuple[int, Index]:
-        """Return the program's tensor that a copy of plan ``at`` is in, and the start there."""
+        """Return the program's tensor of a copy of plan ``at``, and the start there."""
         places = (self.dst_places if base is self.dst_base else self.src_places)[at]
         if places is None:
-            return base[at] + tensor, start
+            return base[at] + tensor, start  # planned tensors are the actual ones
         number, shift = places[tensor]
         return base[at] + number, tuple(map(add, start, shift))
 
@@ -300,7 +300,7 @@ class _Builder:
 
 
 def _only(part: RankSchedule, partial_index: int) -> RankSchedule:
-    """The copies of one partial_index."""
+    """Filter the copies of one partial_index."""
 
     def chosen(copies: Iterable[Copy]) -> tuple[Copy, ...]:
         return tuple(copy for copy in copies if copy.partial_index == partial_index)
@@ -313,7 +313,7 @@ def _only(part: RankSchedule, partial_index: int) -> RankSchedule:
 
 
 def _round(part: RankSchedule, number: int, rounds: int) -> RankSchedule:
-    """Round ``number`` of a part: an equal share of the elements of each message; own copies go with the first."""
+    """Return round ``number``: an equal share of the elements of each message; own copies go with the first."""
     return RankSchedule(
         {peer: _share(found, number, rounds) for peer, found in part.sends.items()},
         {peer: _share(found, number, rounds) for peer, found in part.receives.items()},

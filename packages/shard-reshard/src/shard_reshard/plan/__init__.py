@@ -1,5 +1,5 @@
-"""Plans: which rank sends which box to whom. Pure, and the same on every rank.
+"""Plans: the boxes sent between ranks. Pure, and equal on every rank.
 
-`plan` is the value, `schedule` answers what one rank sends and receives, `validate` says what cannot be carried out. No
+`plan` is the value, `schedule` derives one rank's sends and receives, `validate` finds reasons against execution. No
 process group, no device, no data.
 """

@@ -1,4 +1,4 @@
-"""The plan of one tensor as a value: layouts, dtypes, what follows from them, and what cannot be carried out."""
+"""The plan of one tensor as a value: layouts, dtypes, derived quantities, and validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shard_reshard.layout.shard_map import FLOATING, ITEMSIZES, Cell, Index, Mes
 
 FORMAT = 1
 
-# Below this a part is not worth a message of its own: boxes are split among owners in parts of at least so much.
+# Smaller shares are not worth a message: boxes are split among owners in shares of at least this size.
 SMALLEST_PART_BYTES = 16 * 1024
 
 
@@ -28,10 +28,10 @@ class Plan:
         shape: Shape of the global tensor.
         dtype: Name of the source's dtype, for example ``"float32"``.
         out_dtype: Name of the destination's dtype.
-        src: Where the tensor is.
-        dst: Where it is to be.
+        src: Layout of the source.
+        dst: Layout of the destination.
         max_workspace_bytes: The most bytes of temporary buffers a rank may use, or None.
-        adjoint: The plan moves gradients backwards: what arrives at one place from several ranks is added up.
+        adjoint: True for a plan of gradients: values that arrive at one place from several ranks are added up.
     """
 
     shape: Index
@@ -46,11 +46,11 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of everything the plan says; equal plans have equal digests on every rank."""
+        """Hex digest of the full content; equal plans have equal digests on every rank."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as JSON, byte-stable."""
+        """Return the plan as JSON, byte-stable."""
         data = {
             "format": FORMAT,
             "shape": list(self.shape),
@@ -63,28 +63,28 @@ class Plan:
         }
         return json.dumps(data, separators=(",", ":"), sort_keys=True)
 
-    # ---- facts ------------------------------------------------------------------------------------------------
+    # ---- derived ----------------------------------------------------------------------------------------------
 
     @cached_property
     def world_size(self) -> int:
-        """Number of ranks that the plan needs: one more than the largest rank it names."""
+        """Number of ranks needed by the plan: its largest rank plus one."""
         return max(self.src.max_rank, self.dst.max_rank) + 1
 
     @cached_property
     def is_identity(self) -> bool:
-        """True where source and destination are one layout: every rank copies what it has."""
+        """True if source and destination are one layout: every rank copies locally."""
         return self.src == self.dst
 
     @cached_property
     def wire_dtype(self) -> str:
-        """Name of the dtype on the wire: the smaller of both; the source's where values are still reduced."""
+        """Name of the dtype in transfers: the smaller of both; the source's if values are still to be reduced."""
         if self.reduce_op is not None or ITEMSIZES[self.dtype] < ITEMSIZES[self.out_dtype]:
             return self.dtype
         return self.out_dtype
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes of one element on the wire."""
+        """Bytes of one element in a transfer."""
         return ITEMSIZES[self.wire_dtype]
 
     @cached_property
@@ -95,33 +95,33 @@ class Plan:
         if self.is_identity or self.src.num_partials == 1:
             return None
         op = self.src.reduce_ops[0]
-        return "sum" if op == "avg" else op
+        return "sum" if op == "avg" else op  # summed, then divided once
 
     @cached_property
     def divisor(self) -> int:
-        """Divisor of a reduced value: the number of ranks that are averaged."""
+        """Divisor of a reduced value: the number of averaged ranks."""
         layout = self.dst if self.adjoint else self.src
         return 1 if self.is_identity or "avg" not in layout.reduce_ops else _averaged(layout)
 
     @cached_property
     def stages(self) -> int:
-        """Number of exchanges: 2 where replicas pass parts on to each other."""
+        """Number of exchanges: 2 if replicas relay shares to each other."""
         return 2 if self.uses_scatter_allgather else 1
 
     @cached_property
     def uses_scatter_allgather(self) -> bool:
-        """True where replicated destinations are filled by scatter and all-gather (see `_busiest`)."""
+        """True if replicated destinations are filled by scatter and all-gather (see `_busiest`)."""
         if self.is_identity or self.adjoint or self.dst.num_partials > 1:
             return False
         if self.dst.max_replicas == 1 or 0 in self.shape:
             return False
         if self.src.num_partials > 1 and self.dtype != self.out_dtype:
-            return False  # what is passed on would be rounded to the dtype on the wire, replicas would differ
+            return False  # relayed values would be rounded to the wire dtype: replicas would differ
         direct, relayed = _busiest(self)
-        return relayed + SMALLEST_PART_BYTES <= direct
+        return relayed + SMALLEST_PART_BYTES <= direct  # a second exchange has to pay off
 
     def identity_value(self, rank: int) -> int | None:
-        """Return the value of a partial destination that gets none: 0 for a sum, 1 for a product."""
+        """Return the fill value of a partial destination without a contribution: 0 for a sum, 1 for a product."""
         if self.adjoint:
             return 0
         if self.is_identity or self.dst.num_partials == 1 or not set(self.dst.reduce_ops) & {"sum", "product"}:
@@ -129,7 +129,7 @@ class Plan:
         return 1 if self.dst.reduce_ops[0] == "product" else 0
 
     def transpose(self) -> Self:
-        """The plan of the way back, as gradients take it: every copy turned round, arrivals added up.
+        """Return the plan of the gradients: every copy reversed, arrivals added up.
 
         ``plan.transpose().transpose() == plan``.
         """
@@ -140,12 +140,12 @@ class Plan:
         turned = type(self)(
             self.shape, self.out_dtype, self.dtype, self.dst, self.src, self.max_workspace_bytes, not self.adjoint
         )
-        turned.__dict__["_transposed"] = self
+        turned.__dict__["_transposed"] = self  # an involution, without recomputation
         return turned
 
 
 def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
-    """Return the problem of plans that name ranks which a group of ``size`` ranks does not have."""
+    """Report plans with ranks outside of a group of ``size`` ranks."""
     highest = max((plan.world_size for plan in plans), default=0)
     if highest <= size:
         return []
@@ -159,10 +159,10 @@ def _averaged(layout: ShardMap) -> int:
 
 
 def _busiest(plan: Plan) -> tuple[int, int]:
-    """About how many bytes the busiest rank sends or receives: directly, and with a relay among the replicas.
+    """Estimate the bytes of the busiest rank: directly, and with a relay among the replicas.
 
-    Directly a holder sends what it has to every replica (its share, where several hold it), and a replica receives
-    every partial value. With a relay an owner sends what it has once, and a replica passes on and receives its own.
+    Directly an owner sends its data to every replica (its share, if there are several owners), and a replica receives
+    every partial value. With a relay an owner sends its data once, and a replica relays and receives its own.
     """
     replicas, owners, addends = plan.dst.max_replicas, plan.src.max_replicas, plan.src.num_partials
     has, gets = plan.src.largest * plan.itemsize, plan.dst.largest * plan.itemsize
@@ -175,17 +175,17 @@ def _busiest(plan: Plan) -> tuple[int, int]:
     return has * replicas // owners, has // owners + gets
 
 
-_UNSIGNED = ("uint16", "uint32", "uint64")  # torch has no kernels that add or compare them
+_UNSIGNED = ("uint16", "uint32", "uint64")  # torch has no kernels to add or compare them
 
 
 def _has(src: ShardMap, wanted: Cell) -> bool:
-    """Return True where the cells of a source, which do not overlap, fill a cell of the destination."""
+    """Return True if the cells of a source, which do not overlap, fill a cell of the destination."""
     sizes = [prod(map(sub, cell.stop, cell.start)) for cell in (*src.cross(wanted.start, wanted.stop), wanted)]
     return bool(sum(sizes[:-1]) == sizes[-1])
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise everything that keeps a plan from being carried out."""
+    """Raise every reason against the execution of a plan."""
     problems = []
     ops = set() if plan.is_identity else set(plan.src.reduce_ops)
     pending = set() if plan.is_identity else set(plan.dst.reduce_ops)
@@ -195,7 +195,7 @@ def check_plan(plan: Plan) -> None:
     if len(ops) > 1 and not ops <= {"sum", "avg"}:
         hint = "reduce one axis after the other: redistribute to a layout that keeps one of them first"
         problems.append(Problem("unsupported-dtype", "src", found=f"partial axes of {_listed(ops)}", hint=hint))
-    # Found here, because a rank that finds it while it reduces leaves the others waiting.
+    # Checked before any exchange: a rank that fails during a reduction leaves its peers waiting.
     is_complex, is_unsigned = plan.dtype.startswith("complex"), plan.dtype in _UNSIGNED
     if (
         ("avg" in ops and plan.dtype not in FLOATING)

@@ -1,4 +1,4 @@
-"""Schedules: sends and receives of one rank, found without looking at other ranks."""
+"""Schedules: sends and receives of one rank, derived without loops over other ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shard_reshard.plan.plan import SMALLEST_PART_BYTES, Plan
 
 
 class Copy(NamedTuple):
-    """One rectangle on its way from one rank to another (or staying on one).
+    """One rectangle on its way from one rank to another (or on one rank).
 
-    The fields that order copies come first: copies of one pair of ranks travel sorted.
+    The order of the fields is the sort order of copies between one pair of ranks.
     """
 
-    stage: int  # 0: out of source tensors; 1: out of a rank's destination tensors, relayed to other replicas
+    stage: int  # 0: out of source tensors; 1: out of destination tensors, relayed to other replicas
     partial_index: int
-    start: Index  # where in the global tensor
+    start: Index  # in the global tensor
     sizes: Index
     src_rank: int
     dst_rank: int
@@ -36,18 +36,18 @@ class Copy(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Part of the common box of a source and a destination cell, and between whom it moves."""
+    """A share of the common box of a source and a destination cell, with both ranks."""
 
     stage: int
     partial_index: int
     src_rank: int
     dst_rank: int
-    offset: Index  # of the part in the common box
+    offset: Index  # of the share in the common box
     sizes: Index
 
 
 def cut_cell(cell: Cell, start: Index, stop: Index) -> Cell:
-    """The part of ``cell`` inside of the box, which lies in it completely."""
+    """Clip ``cell`` to the box, which lies inside of it."""
     if cell.start == start and cell.stop == stop:
         return cell
     local = tuple([at + new - old for at, new, old in zip(cell.local_start, start, cell.start, strict=True)])
@@ -55,9 +55,9 @@ def cut_cell(cell: Cell, start: Index, stop: Index) -> Cell:
 
 
 def make_copy(move: Move, src: Cell, dst: Cell) -> Copy:
-    """The copy that ``move`` is between two cells of one box."""
+    """Return the copy of ``move`` between two cells of one box."""
     stage, partial_index, src_rank, dst_rank, offset, sizes = move
-    came_from = dst if stage else src
+    came_from = dst if stage else src  # a relay sends from its destination tensor
     start, src_start, dst_start = src.start, came_from.local_start, dst.local_start
     if any(offset):
         start = tuple(map(add, start, offset))
@@ -74,7 +74,7 @@ def merge_copies(copies: Iterable[Copy]) -> list[Copy]:
     found = sorted(copies)
     if len(found) < 2:
         return found
-    for dim in reversed(range(len(found[0].start))):
+    for dim in reversed(range(len(found[0].start))):  # innermost first: rows, then planes
         rows: dict[tuple[object, ...], list[Copy]] = {}
         for copy in found:
             rest = (copy.start[:dim], copy.start[dim + 1 :], copy.sizes[:dim], copy.sizes[dim + 1 :])
@@ -100,9 +100,9 @@ def _join_row(row: list[Copy], dim: int) -> Iterator[Copy]:
 
 
 def split_box(sizes: Index, count: int) -> list[tuple[Index, Index]]:
-    """Cut a box into up to ``count`` parts of nearly equal size: (offset, sizes) each.
+    """Split a box into up to ``count`` shares of nearly equal size: (offset, sizes) each.
 
-    Along the outermost dim that is long enough, so that the parts stay as contiguous as the box is.
+    Splits the outermost dim that is long enough, so that the shares stay as contiguous as the box.
     """
     zero = (0,) * len(sizes)
     if count == 1 or not sizes:
@@ -119,23 +119,23 @@ def split_box(sizes: Index, count: int) -> list[tuple[Index, Index]]:
 class RankSchedule(NamedTuple):
     """Sends and receives of one rank in one stage of a plan."""
 
-    sends: Mapping[int, tuple[Copy, ...]]  # by receiving rank, ascending; without the rank itself
-    receives: Mapping[int, tuple[Copy, ...]]  # by sending rank, ascending; without the rank itself
-    own: tuple[Copy, ...]  # copies that stay on the rank
+    sends: Mapping[int, tuple[Copy, ...]]  # by receiving rank, ascending; without this rank
+    receives: Mapping[int, tuple[Copy, ...]]  # by sending rank, ascending; without this rank
+    own: tuple[Copy, ...]  # local copies
 
 
 def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
     """Return the sends, receives and local copies of ``rank`` by stage, from its own boxes alone."""
     cache: dict[int, tuple[RankSchedule, ...]] = plan.__dict__.setdefault("_schedules", {})
     if rank not in cache:
-        if len(cache) >= 4:  # a process asks for one rank; only simulations ask for all
+        if len(cache) >= 4:  # a process uses one rank, simulations use all
             cache.pop(next(iter(cache)))
         cache[rank] = _make_schedule(plan, rank)
     return cache[rank]
 
 
 def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
-    """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
+    """Yield every copy between all ranks, local ones included, for reports and proofs."""
     if plan.adjoint:
         yield from (turned(copy) for copy in all_copies(plan.transpose(), relay=False))
     else:
@@ -143,7 +143,7 @@ def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
 
 
 def is_local(plan: Plan) -> bool:
-    """True where no rank has to send anything."""
+    """Return True if no rank sends anything."""
     found: bool | None = plan.__dict__.get("_is_local")
     if found is None:
         forward = plan.transpose() if plan.adjoint else plan
@@ -155,12 +155,12 @@ def is_local(plan: Plan) -> bool:
 
 
 def _lacks(plan: Plan, rank: int) -> bool:
-    """Return True where ``rank`` needs an element that it does not hold."""
+    """Return True if ``rank`` needs an element that it does not hold."""
     held = plan.src.pieces(rank)
     for piece in plan.dst.pieces(rank):
         cell = next(plan.dst.cross(piece.start, piece.stop))
         if rank in receivers_of(plan, cell):
-            common = 0  # elements that are there already
+            common = 0  # elements held already
             for other in held:
                 low, high = map(max, piece.start, other.start), map(min, piece.stop, other.stop)
                 common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
@@ -182,7 +182,7 @@ def _make_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
 
 
 def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy]]:
-    """All copies that end on ``rank``, and all that begin there and end elsewhere."""
+    """Return all copies that end on ``rank``, and all from it to other ranks."""
     if plan.adjoint:
         forward_in, forward_out = copies_of(plan.transpose(), rank, relay=False)
         turned_in = [turned(copy) for copy in forward_out]
@@ -220,14 +220,14 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
 
 
 def _direct_copies_of(plan: Plan, rank: int) -> tuple[list[Copy], list[Copy]]:
-    """The same where values go straight from a holder to who needs them: the case of large worlds, kept lean."""
+    """Same for direct moves without partial values, the lean case of large worlds."""
     arriving: list[Copy] = []
     leaving: list[Copy] = []
     for start, stop, tensor, local_start in plan.dst.pieces(rank):
         shift = tuple(map(sub, local_start, start))
         for low, high, there, (owners,), tensors in plan.src.cross(start, stop):
             sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-            sender = owners[0]
+            sender = owners[0]  # both ends have to choose alike
             if len(owners) > 1:
                 if rank not in owners and num_shares(owners, sizes, plan.itemsize) > 1:
                     src = Cell(low, high, there, (owners,), tensors)
@@ -259,7 +259,7 @@ def _direct_copies_of(plan: Plan, rank: int) -> tuple[list[Copy], list[Copy]]:
 
 
 def receivers_of(plan: Plan, cell: Cell) -> tuple[int, ...]:
-    """Return the ranks that get the value of a destination cell: of a pending sum only the first, others are filled."""
+    """Return the ranks that receive a destination cell: of a pending sum only the first, others are filled."""
     if len(cell.owners) == 1 or plan.identity_value(cell.owners[0][0]) is not None:
         return cell.owners[0]
     return tuple(rank for ranks in cell.owners for rank in ranks)
@@ -275,12 +275,12 @@ def _by_peer(plan: Plan, copies: list[Copy], peer: Callable[[Copy], int]) -> dic
 def _ordered(plan: Plan, copies: list[Copy]) -> tuple[Copy, ...]:
     if len(copies) < 2:
         return tuple(copies)
-    # Addends of one region have to keep one shape, so copies that are reduced stay as they are.
+    # Addends of one region have to have one shape, so reduced copies stay unmerged.
     return tuple(sorted(copies) if plan.reduce_op is not None else merge_copies(copies))
 
 
 def all_copies(plan: Plan, relay: bool) -> Iterator[Copy]:
-    """Every copy between all ranks."""
+    """Yield every copy between all ranks."""
     if plan.is_identity:
         for rank in plan.src.ranks:
             yield from copies_of(plan, rank, relay)[0]
@@ -291,14 +291,14 @@ def all_copies(plan: Plan, relay: bool) -> Iterator[Copy]:
 
 
 def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:
-    """Every box that a source cell and a destination cell have in common, as part of each."""
+    """Yield every common box of a source cell and a destination cell, clipped from each."""
     for whole in plan.src.cells():
         for dst in plan.dst.cross(whole.start, whole.stop):
             yield cut_cell(whole, dst.start, dst.stop), dst
 
 
 def turned(copy: Copy) -> Copy:
-    """The copy the other way round; the addend becomes the rank it comes from, which fixes the order of sums."""
+    """Reverse a copy; its partial_index becomes the sending rank, which fixes the order of sums."""
     return copy._replace(
         partial_index=copy.dst_rank,
         src_rank=copy.dst_rank,
@@ -317,7 +317,7 @@ def sizes_of(start: Index, stop: Index) -> Index:
 def moves(
     src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int | None = None
 ) -> Iterator[Move]:
-    """The moves that bring the common box of ``src`` and ``dst`` (cut to the same box) to all ``receivers``."""
+    """Yield the moves of the common box of ``src`` and ``dst`` (both clipped to it) to all ``receivers``."""
     sizes = tuple(map(sub, src.stop, src.start))
     if len(src.owners) > 1:
         yield from _reducing(src.owners, receivers, sizes, relay, me)
@@ -327,7 +327,7 @@ def moves(
     if len(owners) == 1 and len(receivers) == 1:
         yield Move(0, 0, owners[0], receivers[0], zero, sizes)
         return
-    holding = owners if len(owners) < 8 else frozenset(owners)
+    holding = owners if len(owners) < 8 else frozenset(owners)  # tuples are faster while short
     for rank in receivers if me is None else (me,) if me in receivers else ():
         if rank in holding:
             yield Move(0, 0, rank, rank, zero, sizes)
@@ -351,12 +351,12 @@ def moves(
 
 
 def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
-    """In how many parts a box is fetch_moves; one where the result is not above 1."""
+    """Return the number of shares of a fetched box; values below 2 mean one."""
     return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
 
 
 def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
-    """``rank`` gets a box from ``owners``: a large one in equal shares, a small one from one of them."""
+    """Yield the moves of a box from ``owners`` to ``rank``: a large one in equal shares, a small one from one owner."""
     shares = num_shares(owners, sizes, itemsize)
     if shares <= 1:
         yield Move(0, 0, owners[rank % len(owners)], rank, (0,) * len(sizes), sizes)
@@ -366,7 +366,7 @@ def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -
 
 
 def _relayed(owners: Sequence[int], missing: list[int], sizes: Index, me: int | None) -> Iterator[Move]:
-    """Each missing rank fetches one part, then they pass the parts on among themselves."""
+    """Let each missing rank fetch one share, then exchange shares among the missing ranks."""
     for number, (offset, part) in enumerate(split_box(sizes, len(missing))):
         first, holder = missing[number], owners[number % len(owners)]
         if me is None or me in (first, holder):
@@ -375,7 +375,7 @@ def _relayed(owners: Sequence[int], missing: list[int], sizes: Index, me: int | 
 
 
 def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index, me: int | None) -> Iterator[Move]:
-    """One part from the rank that has it to all others."""
+    """Send one share from its first receiver to all others."""
     for rank in receivers if me is None or me == first else (me,) if me in receivers else ():
         if rank != first:
             yield Move(1, 0, first, rank, offset, part)
@@ -384,21 +384,21 @@ def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index,
 def _reducing(
     owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int | None
 ) -> Iterator[Move]:
-    """Every addend goes to whoever reduces: each receiver, or with ``relay`` one receiver for each part."""
+    """Send every addend to a reducer: each receiver, or with ``relay`` one receiver for each share."""
     if not relay or len(receivers) == 1:
         zero = (0,) * len(sizes)
         for rank in receivers:
             yield from _addends(owners, rank, zero, sizes, me)
         return
     contributing = {rank for ranks in owners for rank in ranks}
-    reducers = [rank for rank in receivers if rank in contributing] or list(receivers)
+    reducers = [rank for rank in receivers if rank in contributing] or list(receivers)  # fewer transfers
     for number, (offset, part) in enumerate(split_box(sizes, len(reducers))):
         yield from _addends(owners, reducers[number], offset, part, me)
         yield from _passed_on(reducers[number], receivers, offset, part, me)
 
 
 def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int | None) -> Iterator[Move]:
-    """All addends to one rank, each from one holder: they have to arrive in one shape to be reduced."""
+    """Send all addends to one rank, each from one owner: they have to arrive in one shape to be reduced."""
     everything = me is None or me == rank
     for partial_index, ranks in enumerate(owners):
         if everything or me in ranks:

@@ -1,5 +1,5 @@
-"""Plans as callers make and read them: from what they write, with every question answered.
+"""Plans as callers build and read them.
 
-`planner` resolves layouts and makes a checked plan, `analyze` is the class with the convenient methods, `picture` a
-page. They stand above `lowering`, whose steps and buffers they report.
+`planner` resolves layouts and builds a validated plan, `analyze` is the class with reports, `picture` a page. They
+build on `lowering` and report its steps and buffers.
 """

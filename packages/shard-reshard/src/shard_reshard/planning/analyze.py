@@ -1,7 +1,6 @@
-"""Plans with the questions people have about them: bytes on each link, the lower bound, memory, a text.
+"""Plans with reports: bytes on each link, the lower bound, memory, a text.
 
-`ReshardPlan` is the class that callers see. What plans are made of is in `plan`; nothing that schedules, lowers or
-executes needs more than that.
+`ReshardPlan` is the public class. Its base is in `plan`; scheduling, lowering and execution need no more than that.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossing
 
 
 class ReshardPlan(Plan):
-    """Plan of one tensor from one layout to another. Made by `plan_reshard`."""
+    """Plan of one tensor from one layout to another, built by `plan_reshard`."""
 
-    # ---- who moves what ---------------------------------------------------------------------------------------
+    # ---- schedule ---------------------------------------------------------------------------------------------
 
     def rank_schedule(self, rank: int) -> tuple[RankSchedule, ...]:
         """Return the sends, receives and local copies of ``rank`` by stage."""
@@ -30,7 +29,7 @@ class ReshardPlan(Plan):
 
     @cached_property
     def bytes_matrix(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes on the wire from each rank (row) to each rank (column); what stays on a rank is not counted."""
+        """Bytes sent from each rank (row) to each rank (column); local copies are not counted."""
         matrix = [[0] * self.world_size for _ in range(self.world_size)]
         for copy in all_ranks_copies(self):
             if copy.src_rank != copy.dst_rank:
@@ -39,14 +38,14 @@ class ReshardPlan(Plan):
 
     @cached_property
     def wire_bytes(self) -> int:
-        """All bytes that the plan puts on the wire."""
+        """Total bytes sent."""
         return sum(map(sum, self.bytes_matrix))
 
     @cached_property
     def lower_bound(self) -> int:
-        """The fewest bytes with which any algorithm could do the same: see docs/design/shard-reshard.md."""
+        """Minimum bytes for any algorithm: see docs/design/shard-reshard.md."""
         if self.adjoint:
-            return self.transpose().lower_bound
+            return self.transpose().lower_bound  # the same bytes, reversed
         if self.is_identity:
             return 0
         elements = 0
@@ -56,26 +55,26 @@ class ReshardPlan(Plan):
             if len(src.owners) == 1:
                 elements += size * len(receivers.difference(src.owners[0]))
             else:
-                # A reduction over k addends and a broadcast to n ranks are a tree over all of them.
+                # A reduction of k addends and a broadcast to n ranks are a tree over all of them.
                 meets = any(receivers.intersection(ranks) for ranks in src.owners)
                 elements += size * (len(src.owners) + len(receivers) - (2 if meets else 1))
         return elements * self.itemsize
 
     def workspace_bytes(self, rank: int) -> int:
-        """The most temporary buffer bytes that ``rank`` needs at one time, its tensors being contiguous."""
+        """Return the peak bytes of temporary buffers on ``rank`` for contiguous tensors."""
         return buffer_bytes(build_program((self,), rank, self.world_size))
 
     def peak_bytes(self, rank: int) -> int:
-        """The most bytes that ``rank`` needs beside its source tensors: the result and all temporary buffers."""
+        """Return the peak bytes on ``rank`` beside its source tensors: the result and all temporary buffers."""
         out = sum(map(prod, self.dst.local_shapes(rank))) * ITEMSIZES[self.out_dtype]
         return out + self.workspace_bytes(rank)
 
     def explain(self, name: str | None = None) -> str:
-        """Return the plan in words and numbers; ``name`` heads the text."""
+        """Return the plan in words and numbers, under the heading ``name``."""
         return explain(self, name)
 
 
-_MATRIX_RANKS = 16  # larger worlds print their busiest ranks instead of all pairs
+_MATRIX_RANKS = 16  # larger worlds print their busiest ranks, not all pairs
 _BUSIEST = 8
 
 
@@ -101,7 +100,7 @@ def explain(plan: ReshardPlan, name: str | None = None) -> str:
 
 
 def how(plan: ReshardPlan) -> str:
-    """The collectives, in words."""
+    """Describe the collectives in words."""
     steps = sum(step.exchanges for step in build_program((plan,), 0, plan.world_size).steps)
     text = "one all-to-all" if steps == 1 else f"{steps} all-to-alls"
     if plan.uses_scatter_allgather:
@@ -134,7 +133,7 @@ def _top(plan: ReshardPlan) -> list[str]:
 
 
 def human(num_bytes: int) -> str:
-    """Bytes for people: ``"1.5 MiB"``."""
+    """Format bytes: ``"1.5 MiB"``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -1,4 +1,4 @@
-"""From what users write to a plan."""
+"""Build plans from users' arguments."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def plan_reshard(
     out_dtype: torch.dtype | str | None = None,
     max_workspace_bytes: int | None = None,
 ) -> ReshardPlan:
-    """Plan how a tensor gets from one layout to another. Pure: no process group, no tensor data.
+    """Plan the move of a tensor from one layout to another, without process group or data.
 
     Args:
-        shape: Global shape; None where one of the layouts tells it (a DTensor, boxes).
+        shape: Global shape; None if one of the layouts has one (a DTensor, boxes).
         dtype: The source's dtype, or its name.
-        src: Where the tensor is, see `LayoutLike`. Ranks are ranks of one union group.
-        dst: Where it is to be.
-        out_dtype: The destination's dtype; None: the source's. Values are cast where fewer bytes travel.
-        max_workspace_bytes: The most bytes of buffers on a rank; more than one collective where needed. The float32
-            tensors in which halves are summed come on top: ``workspace_bytes(rank)`` of the plan counts them too.
+        src: Layout of the source, see `LayoutLike`. Ranks are ranks of one union group.
+        dst: Layout of the destination.
+        out_dtype: The destination's dtype; None: the source's. Values are cast on the side that sends fewer bytes.
+        max_workspace_bytes: The most bytes of buffers on a rank; more than one collective if needed. float32
+            accumulators for half precision come on top: ``workspace_bytes(rank)`` of the plan includes them.
 
     Returns:
         A plan with ``explain()``, ``digest``, ``to_json()``, ``bytes_matrix``, ``lower_bound``, ``transpose()``.
 
     Raises:
-        PlanError: With every hole and overlap of the layouts by name, and whatever else cannot be carried out.
+        PlanError: With every hole and overlap of the layouts by name, and any other reason against execution.
     """
     if not isinstance(shape, Sequence | None):
-        hint = "pass sizes: the order is plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
+        hint = "pass sizes: the order is plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are untyped
         raise PlanError(Problem("wrong-type", "shape", found=repr(shape), hint=hint))
     out = None if out_dtype is None else dtype_name(out_dtype)
     return cached_plan(*resolve_layouts(shape, src, dst), dtype_name(dtype), out, _whole_bytes(max_workspace_bytes))
@@ -53,9 +53,9 @@ def plan_reshard(
 def resolve_layouts(
     shape: Sequence[int] | None, src: LayoutLike, dst: LayoutLike, to_group: ToGroup | None = None
 ) -> tuple[ShardMap, ShardMap]:
-    """Both layouts, bound to one shape; the problems of both in one error."""
+    """Resolve both layouts for one shape; the problems of both are in one error."""
     sides, bound, problems = {"src": src, "dst": dst}, dict[str, ShardMap](), dict[str, list[Problem]]()
-    for name in ("src", "dst", "src"):  # again, where the destination alone tells the shape
+    for name in ("src", "dst", "src"):  # src again, if only dst has the shape
         if name not in bound:
             try:
                 bound[name] = resolve_layout(sides[name], shape, to_group)
@@ -69,7 +69,7 @@ def resolve_layouts(
 
 
 def _whole_bytes(given: int | None) -> int | None:
-    """Return a bound as a number of Python: kept plans are found by equality, and travel as JSON."""
+    """Return a bound as a Python int: cached plans are compared by equality, and sent as JSON."""
     try:
         return None if given is None else index(given)
     except TypeError:
@@ -84,7 +84,7 @@ def make_plan(
     out_dtype: torch.dtype | str | None = None,
     max_workspace_bytes: int | None = None,
 ) -> ReshardPlan:
-    """A checked plan between two bound layouts."""
+    """Build a validated plan between two shard maps."""
     if src.shape != dst.shape:
         found = f"source of {src.shape}, destination of {dst.shape}"
         raise PlanError(Problem("shape-mismatch", found=found, hint="both layouts are of one global tensor"))
@@ -94,4 +94,4 @@ def make_plan(
     return plan
 
 
-cached_plan = lru_cache(maxsize=4096)(make_plan)  # the same object for the same question
+cached_plan = lru_cache(maxsize=4096)(make_plan)  # one object for equal arguments
