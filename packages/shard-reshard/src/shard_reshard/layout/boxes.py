@@ -1,4 +1,4 @@
-"""Layouts that are boxes given one by one, windows of larger tensors, and the sweep that finds holes and overlaps."""
+"""Layouts of explicit boxes, windows of larger tensors, and the sweep for holes and overlaps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shard_spec import Box
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.shard_map import Cell, Index, Piece, ShardMap, shortened, sizes_of
 
-_SHOWN = 4  # holes, and overlaps, that an error names; it counts the rest
+_SHOWN = 4  # holes, and overlaps, named in an error; the rest is counted
 
 Span = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dim
 
 
 def coverage_problems(shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]]) -> list[Problem]:
-    """Everything that keeps ``boxes`` (by rank) from tiling a tensor of ``shape``.
+    """Return the reasons that ``boxes`` (by rank) do not tile a tensor of ``shape``.
 
     The same box on several ranks is one box with replicas. Empty boxes are allowed anywhere inside the shape.
     """
@@ -50,7 +50,7 @@ def tiling_problems(
     hint: str = "add the missing box",
     kind: str = "rank",
 ) -> list[Problem]:
-    """Return every hole and overlap of spans that should tile a tensor of ``shape``; each has an owner of a kind."""
+    """Return holes and overlaps of spans that have to tile a tensor of ``shape``; each has an owner of a kind."""
     pairs = _overlaps(spans)
     problems = [
         Problem(
@@ -81,7 +81,7 @@ def _box(span: Span) -> Box:
 
 
 def _overlaps(spans: Sequence[tuple[str, Span]]) -> list[tuple[tuple[str, Span], tuple[str, Span]]]:
-    """Pairs that share an element: a sweep along the dim that tells most boxes apart."""
+    """Return pairs with a common element, by a sweep along the dim with most distinct starts."""
     pairs: list[tuple[tuple[str, Span], tuple[str, Span]]] = []
     active: list[tuple[str, Span]] = []
     ndim = len(spans[0][1][0]) if spans else 0
@@ -100,7 +100,7 @@ def _overlaps(spans: Sequence[tuple[str, Span]]) -> list[tuple[tuple[str, Span],
 
 
 def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
-    """Return the rest of ``whole`` beside ``spans``: slab by slab along ``dim``, recursively."""
+    """Return the rest of ``whole`` without ``spans``: slab by slab along ``dim``, recursively."""
     start, stop = whole
     if dim == len(start):
         return [] if spans else [whole]
@@ -109,7 +109,7 @@ def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
     for low, high in pairwise(marks):
         slab = (*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :])
         for hole in _holes(slab, [s for s in spans if s[0][dim] <= low and s[1][dim] >= high], dim + 1):
-            if found and _joins(found[-1], hole, dim):
+            if found and _joins(found[-1], hole, dim):  # few large holes in errors, not many slabs
                 found[-1] = found[-1][0], hole[1]
             else:
                 found.append(hole)
@@ -117,20 +117,20 @@ def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
 
 
 def _joins(one: Span, other: Span, dim: int) -> bool:
-    """Return True where ``other`` continues ``one`` along ``dim`` and equals it in other dims."""
+    """Return True if ``other`` continues ``one`` along ``dim`` and equals it in other dims."""
     same = all(at == dim or (one[0][at] == other[0][at] and one[1][at] == other[1][at]) for at in range(len(one[0])))
     return same and one[1][dim] == other[0][dim]
 
 
 class BoxShardMap(ShardMap):
-    """Boxes given one by one: each rank has one local tensor for each of its boxes.
+    """Explicit boxes: each rank has one local tensor for each of its boxes.
 
-    A box that several ranks list is replicated on them.
+    A box listed by several ranks is replicated on them.
 
     Args:
         shape: Shape of the global tensor.
-        boxes: For each rank that takes part, its boxes in the order of its local tensors.
-        holes: Elements that no rank has are allowed: in destinations that leave some out.
+        boxes: For each participating rank, its boxes in the order of its local tensors.
+        holes: True to allow elements without a rank, in partial destinations.
 
     Raises:
         PlanError: With every box outside of the shape, every hole and every overlap, by name.
@@ -151,7 +151,7 @@ class BoxShardMap(ShardMap):
 
     @classmethod
     def whole(cls, shape: Sequence[int], rank: int) -> BoxShardMap:
-        """The whole tensor on one rank."""
+        """Return the map with the full tensor on one rank."""
         return cls(shape, {rank: (Box((0,) * len(shape), tuple(shape)),)})
 
     @cached_property
@@ -192,7 +192,7 @@ class BoxShardMap(ShardMap):
             yield from cells
             return
         last = bisect_left(starts, stop[dim])
-        first = bisect_right(reach, start[dim])  # every cell before `first` ends at or before start
+        first = bisect_right(reach, start[dim])  # cells before `first` end at or before start
         for cell in cells[first:last]:
             low = tuple(map(max, cell.start, start))
             high = tuple(map(min, cell.stop, stop))
@@ -202,7 +202,7 @@ class BoxShardMap(ShardMap):
 
     @cached_property
     def _sorted(self) -> tuple[int, list[Cell], list[int], list[int]]:
-        """The cells sorted along the dim that tells most of them apart, their starts, and how far they reach."""
+        """Return cells sorted along the dim of most distinct starts, the starts, and a running maximum of stops."""
         merged: dict[tuple[Index, Index], dict[int, int]] = {}
         for rank, boxes in self.boxes.items():
             for tensor, box in enumerate(boxes):
@@ -210,7 +210,7 @@ class BoxShardMap(ShardMap):
                     merged.setdefault((box.offsets, box.ends), {})[rank] = tensor
         zero = (0,) * len(self.shape)
         cells = [Cell(start, stop, zero, (tuple(at),), at) for (start, stop), at in merged.items()]
-        if not self.shape:
+        if not self.shape:  # a scalar has no dim to sort along
             return -1, cells, [], []
         dim = max(range(len(self.shape)), key=lambda d: len({cell.start[d] for cell in cells}))
         cells.sort(key=lambda cell: (cell.start[dim], cell.start))
@@ -233,15 +233,15 @@ class BoxShardMap(ShardMap):
 
 
 class FusedShardMap(BoxShardMap):
-    """Boxes of which each rank has one local tensor: its boxes one after the other along a dim.
+    """Boxes joined along a dim into one local tensor for each rank.
 
-    So lie fused weights, and key-value heads of which several ranks hold the same ones. Planning works on boxes, as if
-    each were a tensor; `places` says where they are in the one that there is.
+    This is the layout of fused weights, and of key-value heads with copies on several ranks. Planning works on boxes,
+    as if each were a tensor; `places` maps them to the actual one.
 
     Args:
         shape: Shape of the global tensor.
         boxes: For each rank its boxes, in their order in the local tensor; equal in all dims but ``dim``.
-        dim: The dim along which they are joined.
+        dim: Dim of the concatenation.
         holes: See `BoxShardMap`.
     """
 
@@ -282,17 +282,17 @@ Dims = tuple[int | None, ...]
 
 
 class ShardMapView(ShardMap):
-    """A box of a larger tensor as a tensor of its own, lying where it lies in the larger one's local tensors.
+    """A box of a larger tensor as a tensor of its own, in the larger one's local tensors.
 
-    The way to move q, k and v into one fused weight: each is a window of it. Local tensors are views too: their dims
+    This serves to move q, k and v into one fused weight, each a window of it. Local tensors are views too: their dims
     are those of the larger tensor's in the order of ``dims``.
 
     Args:
-        base: How the larger tensor lies.
-        start: Where the window begins in it.
-        shape: How large the window is, in the view's dims.
-        dims: For each dim of the view the base's dim that it is, each once, or None for a new dim of size 1. None for
-            the base's own dims.
+        base: Layout of the larger tensor.
+        start: First index of the window in it.
+        shape: Shape of the window, in the view's dims.
+        dims: For each dim of the view the base's dim, each once, or None for a new dim of size 1. None for the base's
+            own dims.
     """
 
     def __init__(self, base: ShardMap, start: Sequence[int], shape: Sequence[int], dims: Dims | None = None) -> None:
@@ -305,7 +305,7 @@ class ShardMapView(ShardMap):
             raise PlanError(Problem("index-out-of-range", found=found, hint="a window lies inside of the tensor"))
 
     @property
-    def holes(self) -> bool:  # type: ignore[override]  # of the larger tensor
+    def holes(self) -> bool:  # type: ignore[override]  # the larger tensor's
         return self.base.holes
 
     @property
@@ -351,7 +351,7 @@ class ShardMapView(ShardMap):
 
     def cross(self, start: Index, stop: Index) -> Iterator[Cell]:
         if self.dims is not None and any(a >= b for a, b in zip(start, stop, strict=True)):
-            return  # a new dim of the view is none of the base's
+            return  # empty along a new dim, which the base cannot see
         for cell in self.base.cross(self.outside(start), self.outside(stop)):
             low, high = self._inside(cell.start, 0), self._inside(cell.stop, 1)
             yield cell._replace(start=low, stop=high, local_start=self._from_base(cell.local_start, 0))
@@ -377,5 +377,5 @@ class ShardMapView(ShardMap):
         return self._from_base(tuple(a - b for a, b in zip(index, self.start, strict=True)), new)
 
     def outside(self, index: Index) -> Index:
-        """Return an index of the view as one of the larger tensor."""
+        """Convert an index of the view to one of the larger tensor."""
         return tuple(a + b for a, b in zip(self._to_base(index), self.start, strict=True))

@@ -356,7 +356,7 @@ def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
 
 
 def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
-    """Yield the moves of a box from ``owners`` to ``rank``: a large one in equal shares, a small one from one owner."""
+    """Yield a box's moves to ``rank``: a large one in shares from ``owners``, a small one from one."""
     shares = num_shares(owners, sizes, itemsize)
     if shares <= 1:
         yield Move(0, 0, owners[rank % len(owners)], rank, (0,) * len(sizes), sizes)

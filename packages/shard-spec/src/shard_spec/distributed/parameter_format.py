@@ -130,7 +130,7 @@ def _hint(spec: PlacementSpec, local: bool) -> str:
 
 
 def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[PlacementSpec, ...], str | None]:
-    """Return the layout in specs with DTensor placements (R, P, S, or I with a number of sections), or a reason.
+    """Return specs with DTensor placements (R, P, S, I with a number of sections), or a reason against.
 
     Without a shape the result holds for every shape.
     """
