@@ -1,7 +1,7 @@
 """Move tensors from one layout to another with the fewest bytes, in one all-to-all.
 
-`plan_reshard` makes a plan, without a process group. `reshard`, `Resharder`, `redistribute` and `reshard_state_dict`
-carry plans out on ranks, `load_safetensors` from files. Names are imported when they are first used, so that
+`plan_reshard` builds a plan, without a process group. `reshard`, `Resharder`, `redistribute` and `reshard_state_dict`
+execute plans on ranks, `load_safetensors` from files. Names are imported on first use, so that
 ``shard-reshard --help`` need not wait for torch.
 """
 

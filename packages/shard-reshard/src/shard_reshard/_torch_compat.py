@@ -1,4 +1,4 @@
-"""Everything of torch that is only to be had under an underscore. Read against torch 2.13.0 and 2.11.0."""
+"""Access to torch's private names. Written for torch 2.13.0 and 2.11.0."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 DispatchMode = TorchDispatchMode
-# True for a tensor that wraps others and has no memory of its own.
+# True for a tensor that wraps others, without memory of its own.
 is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
-# A block in which tensors are real, whatever mode is on: for tables that a DeviceMesh keeps on the CPU.
+# A context with real tensors in any mode: a DeviceMesh keeps tables on the CPU.
 real_tensors: Callable[[], AbstractContextManager[Any]] = unset_fake_temporarily
 
-# A block in which classes of tensors do not see functions of torch.
+# A context in which tensor subclasses do not intercept torch functions.
 as_plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-# Has the addresses of a tensor's storage raise.
+# Makes access to the address of a tensor's storage raise.
 refuse_addresses: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def assume_constant_result(function: F) -> F:
     """`torch.compiler.assume_constant_result`, which would import all of torch._dynamo to set this mark.
 
-    The tracer passes groups and meshes in a wrapper (torch 2.13), which is taken off.
+    Under tracing groups and meshes come in a wrapper (torch 2.13), which is removed.
     """
 
     @wraps(function)
@@ -60,7 +60,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy every source to its target, on CUDA in as few kernels as torch knows how to; dtypes are converted."""
+    """Copy every source to its target, on CUDA in as few kernels as torch supports; dtypes are converted."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:
@@ -68,7 +68,7 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 
 
 def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True where tensors, or without any the mode that is on, are fake and hold no data."""
+    """Return True if tensors are fake; without tensors, if a fake mode is on."""
     if tensors:
         return any(isinstance(tensor, FakeTensor) for tensor in tensors)
     return detect_fake_mode() is not None
@@ -79,17 +79,17 @@ PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def same_metadata(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return a test of as many other tensors for the types, shapes, strides, dtypes, devices and flags of these.
+    """Return a test of other tensors for the types, shapes, strides, dtypes, devices and flags of these.
 
-    The guards of compiled code, which are C++ and cost a tenth of asking each tensor. They fail where one tensor is
-    passed twice, and end the process at a nested tensor.
+    Uses the guards of compiled code, C++ at a tenth of the cost of Python checks. They fail for duplicate tensors, and
+    abort the process at a nested tensor.
     """
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 
 def modes() -> tuple[object, ...]:
-    """Return what decides how a call behaves beside its tensors: grad and inference mode, transformations, tangents."""
+    """Return modes that change a call beside its tensors: grad, inference, transformations, tangents."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -99,12 +99,12 @@ def modes() -> tuple[object, ...]:
 
 
 def mesh_groups(mesh: Any) -> tuple[str, ...]:
-    """Return the names of a mesh's process groups: meshes of equal ranks are equal, in whatever order these gather."""
+    """Return the names of a mesh's process groups: equal meshes may have groups of different orders."""
     return tuple(getattr(mesh, "_dim_group_names", ()))
 
 
 def declared_layouts(values: Sequence[Any]) -> list[object]:
-    """Return what tensors say of where they lie: a DTensor's spec, a local parameter's ``_sharding_info``, or None."""
+    """Return the declared layouts of tensors: a DTensor's spec, a local parameter's ``_sharding_info``, or None."""
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     said = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
@@ -114,7 +114,7 @@ def declared_layouts(values: Sequence[Any]) -> list[object]:
 
 
 def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:
-    """Return the local tensors of DTensors and plain tensors, without graphs; None where another kind is among them."""
+    """Return the detached local tensors of DTensors and plain tensors; None if another kind is among them."""
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     kinds = set(map(type, values))
@@ -130,7 +130,7 @@ def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:
 
 
 def dtensor_local(value: Any) -> torch.Tensor | None:
-    """Return the local tensor of a DTensor, which ``to_local`` costs ten times as much; None for anything else."""
+    """Return the local tensor of a DTensor, at a tenth of the cost of ``to_local``; None for anything else."""
     public = sys.modules.get("torch.distributed.tensor")
     if public is None or type(value) is not public.DTensor:
         return None
@@ -139,10 +139,10 @@ def dtensor_local(value: Any) -> torch.Tensor | None:
 
 
 def waited_for(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that an AsyncCollectiveTensor will be, which has no memory of its own; another tensor as it is."""
+    """Wait for an AsyncCollectiveTensor, which has no memory of its own; other tensors pass unchanged."""
     if not isinstance(tensor, AsyncCollectiveTensor):
         return tensor
-    # Views of one do not wait; a copy does, and keeps the graph.
+    # Views of one do not wait; a copy does, and preserves the graph.
     if tensor.requires_grad:
         return tensor.clone()
     done: torch.Tensor = tensor.trigger_wait()
@@ -162,39 +162,39 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, also on meta; of use while the storage is alive."""
+    """Return the identity of a tensor's storage, also on meta; valid while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def is_transforming() -> bool:
-    """Return True under a transformation of torch.func, whose tensors have no memory to send."""
+    """Return True under a transformation of torch.func; its tensors have no memory to send."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True where a tensor is a dual number of forward-mode differentiation."""
+    """Return True if a tensor is a dual number of forward-mode differentiation."""
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def register_group(group: dist.ProcessGroup, name: str, backends: str) -> None:
-    """Let ``torch.distributed`` use a group that was made beside its default group, of processes of several jobs."""
-    _world.pg_map[group] = backends.partition(":")[2], None  # type: ignore[assignment]  # the group holds its store
+    """Register a group of processes of several jobs, outside the default group, with ``torch.distributed``."""
+    _world.pg_map[group] = backends.partition(":")[2], None  # type: ignore[assignment]  # the group owns its store
     _world.pg_names[group] = name  # type: ignore[assignment]  # text, as torch has it
     _world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
     _world.pg_backend_config[group] = backends
 
 
 def torch_shard(tensor: torch.Tensor, metadata: object) -> object:
-    """A ``Shard`` of torch's ShardedTensor."""
+    """Create a ``Shard`` of torch's ShardedTensor."""
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
     return Shard(tensor, metadata)  # type: ignore[arg-type]  # torch's own metadata, by construction
 
 
 def declare_ordered_effect(operator: str) -> None:
-    """Keep the compiler from dropping or reordering calls of an operator of ours."""
+    """Keep the compiler from dropping or reordering calls of one of our operators."""
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
     try:
@@ -213,7 +213,7 @@ def is_sharded_tensor(value: object) -> bool:
 
 
 def make_sharded_tensor(shards: list[Any], spec: Any, shape: Sequence[int], group: Any, like: Any) -> Any:
-    """A ShardedTensor of local shards under torch's ``spec``, with the properties of ``like``; no communication."""
+    """Create a ShardedTensor of local shards under torch's ``spec``, with the properties of ``like``, locally."""
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     metadata = spec.build_metadata(torch.Size(shape), like.metadata().tensor_properties)
@@ -223,7 +223,7 @@ def make_sharded_tensor(shards: list[Any], spec: Any, shape: Sequence[int], grou
 
 
 def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int]) -> DTensor:
-    """Return the DTensor of a local tensor; uneven shards do not tell the global shape and stride."""
+    """Return the DTensor of a local tensor; uneven shards do not determine the global shape and stride."""
     from torch.distributed.tensor import DTensor
 
     stride = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
@@ -231,9 +231,9 @@ def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[
 
 
 def dtensor_maker(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
-    """Return what makes DTensors of the layout of ``like``; ``from_local`` costs twenty times as much.
+    """Return a constructor of DTensors of the layout of ``like``, at a twentieth of the cost of ``from_local``.
 
-    The constructor takes half of its time for ``__init__``, which only ``torch.export`` looks at.
+    The constructor spends half of its time in ``__init__``, which only ``torch.export`` needs.
     """
     kind, spec = type(like), like._spec
     new: Callable[..., DTensor] = kind.__new__

@@ -1,4 +1,4 @@
-"""The command line: ``shard-reshard explain``. ``--help`` imports neither torch nor a plan."""
+"""Command line: ``shard-reshard explain``. ``--help`` imports neither torch nor a plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ exit status: 0 good, 1 the plan has problems, 2 wrong usage"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
+    """Run the command line and return its exit status."""
     arguments = _parser().parse_args(argv)
     try:
         shape = tuple(int(size) for size in arguments.shape.split(",") if size.strip())

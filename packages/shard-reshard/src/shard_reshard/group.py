@@ -1,4 +1,4 @@
-"""Process groups as planning sees them, and how their ranks compare what they are about to do."""
+"""Process groups in the form used by planning, and the consensus of their ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _HINT = "call with the same shape, dtype, layouts and options on every rank of t
 
 
 class GroupInfo(NamedTuple):
-    """A process group as planning sees it."""
+    """Properties of a process group used by planning."""
 
     group: dist.ProcessGroup
-    rank: int  # of this process, in the group
-    global_ranks: tuple[int, ...]  # of the members, in the order of the group
+    rank: int  # this process's rank in the group
+    global_ranks: tuple[int, ...]  # global ranks of the members, in group order
     size: int  # number of members
 
     def to_group(self, rank: int) -> int:
-        """The group's number for a global rank."""
+        """Return the group's rank of a global rank."""
         try:
             return self.global_ranks.index(rank)
         except ValueError:
@@ -37,7 +37,7 @@ class GroupInfo(NamedTuple):
 
 
 def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
-    """The members of ``group``; None is the default group."""
+    """Return the properties of ``group``; None is the default group."""
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
@@ -45,7 +45,7 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
         hint = "pass a process group, as mesh.get_group('tp') returns it"
         raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
     group = dist.group.WORLD if group is None else group
-    # Of the group itself: one that joins several jobs has ranks of which no default group knows.
+    # From the group itself: a group across several jobs has ranks outside of any default group.
     rank = group.rank() if isinstance(group, dist.ProcessGroup) else -1
     if rank < 0 or group is None:
         hint = "call from members only"
@@ -62,7 +62,7 @@ def data_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def check_mode(check: str) -> str:
-    """``check`` if it is one of the modes there are."""
+    """Return ``check`` if it is a valid mode."""
     if check not in ("first", "always"):
         raise PlanError(Problem("invalid-argument", "check", found=repr(check), hint="'first' or 'always'"))
     return check
@@ -71,16 +71,16 @@ def check_mode(check: str) -> str:
 def assert_consistent(
     members: GroupInfo, subject: str, lines: Sequence[str], problems: Sequence[Problem], state: str = BEFORE_MOVING
 ) -> None:
-    """Return on all ranks where ``lines`` are equal and no rank has problems, or raise the same error on all."""
+    """Return if ``lines`` are equal on all ranks and none has problems, else raise one error on all."""
     error = PlanError(problems) if problems else None
     if not is_fake(()):
         consensus.assert_consistent(members.group, subject, lines, error, hint=_HINT, state=state)
-    elif error is not None:  # fake tensors have no other ranks
+    elif error is not None:  # fake tensors have no peers
         raise error
 
 
 def raise_on_all_ranks(members: GroupInfo, error: Exception) -> NoReturn:
-    """Raise ``error`` as one ``PlanError`` on all ranks, which wait for a header of this one."""
+    """Raise ``error`` as one ``PlanError`` on all ranks, which wait for this rank's header."""
     joined = error if type(error) is PlanError else PlanError(consensus.problems_of(error))
     try:
         if not is_fake(()):
@@ -93,14 +93,14 @@ def raise_on_all_ranks(members: GroupInfo, error: Exception) -> NoReturn:
 def all_gather_row(
     members: GroupInfo, topic: int, row: bytes, lines: Sequence[str], problems: Sequence[Problem] = ()
 ) -> list[bytes]:
-    """Gather a row of at most 63 bytes of every rank, or raise on all where one makes another call or has problems.
+    """Gather a row of at most 63 bytes of every rank, or raise on all if calls differ or a rank has problems.
 
     Args:
         members: The group; every member calls.
-        topic: Number of the call, from 2 on: 0 and 1 begin the headers of `assert_consistent`.
-        row: What the others read.
-        lines: The call, for the error where ranks make different ones.
-        problems: What keeps this rank from going on.
+        topic: Number of the call, from 2 on: `assert_consistent` uses 0 and 1.
+        row: Content for the other ranks.
+        lines: The call as text, for the error on different calls.
+        problems: Problems of this rank.
     """
     header = b"\xff" if problems else bytes([topic])
     rows = consensus.all_gather_header(members.group, header + row, "reshard", BEFORE_MOVING)

@@ -1,4 +1,4 @@
-"""Carry out a plan for all ranks in one process: for tests, documentation and trying a layout out."""
+"""Execution of a plan for all ranks in one process: for tests, documentation and experiments."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shard_reshard.planning.analyze import ReshardPlan
 def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:
     """Return the tensors of every rank after the plan.
 
-    Packs, routes and unpacks exactly as ranks do; only the collective itself is replaced by copies.
+    Packs, routes and unpacks exactly as ranks do; only the collective is replaced by copies.
 
     Args:
         plan: From `plan_reshard`.
-        shards: For each rank its local tensor, a sequence of tensors where its layout has several boxes, or None.
+        shards: For each rank its local tensor, a sequence of tensors for several boxes, or None.
 
     Returns:
-        For each rank the same, in the destination layout.
+        The same for each rank, in the destination layout.
 
     Raises:
-        PlanError: ``shape-mismatch`` and ``dtype-mismatch`` for shards that are not what the source layout says.
+        PlanError: ``shape-mismatch`` and ``dtype-mismatch`` for shards that contradict the source layout.
     """
     world_size = max(plan.world_size, len(shards))
     given = [as_list(shards[rank] if rank < len(shards) else None) for rank in range(world_size)]
@@ -51,7 +51,7 @@ def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:
 
 
 class _Mail:
-    """Stands in for the collective: messages lie here until every rank has brought its own."""
+    """Stand-in for the collective: collects messages until every rank has posted."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

@@ -1,4 +1,4 @@
-"""The calls: one tensor, DTensors, torch.compile, ShardedTensor and the functions of torch that this package replaces.
+"""The calls: one tensor, DTensors, torch.compile, ShardedTensor and replacements of torch's functions.
 
-Each resolves layouts, finds or makes a `Mover`, and hands over local tensors. Nothing below imports from here.
+Each resolves layouts, finds or builds a `Mover`, and passes it local tensors. Lower layers do not import from here.
 """

@@ -1,4 +1,4 @@
-"""Autograd: gradients take the plan's way back, and may be differentiated again."""
+"""Autograd: gradients move by the transposed plan, and may be differentiated again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shard_reshard.execution.mover import Finish, Mover
 
 
 def gradient_problems(mover: Mover, has_out: bool) -> list[Problem]:
-    """Why gradients cannot flow through."""
+    """Return the reasons that gradients cannot flow through."""
     problems = []
     for plan in mover.plans:
         if plan.reduce_op in ("min", "max", "product"):
@@ -27,10 +27,10 @@ def gradient_problems(mover: Mover, has_out: bool) -> list[Problem]:
 def differentiable_start(
     mover: Mover, tensors: list[torch.Tensor], async_op: bool
 ) -> tuple[list[torch.Tensor], Finish | None]:
-    """As ``mover.start``, for tensors that require grad.
+    """Like ``mover.start``, for tensors that require grad.
 
-    A rank without source tensors passes one empty tensor, and a rank without destination gets one: the ends of its
-    part of the graph, so that it takes part in the exchange of gradients.
+    A rank without source tensors passes one empty tensor, and a rank without destination gets one: they keep the rank
+    in the graph, so that it joins the exchange of gradients.
     """
     finishing: list[Finish | None] = []
     outs = _Move.apply(mover, async_op, finishing, *tensors)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -48,7 +48,7 @@ class _Move(torch.autograd.Function):
         finishing.append(finish)
         ctx.mover, ctx.token = mover, (None if num_sources else tensors[0])
         if not outs:
-            outs = [tensors[0].new_empty(0)]
+            outs = [tensors[0].new_empty(0)]  # an output that requires grad: backward runs here too
         return tuple(outs)
 
     @staticmethod
@@ -57,5 +57,5 @@ class _Move(torch.autograd.Function):
         if finish is not None:
             finish()
         if ctx.token is not None:
-            found = [found[0].reshape(ctx.token.shape)]  # empty, but the end of this rank's part of the graph
+            found = [found[0].reshape(ctx.token.shape)]  # empty, but it keeps this rank in the graph
         return None, None, None, *found

@@ -1,7 +1,7 @@
-"""Under torch.compile the exchange is one custom operator, declared as having effects.
+"""The exchange as a custom operator with side effects, for torch.compile.
 
-A functional operator whose result is unused on one rank would be dropped there, and the other ranks would wait for
-ever. An effect can be neither dropped nor reordered.
+A functional operator with an unused result on one rank would be eliminated there, and its peers would wait for ever.
+An effect can be neither dropped nor reordered.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _movers: dict[str, Mover] = {}
 class Operator(NamedTuple):
     """Constants of a traced call."""
 
-    key: str  # the name under which the operator finds its mover in this process
+    key: str  # key of the operator's mover in this process
     shapes: tuple[Index, ...]  # of the results
     dtype: torch.dtype  # of the results
-    device: str  # for a rank that has no source tensor to tell it
+    device: str  # for a rank without source tensors
 
 
 def operator_of(mover: Mover) -> Operator:
-    """The operator of ``mover``."""
+    """Return the operator of ``mover``."""
     (plan,) = mover.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}"
     if key not in _movers or _movers[key].members.group is not mover.members.group:
@@ -41,7 +41,7 @@ def operator_of(mover: Mover) -> Operator:
 
 
 def key_of_pair(mover: Mover, backward: Mover) -> str:
-    """The key of ``mover``, where its gradients are moved by ``backward`` instead of its own transposed one."""
+    """Return the key of ``mover`` with ``backward`` for its gradients instead of its own transposed one."""
     (plan,), (back,) = mover.plans, backward.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}@{back.digest[:16]}"
     if key not in _movers or _movers[key].members.group is not mover.members.group:
@@ -51,7 +51,7 @@ def key_of_pair(mover: Mover, backward: Mover) -> str:
 
 
 def mismatch(outs: list[torch.Tensor], operator: Operator) -> str:
-    """Why ``outs`` cannot be copied to, in words that a tracer takes; "" where they can. A copy would broadcast."""
+    """Return the reason that ``outs`` cannot be targets, else "". copy_ would broadcast."""
     if len(outs) != len(operator.shapes):
         return "another number of tensors than the layout has"
     for out, shape in zip(outs, operator.shapes, strict=True):
@@ -64,7 +64,7 @@ def mismatch(outs: list[torch.Tensor], operator: Operator) -> str:
 
 @torch.library.custom_op("shard_reshard::exchange", mutates_args=())
 def exchange(tensors: list[torch.Tensor], key: str, transposed: bool, mismatch: str) -> list[torch.Tensor]:
-    """Move tensors by the plans of the mover called ``key``; with a ``mismatch`` of ``out``, raise it on all ranks."""
+    """Move tensors by the plans of the mover called ``key``; a ``mismatch`` of ``out`` raises on all ranks."""
     mover = _mover(key, transposed)
     program = mover.exchange.program
     sources = list(tensors[: len(program.src_shapes)])

@@ -1,4 +1,4 @@
-"""DTensor in, DTensor out: any mesh to any mesh, in one exchange."""
+"""Redistribution of DTensors from any mesh to any mesh, in one exchange."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def redistribute(
 ) -> DTensor:
     """Redistribute a DTensor to placements on the same mesh or on another one.
 
-    One exchange with the fewest bytes, whatever the number of axes. ``DTensor.redistribute`` moves axis by axis and
-    ignores another mesh. Gradients come back in the source's placements, as DTensor's own do.
+    One exchange with the fewest bytes, for any number of axes. ``DTensor.redistribute`` moves axis by axis and ignores
+    another mesh. Gradients come back in the source's placements, as with DTensor's own.
 
     Args:
-        dtensor: What to move. Ranks outside of its mesh pass the DTensor that they have, which is empty.
+        dtensor: The source. Ranks outside of its mesh pass their DTensor, which is empty.
         device_mesh: The destination mesh.
         placements: One for each of its axes.
-        group: A group that holds the ranks of both meshes; every member calls. None: the mesh's own group where that
-            is one, else the default group, which then may hold no other ranks.
+        group: A group of the ranks of both meshes; every member calls. None: the mesh's own group if it is one, else
+            the default group, which then may hold no other ranks.
 
     Returns:
         A new DTensor on ``device_mesh``, its local tensor in fresh memory.
 
     Raises:
-        PlanError: On every rank alike, before any data moves, at the first call of a kind. A rank that passes no
-            DTensor, no mesh or a group of another type does not know which ranks wait for it, and raises alone.
+        PlanError: On every rank alike, before any transfer, at the first call of a kind. A rank that passes no DTensor,
+            no mesh or a group of another type raises alone, since its peers are unknown.
     """
     given: dict[str, tuple[Any, Any, str]] = {
         "dtensor": (dtensor, DTensor, "pass a DTensor; a local tensor goes to reshard(tensor, src, dst)"),
@@ -54,7 +54,7 @@ def redistribute(
         "group": (group, dist.ProcessGroup | None, "pass a process group, as mesh.get_group('tp') returns it"),
     }
     for name, (value, kind, hint) in given.items():
-        # A tracer has an object of its own for a group.
+        # Tracing wraps a group in an object of another type.
         if not isinstance(value, kind) and not (name == "group" and torch.compiler.is_compiling()):
             raise PlanError(Problem("wrong-type", name, found=f"a {type(value).__name__}", hint=hint))
     try:
@@ -74,7 +74,7 @@ def redistribute(
 
 
 def _normalized(placements: Any, ndim: int) -> tuple[Placement, ...]:
-    """Return placements whose dims count from the front, as DTensor itself has them."""
+    """Return placements with dims counted from the front, as in DTensor itself."""
     if not isinstance(placements, Sequence) or [p for p in placements if not isinstance(p, Placement)]:
         hint = "pass placements, such as [Shard(0)], one for each axis"
         raise PlanError(Problem("wrong-type", "placements", found=repr(placements), hint=hint))
@@ -85,8 +85,8 @@ class _Route(NamedTuple):
     """Mover and output of repeated calls with one kind of DTensor."""
 
     mover: Mover
-    holds_source: bool  # this rank is in the source's mesh
-    make: list[Callable[[torch.Tensor], DTensor]]  # what makes the result; filled by the first call
+    holds_source: bool  # True if this rank is in the source's mesh
+    make: list[Callable[[torch.Tensor], DTensor]]  # constructor of the result; set by the first call
 
 
 class _Redistribute(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.mesh, ctx.placements, ctx.group = dtensor.device_mesh, dtensor.placements, group
         ctx.out_mesh = mesh
         source, shape = (dtensor.device_mesh, dtensor.placements), dtensor.shape
-        # With the groups: meshes of the same ranks are equal, also where one gathers in another order.
+        # Groups are in the key: meshes of equal ranks are equal, even if one gathers in another order.
         key = (*source, mesh, placements, shape, dtensor.dtype, mesh_groups(source[0]), mesh_groups(mesh))
         route: _Route | None = memo.get(group, {}).get("call", {}).get(key)
         if route is None:
@@ -122,7 +122,7 @@ class _Redistribute(torch.autograd.Function):
             found = f"a reduction by {', '.join(sorted(ops))}"
             hint = "detach() the tensor; gradients flow through sums and averages"
             raise PlanError(Problem("not-differentiable", "src", found=found, hint=hint))
-        # Every contributor to a sum has the gradient of the sum; to an average, its share of it.
+        # A contributor to a sum has the gradient of the sum; a contributor to an average its share.
         back = _of_gradients(ctx.placements)
         averaged = prod(
             size
@@ -141,7 +141,7 @@ def _of_gradients(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 def _redistribute_compiled(
     dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
 ) -> DTensor:
-    """The same while torch.compile traces: local tensors through the operator with effects."""
+    """Same under torch.compile: local tensors through the operator with effects."""
     shape, grads = dtensor.shape, dtensor.requires_grad
     key = _compiled_key(
         dtensor.device_mesh, dtensor.placements, mesh, placements, tuple(shape), dtensor.dtype, group, grads
@@ -161,11 +161,11 @@ def _compiled_key(
     group: dist.ProcessGroup | None,
     grads: bool,
 ) -> str:
-    """The name of the operator's mover, whose transposed one moves gradients as DTensor means them.
+    """Return the key of the operator's mover, with a transposed one for DTensor's gradients.
 
     Raises:
-        PlanError: On all ranks: ``mesh-mismatch`` where not every rank is in both meshes, ``not-differentiable``
-            where gradients are not moved by a plan alone.
+        PlanError: On all ranks: ``mesh-mismatch`` unless every rank is in both meshes, ``not-differentiable`` if a plan
+            alone cannot move the gradients.
     """
     members = group_info(group or _union_group(mesh, to_mesh, dist.group.WORLD))
     if not set(_ranks_of(mesh)) == set(_ranks_of(to_mesh)) == set(members.global_ranks):
@@ -188,14 +188,14 @@ def _compiled_key(
 
 @lru_cache(maxsize=64)
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The global ranks of a mesh: plain numbers, also where tensors are fake."""
+    """Return the global ranks of a mesh as plain numbers, even under fake tensors."""
     with real_tensors():
         return tuple(mesh.mesh.flatten().tolist())
 
 
 @lru_cache(maxsize=64)
 def _union_group(src: DeviceMesh, dst: DeviceMesh, default: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a group of exactly the ranks of both meshes; ``default`` makes the answer one of this process group."""
+    """Return a group of exactly the ranks of both meshes; ``default`` ties the cached result to this process group."""
     wanted = set(_ranks_of(src)) | set(_ranks_of(dst))
     candidates = [mesh.get_group() for mesh in (src, dst) if mesh.ndim == 1 and mesh.get_coordinate() is not None]
     for group in candidates:

@@ -37,18 +37,18 @@ def reshard(
 ) -> Any:
     """Move a tensor from one layout to another: one all-to-all, differentiable.
 
-    Every rank of ``group`` calls it with the same layouts. Backward is an exchange too: a rank whose result does not
-    reach its loss adds ``0 * result.sum()`` to it, or the others wait for it.
+    Every rank of ``group`` calls it with the same layouts. Backward is an exchange too: a rank with a result outside of
+    its loss adds ``0 * result.sum()`` to it, or its peers wait for it.
 
     Args:
-        tensor: This rank's local tensor (a list for several boxes, None where it has none), or a DTensor.
-        src: Where the tensor is, see `LayoutLike`. None for a DTensor, which knows.
-        dst: Where it is to be.
-        shape: Global shape. May be left out where a DTensor or boxes give it.
+        tensor: This rank's local tensor (a list for several boxes, None if it has none), or a DTensor.
+        src: Layout of the tensor, see `LayoutLike`. None for a DTensor, which has one.
+        dst: Layout of the result.
+        shape: Global shape. May be left out if a DTensor or boxes give it.
         group: The union of the ranks of both layouts; None is the default group.
         out: Tensors to fill instead of fresh ones.
         async_op: Return a handle; its ``wait()`` returns the result.
-        dtype: The destination's dtype, where it is another than the source's. The same on every rank.
+        dtype: The destination's dtype, if it is not the source's. The same on every rank.
         max_workspace_bytes: See `plan_reshard`.
         check: "first" compares plans between ranks at their first use in a group, "always" at every call.
 
@@ -56,8 +56,8 @@ def reshard(
         The local tensor in the destination layout (a list for several boxes, None for none), or a `ReshardWork`.
 
     Raises:
-        PlanError: On every rank alike, before any data moves.
-        RuntimeError: When the collective fails.
+        PlanError: On every rank alike, before any transfer.
+        RuntimeError: If the collective fails.
     """
     if torch.compiler.is_compiling():
         given = as_list(tensor)
@@ -77,19 +77,19 @@ def reshard(
         except Exception as error:
             raise_on_all_ranks(members, error)
         mover, alone = find_mover(members, tensor, src, dst, shape, out or [], dtype, max_workspace_bytes, check)
-        if key is not None and alone:  # else ranks exchange dtypes in every call, and no rank may leave that out
+        if key is not None and alone:  # else ranks exchange dtypes in every call, all of them
             remember(members.group, "call", key, mover)
     return move(mover, tensor, out, async_op)
 
 
 class Resharder(NotPicklable):
-    """Reshards tensors by one plan again and again: keeps views, buffers and the check between ranks.
+    """Reshard tensors repeatedly by one plan, with cached views, buffers and checks.
 
-    A second call while a handle is in flight is refused: both would use the kept buffers. Tensors that come in the same
-    memory again (and an ``out`` that does) are held on to, until a call with other memory.
+    A second call while a handle is in flight is refused: both would use the kept buffers. Tensors in the same memory as
+    before (and such an ``out``) are referenced until a call with other memory.
 
-    ``copy.deepcopy`` (of a module that has one) makes another for the same plan and group, with buffers of its own;
-    it is not pickled, its ``plan`` is.
+    ``copy.deepcopy`` (of a module with one) creates another for the same plan and group, with buffers of its own; it
+    cannot be pickled, but its ``plan`` can.
 
     Args:
         plan: From `plan_reshard`.
@@ -105,7 +105,7 @@ class Resharder(NotPicklable):
         check: str = "first",
     ) -> None:
         if not isinstance(plan, ReshardPlan):
-            hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
+            hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are untyped
             raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
         self.plan = plan
         self._mover = Mover((plan,), group_info(group), True, check)
@@ -146,7 +146,7 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
 def _checked_move(
     mover: Mover, tensor: Shards, out: Shards, async_op: bool
 ) -> tuple[list[torch.Tensor], Finish | None]:
-    if is_transforming():  # not even the header that stops the other ranks can be sent
+    if is_transforming():  # raised locally: not even an error header can be sent
         found = "a transformation of torch.func"
         raise PlanError(Problem("not-differentiable", "tensor", found=found, hint=_BACKWARD))
     given: list[torch.Tensor] = []
@@ -156,14 +156,14 @@ def _checked_move(
         outs = None if out is None else as_list(out)
         if has_tangent(given):
             raise PlanError(Problem("not-differentiable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
-        # An empty tensor stands for "none": the end of the graph of a rank without source, see `differentiable_start`.
+        # An empty tensor stands for "none": it keeps a rank without source in the graph, see `differentiable_start`.
         sources = [] if not mover.local_shapes[0] and len(given) == 1 and given[0].numel() == 0 else given
         problems = mover.problems([sources], None if outs is None else [outs])
         grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         if grad:
             problems += gradient_problems(mover, outs is not None)
     except Exception as error:
-        problems = list(problems_of(error))
+        problems = list(problems_of(error))  # this rank still joins the comparison below
     device = mover.device(given, outs or ())
     mover.assert_consistent(problems, device, " with gradients" if grad else "")
     if grad:
@@ -173,7 +173,7 @@ def _checked_move(
 
 
 def _compiled_move(operator: Operator, tensor: Shards, out: Shards, async_op: bool) -> Any:
-    """One call while torch.compile traces: an operator with effects, and nothing that the tracer cannot follow."""
+    """Run one call under torch.compile: an operator with effects, and only traceable code."""
     if async_op:
         raise RuntimeError("async_op=True has no meaning under torch.compile: leave it out")
     given = as_list(tensor) or [torch.empty(0, device=operator.device)]
@@ -199,11 +199,11 @@ def _operator_for(
     max_workspace_bytes: int | None,
     check: str,
 ) -> Operator:
-    """The operator of a call, worked out while it is compiled.
+    """Return the operator of a call, resolved at compile time.
 
     Raises:
-        PlanError: ``mesh-mismatch``, on all ranks, where some have no tensor that tells its dtype: while a call is
-            traced ranks cannot ask each other.
+        PlanError: ``mesh-mismatch``, on all ranks, if some have no tensor with the dtype: ranks cannot communicate
+            during tracing.
     """
     members = group_info(group)
     if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
@@ -225,10 +225,10 @@ def _operator_for(
 def _unwrapped(
     tensor: Any, src: LayoutLike | None, shape: Sequence[int] | None, members: GroupInfo
 ) -> tuple[Shards, Any, Any]:
-    """A DTensor as its local tensor, its layout and its shape.
+    """Split a DTensor into its local tensor, its layout and its shape.
 
     Raises:
-        PlanError: ``layout-mismatch`` where ``src`` says of a DTensor what it does not say itself.
+        PlanError: ``layout-mismatch`` if ``src`` contradicts the DTensor's own layout.
     """
     if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
         size = tuple(tensor.shape) if shape is None else shape
@@ -251,10 +251,10 @@ def find_mover(
     max_workspace_bytes: int | None,
     check: str,
 ) -> tuple[Mover, bool]:
-    """Return the mover of a call, and whether this rank's arguments alone decided which it is.
+    """Return the mover of a call, and True if this rank's arguments alone determined it.
 
     Raises:
-        PlanError: On every rank alike; a collective where some rank has no tensor that gives the dtype.
+        PlanError: On every rank alike; a collective if some rank has no tensor with the dtype.
     """
     size = None if shape is None else tuple(shape)
     try:
@@ -282,14 +282,14 @@ def find_mover(
 def _own_dtypes(
     given: list[torch.Tensor], out: list[torch.Tensor], dtype: torch.dtype | None
 ) -> tuple[str, str | None]:
-    """Return the dtype of the source, and of the destination where it is another, from this rank's arguments."""
+    """Return the dtypes of source and destination (None if equal) from this rank's arguments."""
     if dtype is not None:
         return dtype_name(given[0].dtype if given else dtype), dtype_name(dtype)
     found = given or out
     return dtype_name(found[0].dtype if found else torch.float32), (dtype_name(out[0].dtype) if out else None)
 
 
-_DTYPES = 2  # number of the row of dtypes among those that ranks gather
+_DTYPES = 2  # topic of the gathered row of dtypes
 
 
 def _dtype_row(given: list[torch.Tensor], out: list[torch.Tensor]) -> bytes:
@@ -298,7 +298,7 @@ def _dtype_row(given: list[torch.Tensor], out: list[torch.Tensor]) -> bytes:
 
 
 def _dtypes_of_all(rows: list[bytes]) -> tuple[str, str | None]:
-    """Return the dtypes of source and destination; a rank that has a tensor plans with its own (the first row)."""
+    """Return the dtypes of source and destination; a rank with a tensor uses its own (the first row)."""
     sources, outs = zip(*(row.decode().rstrip("\0").split(" ") for row in rows), strict=True)
     found = [[name for name in names if name != "-"] for names in (sources, outs[1:])]
     if not found[0]:
@@ -308,16 +308,16 @@ def _dtypes_of_all(rows: list[bytes]) -> tuple[str, str | None]:
 
 
 def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:
-    """Return True where every rank of the group is in the source layout."""
+    """Return True if every rank of the group is in the source layout."""
     try:
         ranks = resolve_layout(src, shape, members.to_group).rank_set
     except PlanError:
-        return True  # told later, when both layouts are bound
+        return True  # raised later, with both layouts
     return len(ranks) == members.size
 
 
 def _call_key(tensor: Any, src: Any, dst: Any, shape: Any, out: Any, *options: Any) -> tuple[Any, ...] | None:
-    """Return the arguments of a call as a value; None for those that have none, or that hold on to tensors."""
+    """Return the arguments of a call as a hashable key; None if they have none, or may reference tensors."""
     if not (tensor is None or type(tensor) in PLAIN_TYPES) or not (out is None or type(out) in PLAIN_TYPES):
         return None
     size = None if shape is None else tuple(shape) if isinstance(shape, Sequence) else [shape]

@@ -1,4 +1,4 @@
-"""Reshard torch's ShardedTensor; a new one comes out, the old one stays as it is."""
+"""Resharding of torch's ShardedTensor to a new one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shard_reshard.layout.boxes import BoxShardMap
 
 
 def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
-    """A new ShardedTensor with the data of ``st`` under another sharding spec.
+    """Reshard ``st`` to a new ShardedTensor under another sharding spec.
 
-    Every rank of its process group calls. Works for several shards on a rank and for enumerable specs, which
-    ``ShardedTensor.reshard`` refuses, and does not change ``st``, which that does.
+    Every rank of its process group calls. Works for several shards on a rank and for enumerable specs, unlike
+    ``ShardedTensor.reshard``, and does not change ``st``.
 
     Args:
         st: A ``torch.distributed._shard.sharded_tensor.ShardedTensor``.
@@ -32,7 +32,7 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
         A ``ShardedTensor`` in fresh memory.
 
     Raises:
-        PlanError: On every rank alike, before any data moves.
+        PlanError: On every rank alike, before any transfer.
     """
     if not _torch_compat.is_sharded_tensor(st):
         hint = "pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors"
@@ -44,7 +44,7 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
     except PlanError as error:
         raise_on_all_ranks(members, error)
     shape = tuple(metadata.size)
-    # What lies where is in the tensor's metadata, whatever spec it was made from.
+    # The tensor's metadata has the boxes, for any spec it was made from.
     boxes: dict[int, list[Any]] = {}
     for shard in map(from_torch, metadata.shards_metadata):
         boxes.setdefault(members.to_group(shard.rank), []).append(shard.box)
@@ -60,11 +60,11 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
 
 @dataclass
 class LocalShard:
-    """A shard that lies on this rank.
+    """A shard on this rank.
 
     Attributes:
         tensor: Its data.
-        metadata: Where it belongs in the global tensor, and on which device it lies.
+        metadata: Its box in the global tensor, and its device.
     """
 
     tensor: torch.Tensor
@@ -72,18 +72,18 @@ class LocalShard:
 
 
 class RankNotPlaced(PlanError, RuntimeError):
-    """A rank is asked for that no placement names."""
+    """The requested rank is in no placement."""
 
 
 def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:
-    """The position of the first placement on global rank ``current_rank``.
+    """Return the position of the first placement on global rank ``current_rank``.
 
     Args:
         placements: Remote devices, torch's or shard-spec's, or their text (``"rank:0/cuda:0"``).
         current_rank: A global rank.
 
     Raises:
-        RuntimeError: When no placement names the rank; also a `PlanError`.
+        RuntimeError: If no placement names the rank; also a `PlanError`.
     """
     for idx, placement in enumerate(placements):
         if RemoteDevice(placement).rank() == current_rank:
@@ -107,7 +107,7 @@ def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_siz
         every shard in the order of the spec. Metadata is torch's for a torch spec.
 
     Raises:
-        PlanError: When the spec does not fit the shape or names more ranks than there are.
+        PlanError: If the spec does not match the shape or names more ranks than ``world_size``.
     """
     spec = _spec(sharding_spec, "sharding_spec")
     shards = spec.shards_for(tuple(st_size))
@@ -126,9 +126,9 @@ def reshuffle_local_shard(
     resharding_spec: Any,
     pg: dist.ProcessGroup | None,
 ) -> tuple[list[Any], list[Any]]:
-    """Move shards to other ranks where the sharded dim stays: any permutation, any number of shards on a rank.
+    """Move shards to other ranks without a change of the sharded dim: any permutation, any shards per rank.
 
-    Arguments, result and errors as in `reshard_local_shard`, which does the same for every pair of specs.
+    Arguments, result and errors as in `reshard_local_shard`, which handles every pair of specs.
     """
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
 
@@ -140,22 +140,22 @@ def reshard_local_shard(
     resharding_spec: Any,
     pg: dist.ProcessGroup | None,
 ) -> tuple[list[Any], list[Any]]:
-    """Reshard from one spec to another. Differentiable; ``local_tensor`` is left as it is.
+    """Reshard from one spec to another. Differentiable; ``local_tensor`` is not changed.
 
     Args:
-        local_tensor: This rank's shard; a list where it has several, None or an empty tensor where it has none.
+        local_tensor: This rank's shard; a list for several, None or an empty tensor for none.
         st_size: Global shape.
-        sharding_spec: How the tensor is sharded: of shard-spec or of torch. Placements name global ranks.
-        resharding_spec: How it is to be sharded.
-        pg: The group that holds the ranks of both specs; every member calls.
+        sharding_spec: Spec of the source: of shard-spec or of torch. Placements name global ranks.
+        resharding_spec: Spec of the result.
+        pg: A group of the ranks of both specs; every member calls.
 
     Returns:
-        This rank's shards (none where the new spec does not name it), and the metadata of all shards ordered by rank.
-        They are torch's ``Shard`` and ``ShardMetadata`` when ``resharding_spec`` is torch's, else `LocalShard` and
-        shard-spec's ``ShardMetadata``.
+        This rank's shards (none if the new spec does not name it), and all shards' metadata ordered by rank. They are
+        torch's ``Shard`` and ``ShardMetadata`` if ``resharding_spec`` is torch's, else `LocalShard` and shard-spec's
+        ``ShardMetadata``.
 
     Raises:
-        PlanError: On every rank alike, before any data moves.
+        PlanError: On every rank alike, before any transfer.
     """
     moved = reshard(local_tensor, sharding_spec, resharding_spec, shape=tuple(st_size), group=pg)
     metadata, own = _metadata_in(pg, tuple(st_size), resharding_spec)
@@ -165,7 +165,7 @@ def reshard_local_shard(
 
 @_torch_compat.assume_constant_result
 def _metadata_in(pg: dist.ProcessGroup | None, shape: tuple[int, ...], spec: Any) -> tuple[list[Any], list[Any]]:
-    """The metadata of all shards, and of those on this rank."""
+    """Return the metadata of all shards, and of those on this rank."""
     members = group_info(pg)
     metadata, _ = build_reshard_metadata(shape, spec, members.size)
     own_rank = members.global_ranks[members.rank]

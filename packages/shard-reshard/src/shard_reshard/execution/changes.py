@@ -1,4 +1,4 @@
-"""Exchange of changes: of bytes that are sent again, only the elements that differ from those sent before."""
+"""Exchange of changes: only elements that differ from those of the previous call."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _ALIGNMENT = 8
 
 
 class Message(NamedTuple):
-    """Header of the changes for one peer: an index of the unchanged elements before each value, and values."""
+    """Header of the changes for one peer: distances between changed elements, and their values."""
 
     width: int  # bytes of a digit of the index; 0: all bytes are sent instead
     index_bytes: int
     num_values: int
 
     def num_bytes(self, split: int, itemsize: int) -> int:
-        """Bytes on the wire for a peer that gets ``split`` bytes in full."""
+        """Return the transferred bytes for a peer with ``split`` bytes in full."""
         return _aligned(self.index_bytes) + _aligned(self.num_values * itemsize) if self.width else _aligned(split)
 
 
 class ChangeExchange:
-    """All-to-alls of a call that is repeated, with what each sent and received the last time.
+    """All-to-alls of a repeated call, with the bytes sent and received by the previous one.
 
-    Both ends keep a copy of all bytes: what a receiver does with its tensors meanwhile makes no difference.
+    Both ends keep a copy of all bytes, so a receiver may change its tensors between calls.
 
     Args:
-        itemsize: The smallest element that is sent.
+        itemsize: Size of the smallest sent element.
 
     Attributes:
-        full: The next call sends everything: both ends do not hold the same.
+        full: The next call sends everything, because the copies of both ends may differ.
     """
 
     def __init__(self, itemsize: int) -> None:
@@ -47,7 +47,7 @@ class ChangeExchange:
         self._kept: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def begin(self, full: bool) -> None:
-        """Start a call; all ranks say the same."""
+        """Start a call; ``full`` is equal on all ranks."""
         self.full, self._number = full, 0
         if full:
             self._kept = []
@@ -60,13 +60,13 @@ class ChangeExchange:
         input_splits: list[int],
         group: dist.ProcessGroup,
     ) -> None:
-        """Do as ``all_to_all_single`` does, on bytes."""
+        """Equivalent of ``all_to_all_single`` on bytes."""
         news, results, own = list(input.split(input_splits)), list(output.split(output_splits)), group.rank()
         if self.full:
             dist.all_to_all_single(output, input, output_splits, input_splits, group=group)
         else:
-            results[own].copy_(news[own])
-        # A rank's own bytes are in the collective or not, as strides decide in each call.
+            results[own].copy_(news[own])  # local bytes need no transfer
+        # The strides of each call decide if a rank's own bytes are in the collective: they are not diffed.
         news[own] = results[own] = input[:0]
         if self.full:
             self._kept.append(([part.clone() for part in news], [part.clone() for part in results]))
@@ -90,14 +90,14 @@ class ChangeExchange:
             decode(message, part, kept, self.itemsize)
             result.copy_(kept)
         for old, new in zip(sent, news, strict=True):
-            old.copy_(new)
+            old.copy_(new)  # after all sends: `parts` may be views of `new`
 
 
 def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message, list[torch.Tensor]]:
-    """Return the shorter message that makes ``new`` of ``old``, changes or everything, and its bytes."""
+    """Return the shorter message from ``old`` to ``new``, changes or full data, with its bytes."""
     words = new.view(INTEGERS[itemsize])
     changed = words != old.view(INTEGERS[itemsize])
-    # Beyond that no index is short enough; positions would take more memory than the bytes themselves.
+    # With more changes no index is short enough; positions would take more memory than the bytes themselves.
     if int(changed.sum()) * itemsize <= new.numel() * 7 // 8:
         positions = changed.nonzero().view(-1)
         gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
@@ -121,7 +121,7 @@ def decode(message: Message, part: torch.Tensor, target: torch.Tensor, itemsize:
 
 
 def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Numbers as bytes: the largest digit as often as it fits, then the rest."""
+    """Encode numbers in digits: the largest digit as often as it fits, then the rest."""
     top = 256**width - 1
     digits = numbers // top + 1
     packed = numbers.new_full((int(digits.sum()),), top)
@@ -149,7 +149,7 @@ _TOKEN_BYTES = 16
 
 
 class ChangeChain:
-    """Token of the calls that a rank took part in: equal on all ranks, changes alone may be sent."""
+    """Token of a rank's chain of calls: only if it is equal on all ranks may changes be sent."""
 
     def __init__(self, anchor_every: int) -> None:
         every: object = anchor_every
@@ -157,20 +157,20 @@ class ChangeChain:
             hint = "a number of calls: 1 sends everything in every call"
             raise PlanError(Problem("invalid-argument", "anchor_every", found=repr(every), hint=hint))
         self._anchor_every = self._calls = anchor_every  # the first call sends everything
-        self._token = self._next = os.urandom(_TOKEN_BYTES)  # equal to no other rank's
+        self._token = self._next = os.urandom(_TOKEN_BYTES)  # differs from every other rank's
 
     def begin(self) -> bytes:
-        """Return the token. A rank that fails before `done` has one of its own, which no other rank knows."""
+        """Return the token; a rank that fails before `done` holds a new one, unequal to all others."""
         token, self._token = self._token, os.urandom(_TOKEN_BYTES)
         return token
 
     def needs_all(self, rows: Sequence[bytes]) -> bool:
-        """Return True where everything has to be sent, from the rows of all ranks, which begin with their tokens."""
+        """Return True if everything has to be sent, judged by the tokens at the start of all ranks' rows."""
         full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
         self._calls = 1 if full else self._calls + 1
         self._next = hashlib.sha256(b"".join(rows)).digest()[:_TOKEN_BYTES]
         return full
 
     def done(self) -> None:
-        """End a call that brought everything."""
+        """End a successful call."""
         self._token = self._next

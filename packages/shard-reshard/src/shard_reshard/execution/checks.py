@@ -1,4 +1,4 @@
-"""Checks of local tensors before they move, and guards that tell when an earlier call's checks still hold."""
+"""Checks of local tensors before transfers, and guards for replays."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Shards = torch.Tensor | Sequence[torch.Tensor] | None
 
 
 def as_list(shards: Shards) -> list[torch.Tensor]:
-    """Local tensors as a list, however few there are."""
+    """Return local tensors as a list."""
     if shards is None:
         return []
     if isinstance(shards, torch.Tensor):
         return [shards if type(shards) in PLAIN_TYPES else waited_for(shards)]
-    given: Any = shards  # whatever the caller has passed
+    given: Any = shards  # of any type
     listed = list(given) if isinstance(given, Iterable) else [given]
     for value in listed:
         if not isinstance(value, torch.Tensor):
@@ -42,7 +42,7 @@ def as_list(shards: Shards) -> list[torch.Tensor]:
 
 
 def as_result(shapes: Sequence[object], tensors: Sequence[torch.Tensor]) -> Shards:
-    """One tensor as itself, none as None, several as a list."""
+    """Return one tensor as itself, none as None, several as a list."""
     if len(shapes) == 1:
         return tensors[0]
     return list(tensors) if shapes else None
@@ -61,7 +61,7 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
     problems = []
     for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
         which = where if len(shapes) == 1 else f"{where} {number}"
-        if tensor.is_nested:  # it has neither a shape nor strides to look at
+        if tensor.is_nested:  # it has neither shape nor strides
             hint = "pass a padded tensor, or its values() by a plan of their own"
             problems.append(Problem("unsupported-tensor", which, found="a nested tensor", hint=hint))
             continue
@@ -101,15 +101,15 @@ _FREED_HINT = "call it while the memory is there: inside of what gathers or load
 
 
 def freed_problems(name: str, tensor: torch.Tensor) -> list[Problem]:
-    """Return the problem of a tensor whose memory is gone, in other memory a later one of equal metadata too."""
+    """Report a tensor without memory; guards on metadata do not see this."""
     return [] if has_memory(tensor) else [Problem("no-data", name, found=_FREED, hint=_FREED_HINT)]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return False where the storage ends before the tensor: sharded data parallelism frees it between uses."""
+    """Return False if the storage ends before the tensor: sharded data parallelism frees it between uses."""
     if not tensor.numel() or tensor.layout != torch.strided or type(tensor) not in PLAIN_TYPES or is_fake((tensor,)):
         return True
-    strides = tensor.stride()  # no loop of Python: repeated calls ask, too
+    strides = tensor.stride()  # no Python loop: every replay calls this
     last = sum(map(mul, tensor.shape, strides)) - sum(strides)
     end = int(tensor.storage_offset() + last + 1) * tensor.element_size()
     return end <= tensor.untyped_storage().nbytes()
@@ -118,13 +118,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def destination_problems(
     outs: Sequence[torch.Tensor], names: Sequence[str], sources: Sequence[torch.Tensor], in_place: bool = True
 ) -> list[Problem]:
-    """Why the destinations of a call, called ``names``, cannot be filled.
+    """Return the reasons that the destinations ``names`` of a call cannot be filled.
 
     ``in_place``: they are filled while sources are still read; else at the end, by copies.
     """
     problems = []
     for tensor, name in zip(outs, names, strict=True):
-        if tensor.is_meta:  # what is written there is lost, without an error
+        if tensor.is_meta:  # writes would be lost without an error
             problems.append(Problem("no-data", name, found=_META, hint=_META_HINT))
         else:
             problems += freed_problems(name, tensor)
@@ -139,11 +139,11 @@ def destination_problems(
             found = "a view that conjugates or negates on reading"
             problems.append(Problem("invalid-out", name, found=found, hint=hint))
         if tensor.requires_grad and torch.is_grad_enabled():
-            # A leaf torch would refuse; another one would keep the graph of the values that it had.
+            # Torch refuses in-place writes to a leaf; any other tensor would keep the graph of its old values.
             hint = "write into parameters under torch.no_grad(); pass the detach() of what was computed"
             found = f"a {'leaf' if tensor.is_leaf else 'result'} that requires grad"
             problems.append(Problem("invalid-out", name, found=found, hint=hint))
-    if is_fake((*outs, *sources)) or problems:
+    if is_fake((*outs, *sources)) or problems:  # fake tensors share no memory
         return problems
     for first, second in sharing(outs, sources if in_place else ()):
         if second < len(outs):
@@ -156,28 +156,28 @@ def destination_problems(
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor; for a fake one, which has none, a number of its own."""
+    """Return the address of a tensor; for a fake one a number of its own."""
     return id(tensor) if is_fake((tensor,)) else tensor.data_ptr()
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what tensors have in common that are one memory, read alike."""
+    """Return the key shared by tensors of one memory and one view of it."""
     return address(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return True where two elements share memory, as in expanded tensors and sliding windows."""
+    """Return True if two elements share memory, as in expanded tensors and sliding windows."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ():
         if size > 1 and stride <= reach:
             starts, length = _runs(tensor)
             return bool((starts.diff() < length).any())
         reach += stride * (size - 1)
-    return False  # every step leads out of what the smaller steps reach
+    return False  # every stride exceeds the reach of smaller ones
 
 
 def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> list[tuple[int, int]]:
-    """The pairs of tensors that have bytes in common: two of ``tensors``, or one of them and one of ``others``.
+    """Return the pairs of tensors with common bytes: two of ``tensors``, or one of them and one of ``others``.
 
     Pairs of positions, the smaller one first; ``others`` are counted after ``tensors``.
     """
@@ -206,9 +206,9 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True where tensors with overlapping spans share a byte, and not only gaps."""
+    """Return True if tensors with overlapping spans share a byte, and not only gaps."""
     (first, length), (second, other_length) = _runs(one), _runs(other)
-    # Runs of the other that begin before this one ends, less those that end before it begins.
+    # Runs of the other that begin before this one ends, minus those that end before it begins.
     before = torch.searchsorted(second, first - other_length, right=True)
     return bool((torch.searchsorted(second, first + length) > before).any())
 
@@ -226,7 +226,7 @@ def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def not_transformed(what: str) -> None:
-    """Refuse ``what`` under a transformation of torch.func: not even a header that stops other ranks can be sent."""
+    """Refuse ``what`` under a transformation of torch.func: not even an error header could be sent."""
     if is_transforming():
         hint = "call it outside of vmap, grad and their like"
         raise PlanError(Problem("not-differentiable", what, found="a transformation of torch.func", hint=hint))
@@ -234,7 +234,7 @@ def not_transformed(what: str) -> None:
 
 @assume_constant_result
 def not_compiled(what: str) -> None:
-    """Refuse ``what``, in which a tracer would get lost; on every rank alike."""
+    """Refuse ``what`` under torch.compile, on every rank alike."""
     hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
     raise PlanError(Problem("not-traceable", what, found="torch.compile traces the call", hint=hint))
 
@@ -249,29 +249,29 @@ class Match(IntEnum):
 
     NONE = 0
     METADATA = 1  # types, shapes, strides, dtypes, devices, flags and modes: checks of single tensors stay valid
-    MEMORY = 2  # and the memory too: views, and what was found about overlaps, stay valid
+    MEMORY = 2  # memory too: views and overlap checks stay valid
 
 
 class TensorGuards:
-    """Guards on all tensors of a call. Made by `record_guards`."""
+    """Guards on all tensors of a call, built by `record_guards`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._modes = modes()
         self._pointers = pointers(tensors)
-        first: dict[int, int] = {}  # torch's guards take no tensor twice
+        first: dict[int, int] = {}  # torch's guards reject duplicates
         self._twins = [(at, other) for at, t in enumerate(tensors) if (other := first.setdefault(id(t), at)) != at]
         self._firsts = list(first.values())
         self._alike = same_metadata([tensors[at] for at in self._firsts])
 
     def match(self, tensors: Sequence[torch.Tensor]) -> Match:
-        """Compare the tensors of a call, in the modes that are on.
+        """Compare the tensors of a call, under the current modes.
 
-        A view that negates or conjugates on reading has the address of what it is a view of, but other dispatch keys.
+        A view that negates or conjugates on reading has the address of its base, but other dispatch keys.
         """
         if len(tensors) != len(self._pointers) or modes() != self._modes:
             return Match.NONE
         if True in map(_is_nested, tensors):
-            return Match.NONE  # torch's guards ask for sizes, which a nested tensor lacks: that ends the process
+            return Match.NONE  # torch's guards read sizes; for a nested tensor that aborts the process
         once = tensors
         if self._twins:
             if any(tensors[a] is not tensors[b] for a, b in self._twins):
@@ -283,12 +283,12 @@ class TensorGuards:
 
 
 def record_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
-    """Return guards on these tensors; None where some have no memory or no strides to compare."""
+    """Return guards on these tensors; None if some have no memory or no strides to compare."""
     if not PLAIN_TYPES.issuperset(map(type, tensors)) or is_fake(tensors) or True in map(_is_nested, tensors):
         return None
     return TensorGuards(tensors) if {tensor.layout for tensor in tensors} <= _STRIDED else None
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return where tensors begin."""
+    """Return the addresses of tensors."""
     return list(map(_data_ptr, tensors))

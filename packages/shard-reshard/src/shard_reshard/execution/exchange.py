@@ -1,8 +1,8 @@
 """The exchange: prepare a call, then run it. The only module that sends tensor data.
 
-`Exchange.prepare` makes every view that a call needs: of local tensors, of buffers, and where they meet. A
-`PreparedCall` then packs, posts one all-to-all for each step, copies what stays on the rank meanwhile, waits and
-unpacks. There is no other way: one-shot, kept, bounded, reducing and simulated calls differ in what is prepared.
+`Exchange.prepare` creates all views of a call: of local tensors and of buffers. A `PreparedCall` then packs, posts one
+all-to-all for each step, copies local regions meanwhile, waits and unpacks. One-shot, kept, bounded, reducing and
+simulated calls share this path and differ in the preparation only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reduction:
     """Accumulators of the reducing plans of a program, for one call.
 
     Attributes:
-        targets: Where values are reduced: the result itself, or tensors of a dtype that holds sums without rounding.
+        targets: Tensors of the sums: the result itself, or tensors of a dtype without rounding between additions.
     """
 
     def __init__(self, plans: Sequence[Plan], outs: Sequence[torch.Tensor], plan_of: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class Reduction:
         self._final = False
 
     def add(self, memory: StepMemory, arrived: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Reduce what arrived in a step and what stays on the rank."""
+        """Reduce the arrivals of a step and the local regions."""
         incoming = [
             (entry.partial_index, entry.plan, entry.region, value)
             for entry, value in zip(memory.receives.packed, arrived, strict=False)
@@ -57,16 +57,16 @@ class Reduction:
             (partial_index, plan, region, value)
             for (_, region, plan, partial_index), value in zip(own, values, strict=True)
         ]
-        incoming.sort(key=lambda entry: entry[0])
+        incoming.sort(key=lambda entry: entry[0])  # rank order: replicas round alike
         targets = region_views(self.targets, [region for _, _, region, _ in incoming])
         for (partial_index, at, _, value), target in zip(incoming, targets, strict=True):
-            if partial_index == 0 and not self.plans[at].adjoint:
+            if partial_index == 0 and not self.plans[at].adjoint:  # the first value needs no initial zeros
                 target.copy_(value)
             else:
                 _combine(self.plans[at].reduce_op, target, value)
 
     def finalize(self) -> None:
-        """Divide averages, and round what was reduced into the result; once."""
+        """Divide averages, and round reductions into the result; once."""
         if self._final:
             return
         self._final = True
@@ -90,7 +90,7 @@ def region_views(tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> 
 
 
 def _accumulator(out: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """It lies in memory as the result does, so that regions of one are regions of the other."""
+    """Create an accumulator with the strides of the result, so that regions of one are regions of the other."""
     dtype = torch_dtype(reduction_dtype(plan))
     target = torch.empty_like(out, dtype=dtype)
     if target.stride() == out.stride():
@@ -98,7 +98,7 @@ def _accumulator(out: torch.Tensor, plan: Plan) -> torch.Tensor:
     return torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
 
 
-# Mixed dtypes are added on CPUs by way of a copy of one operand: at most so many elements at a time.
+# On CPUs mixed dtypes are added through a copy of one operand: bound its size.
 _MIXED_ELEMENTS = 16 * 1024
 
 
@@ -111,7 +111,7 @@ def _combine(op: str | None, target: torch.Tensor, value: torch.Tensor) -> None:
             _combine(op, target.narrow(dim, start, size), value.narrow(dim, start, size))
         return
     if value.dtype.itemsize == 1 and value.dtype != target.dtype:
-        value = value.to(target.dtype)  # torch does not mix 8-bit floats with others
+        value = value.to(target.dtype)  # torch does not mix 8-bit floats with other dtypes
     if op == "sum":
         target.add_(value)
     elif op == "product":
@@ -121,7 +121,7 @@ def _combine(op: str | None, target: torch.Tensor, value: torch.Tensor) -> None:
         torch.minimum(target, value, out=target) if op == "min" else torch.maximum(target, value, out=target)
 
 
-# What these hold is moved as plain integers of the same size: not every copy kernel knows them.
+# Other dtypes are moved as plain integers of the same size: not every copy kernel supports them.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 _PLAIN |= {"complex64", "complex128"}
@@ -129,16 +129,16 @@ _PLAIN |= {"complex64", "complex128"}
 _MAX_RECIPES = 256
 Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
 
-# Sends `input` cut into `input_splits` bytes, receives `output`; returns a work to wait for, or None when it is done.
+# Sends `input`, split into `input_splits` bytes, and receives `output`; returns a work to wait for, or None if done.
 Collective = Callable[[torch.Tensor, torch.Tensor, list[int], list[int], bool], "dist.Work | None"]
 
 
 class SendSide(NamedTuple):
-    """Reads of a step: regions to pack, bytes to send, regions that stay on the rank."""
+    """Reads of a step: regions to pack, bytes to send, local regions."""
 
     places: list[torch.Tensor]  # in the buffer
     regions: list[torch.Tensor]  # of local tensors
-    sent: torch.Tensor | None  # None where nothing is exchanged
+    sent: torch.Tensor | None  # None without an exchange
     splits: list[int]
     staying: list[torch.Tensor]
 
@@ -146,17 +146,17 @@ class SendSide(NamedTuple):
 class RecvSide(NamedTuple):
     """Writes of a step."""
 
-    arrived: list[torch.Tensor]  # all places in the buffer; some may be reduced
-    places: list[torch.Tensor]  # those of them that are copied as they are
+    arrived: list[torch.Tensor]  # all positions in the buffer; some may be reduced
+    places: list[torch.Tensor]  # the ones to copy without reduction
     regions: list[torch.Tensor]
     received: torch.Tensor | None
     splits: list[int]
     staying: list[torch.Tensor]
-    written: torch.Tensor | None  # a destination that the collective itself writes to
+    written: torch.Tensor | None  # destination of the collective itself
 
 
 class InFlight(NamedTuple):
-    """A posted collective, and everything that has to stay alive until it is unpacked."""
+    """A posted collective, with references to everything it needs until it is unpacked."""
 
     work: dist.Work | None
     number: int  # of the step
@@ -168,35 +168,35 @@ class Recipe(NamedTuple):
     """Reads and writes of one step, for tensors of known strides."""
 
     memory: StepMemory
-    room: int  # bytes of buffer that any step of the call needs; 0 without a collective
-    send_room: int  # bytes of it that this step sends from
+    room: int  # largest buffer of the call's steps; 0 without a collective
+    send_room: int  # bytes of it for this step's sends
     recv_room: int
     send_regions: list[Region]
-    recv_regions: list[Region]  # those that are copied as they are
+    recv_regions: list[Region]  # regions copied without reduction
     staying_from: list[Region]
     staying_to: list[Region]
-    plain: list[int] | None  # which places of the buffer `recv_regions` are copied from; None: all
+    plain: list[int] | None  # positions of `recv_regions` in the buffer; None: all
 
 
 class Exchange:
     """A program on real tensors.
 
-    With ``keep_workspace`` buffers are kept from call to call, and the last call once its tensors came again; the
-    caller sees to it that one call ends before the next.
+    With ``keep_workspace`` buffers are kept from call to call, and so is the last call after its tensors came again;
+    the caller ensures that one call ends before the next.
     """
 
     def __init__(self, program: Program, keep_workspace: bool = False) -> None:
         self.program, self.keeps = program, keep_workspace
         self.workspace: Buffers = {}
-        self.prepared: PreparedCall | None = None  # of tensors that came twice; holds on to their memory
+        self.prepared: PreparedCall | None = None  # of tensors seen twice; references their memory
         self._recipes: dict[tuple[object, ...], tuple[Recipe, ...]] = {}
-        # By slot, device and side; with the side, whose id must not be used again while it is here.
+        # By slot, device and side; the side is stored too, because its id must not be reused meanwhile.
         self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
         self.wire_dtypes = [
             torch_dtype(plan.wire_dtype) if _as_values(plan) else INTEGERS[plan.itemsize] for plan in program.plans
         ]
         self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
-        # No dtype that could be conjugated, none that travels as integers: tensors are copied as they are.
+        # Neither complex dtypes nor transfers as integers: tensors are copied without conversions.
         self.copies_values = all(
             _as_values(plan) and not {plan.dtype, plan.out_dtype} & {"complex64", "complex128"}
             for plan in program.plans
@@ -216,7 +216,7 @@ class Exchange:
         self._fresh = list(zip(program.dst_shapes, [self._out_dtypes[at] for at in self.dst_plan], strict=True))
 
     def allocate(self, device: torch.device) -> list[torch.Tensor]:
-        """Return fresh destination tensors."""
+        """Allocate destination tensors."""
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._fresh]
 
     def prepare(
@@ -227,14 +227,14 @@ class Exchange:
         fresh_outs: bool = True,
         unchanged: bool = False,
     ) -> PreparedCall:
-        """Return the call that moves ``sources`` into ``outs``, with buffers on ``device``.
+        """Prepare the call from ``sources`` to ``outs``, with buffers on ``device``.
 
-        ``fresh_outs``: no call will come with the memory of these, so nothing is kept for them. ``unchanged``: guards
-        hold, tensors have the metadata and memory of the call before.
+        ``fresh_outs``: these will not come again, so no views of them are kept. ``unchanged``: guards hold, tensors
+        have the metadata and memory of the previous call.
         """
         call = self.prepared
         if not (unchanged and call is not None and call.is_of(sources, outs, fresh_outs)):
-            # A call is kept from the second time its memory comes: what comes once is not held on to.
+            # A call is kept from its memory's second occurrence on: one-time tensors are not referenced.
             call = PreparedCall(self, sources, device, fresh_outs)
             self.prepared = call if unchanged and self.keeps else None
             call.receive_into(outs)
@@ -245,7 +245,7 @@ class Exchange:
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def recipes(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[Recipe, ...]:
-        """Return what each step reads and writes, for tensors of these strides."""
+        """Return the reads and writes of each step, for tensors of these strides."""
         key = tuple(map(torch.Tensor.stride, sources)), tuple(map(torch.Tensor.stride, outs))
         found = self._recipes.get(key)
         if found is None:
@@ -255,7 +255,7 @@ class Exchange:
                 lay_out_step(step, plans, rank, dst if step.relayed else src, dst) for step in self.program.steps
             ]
             room = buffer_room(memories)
-            if len(self._recipes) >= _MAX_RECIPES:  # callers whose strides differ in every call
+            if len(self._recipes) >= _MAX_RECIPES:  # strides differ in every call
                 self._recipes, self._places = {}, {}
             found = self._recipes[key] = tuple(
                 self._recipe(step, memory, room) for step, memory in zip(self.program.steps, memories, strict=True)
@@ -265,7 +265,7 @@ class Exchange:
     def _recipe(self, step: Step, memory: StepMemory, room: int) -> Recipe:
         packed, plain = memory.receives.packed, None
         own = memory.own
-        if self.reduces:  # what is reduced waits for its turn in `Reduction.add`
+        if self.reduces:  # reduced regions are copied in `Reduction.add`
             own = tuple(entry for entry in own if not self.reducing[entry[2]])
             if not step.relayed:
                 plain = [at for at, entry in enumerate(packed) if not self.reducing[entry.plan]]
@@ -287,20 +287,20 @@ class Exchange:
         key = slot, device
         buffer = buffers.get(key)
         if buffer is None or buffer.numel() < room:
-            with torch.inference_mode(False):  # a kept buffer is written to in any mode
+            with torch.inference_mode(False):  # a kept buffer is written in any mode
                 buffer = buffers[key] = torch.empty(room, dtype=torch.uint8, device=device)
-            if self._places:
+            if self._places:  # they view the old buffer
                 self._places = {view: tensors for view, tensors in self._places.items() if view[:2] != key}
         return buffer
 
     def places(self, slot: int, part: torch.Tensor, side: Side) -> list[torch.Tensor]:
-        """Return the places of a side's regions in its part of a buffer, as tensors of their shapes."""
+        """Return views of a side's regions in its share of a buffer."""
         key = slot, part.device, id(side)
         kept = self._places.get(key) if self.keeps else None
         found = None if kept is None else kept[1]
         if found is None:
             typed: dict[torch.dtype, torch.Tensor] = {}
-            found, begin = [], part.storage_offset()  # in bytes, a whole alignment
+            found, begin = [], part.storage_offset()  # in bytes, aligned
             for entry in side.packed:
                 dtype = self.wire_dtypes[entry.plan]
                 if dtype not in typed:
@@ -312,12 +312,12 @@ class Exchange:
         return found
 
     def drop_workspace(self) -> None:
-        """Forget buffers and views of them; the next call makes others."""
+        """Drop buffers and their views; the next call allocates new ones."""
         self.workspace, self.prepared, self._places = {}, None, {}
 
     def as_wire_dtype(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
-        """Return tensors, without graphs, in the dtype in which they are copied: theirs, or integers of that size."""
-        # The memory itself, where nothing is negated.
+        """Return detached tensors in the dtype of their copies: their own, or integers of that size."""
+        # The memory itself, unless a view negates on reading.
         found = list(map(torch.Tensor.resolve_neg, map(torch.Tensor.detach, tensors)))
         if not self.copies_values:
             for at, plan in enumerate(plans):
@@ -328,7 +328,7 @@ class Exchange:
 
 
 class PreparedCall:
-    """A call with all its views. It holds its source tensors, and destinations that come again too, without graphs."""
+    """A call with all its views; holds detached sources, and destinations that come again."""
 
     def __init__(
         self, exchange: Exchange, sources: Sequence[torch.Tensor], device: torch.device, fresh_outs: bool
@@ -342,18 +342,18 @@ class PreparedCall:
         self.buffers: Buffers = exchange.workspace if exchange.keeps else {}
 
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
-        """Return True while held tensors have the addresses of these; storage may have been resized."""
+        """Return True if held tensors have the addresses of these; storage may have been resized."""
         if fresh_outs is not self.fresh_outs or pointers(sources) != pointers(self.src):
             return False
         return fresh_outs or pointers(outs) == pointers(self.dst)
 
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
-        """Make the views of destinations, and those of sources unless they are there already."""
+        """Create the views of destinations, and of sources unless they exist."""
         exchange = self.exchange
-        # Ours alone: they have neither graphs nor lazy bits to take off.
+        # Fresh tensors have neither graphs nor lazy bits to remove.
         bare = self.fresh_outs and exchange.copies_values
         self.dst = list(outs) if bare else exchange.as_wire_dtype(outs, exchange.dst_plan)
-        # Sources are the same in all calls of this object, and destinations of our own all have the same strides.
+        # Sources are equal in all calls of this object, and fresh destinations all have equal strides.
         if not (self.recipes and self.fresh_outs):
             self.recipes, self.sends = exchange.recipes(self.src, self.dst), []
         self.recvs = []
@@ -361,15 +361,15 @@ class PreparedCall:
             slot = number % 2 if exchange.overlaps else 0
             buffer = exchange.buffer(slot, recipe.room, self.device, self.buffers) if step.exchanges else None
             self.recvs.append(self._recv_side(slot, recipe, buffer))
-            if len(self.sends) <= number or step.relayed:  # relayed steps send out of destinations, and come last
+            if len(self.sends) <= number or step.relayed:  # relayed steps send from destinations, and come last
                 del self.sends[number:]
                 self.sends.append(self._send_side(slot, step, recipe, buffer))
 
     def _release_outs(self) -> None:
-        """Let go of destinations that belong to the caller alone."""
+        """Release destinations that belong to the caller alone."""
         if self.fresh_outs:
             self.dst, self.recvs = [], []
-            del self.sends[self.exchange.num_direct :]  # relayed steps send out of them
+            del self.sends[self.exchange.num_direct :]  # relayed steps send from them
 
     def _send_side(self, slot: int, step: Step, recipe: Recipe, buffer: torch.Tensor | None) -> SendSide:
         side, tensors = recipe.memory.sends, self.dst if step.relayed else self.src
@@ -379,7 +379,7 @@ class PreparedCall:
         splits = list(side.splits)
         if side.span is not None:
             return SendSide([], [], _bytes_of(tensors[side.span.tensor], side.span), splits, staying)
-        # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
+        # Send-heavy and receive-heavy steps share one buffer: sends first.
         part = buffer[: recipe.send_room]
         regions = region_views(tensors, recipe.send_regions) if recipe.send_regions else []
         places = self.exchange.places(slot, part, side) if regions else []
@@ -406,7 +406,7 @@ class PreparedCall:
         """Move the tensors; with ``async_op`` until the last collective is posted.
 
         Returns:
-            With ``async_op`` a function that waits for the last collective and unpacks it; None when all is done.
+            With ``async_op`` a function that waits for the last collective and unpacks it; else None.
         """
         steps, left = self.steps(collective, async_op), self.exchange.num_exchanges
         for in_flight in steps:
@@ -423,12 +423,12 @@ class PreparedCall:
                 return finish
             if in_flight.work is not None:
                 in_flight.work.wait()
-            del in_flight  # its buffers are not to outlive their unpacking: the next step's are alive already
+            del in_flight  # frees its buffers: the next step's are allocated already
         self._release_outs()
         return None
 
     def steps(self, collective: Collective, async_op: bool = False) -> Iterator[InFlight]:
-        """Run step by step; yields each collective when it is time to wait for it."""
+        """Run step by step; yields each collective when it has to be waited for."""
         exchange = self.exchange
         reduction = Reduction(exchange.program.plans, self.dst, exchange.dst_plan) if exchange.reduces else None
         targets = self.dst if reduction is None else reduction.targets
@@ -437,13 +437,13 @@ class PreparedCall:
                 targets[at].fill_(value)
         in_flight: InFlight | None = None
         for number, step in enumerate(exchange.program.steps):
-            # A relayed step sends what earlier ones wrote. Bounded steps have two slots: one may stay in flight.
+            # A relayed step sends results of earlier ones. Bounded steps have two slots: one may stay in flight.
             if in_flight is not None and (step.relayed or not exchange.overlaps):
                 yield in_flight
                 self._unpack(in_flight, reduction)
                 in_flight = None
             if step.relayed and reduction is not None:
-                reduction.finalize()  # what is passed on is the reduced value
+                reduction.finalize()  # relays send the reduced value
             posted = self._post(number, collective, async_op or exchange.overlaps, reduction)
             if in_flight is not None:
                 yield in_flight
@@ -458,7 +458,7 @@ class PreparedCall:
     def _post(
         self, number: int, collective: Collective, async_op: bool, reduction: Reduction | None
     ) -> InFlight | None:
-        """Pack and send; copy what stays while it is in flight."""
+        """Pack and send; copy local regions while it is in flight."""
         send, recv = self.sends[number], self.recvs[number]
         if send.sent is None or recv.received is None:
             foreach_copy_(recv.staying, send.staying)
@@ -468,7 +468,7 @@ class PreparedCall:
         if send.places:
             foreach_copy_(send.places, send.regions)
         if recv.written is not None and not recv.written.is_inference():
-            # Autograd does not see what a collective writes: a graph that saved the tensor is stale now.
+            # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
             torch.autograd.graph.increment_version(recv.written)
         work = collective(recv.received, send.sent, recv.splits, send.splits, async_op)
         if recv.staying:
@@ -492,5 +492,5 @@ def _as_values(plan: Plan) -> bool:
 
 
 def _plan_numbers(base: Sequence[int]) -> list[int]:
-    """Return the number of its plan for each tensor."""
+    """Return the plan's index for each tensor."""
     return [at for at in range(len(base) - 1) for _ in range(base[at], base[at + 1])]

@@ -1,4 +1,4 @@
-"""Mover: carries out one plan or several fused ones in a group, again and again."""
+"""Mover: executes one plan or several fused ones in a group, repeatedly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Finish = Callable[[], None]
 
 
 class NotPicklable:
-    """An object that is neither copied nor pickled, and says what to do instead."""
+    """An object that can be neither copied nor pickled; its error names the alternative."""
 
     _instead = ""
 
@@ -46,19 +46,19 @@ class NotPicklable:
         raise TypeError(f"a {kind} belongs to a process group of this process and is not copied: {self._instead}")
 
 
-# The one process-wide memory of calls: by group and kind, what a key was worked out to. Kinds have bounds of their own,
-# so that what one rank alone looks up does not push out what all ranks have to find alike.
+# Process-wide cache of calls, by group and kind. Kinds have separate bounds, so that entries looked up by one rank
+# alone do not evict entries that all ranks have to find alike.
 memo: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
 _BOUNDS = {"call": 8192, "mover": 1024, "state dict plan": 16, "state dict": 8}
 
 
 def recall(group: dist.ProcessGroup, kind: str, key: Any) -> Any:
-    """Return what was remembered under a key; None for nothing."""
+    """Return the cached value of a key, or None."""
     return memo.get(group, {}).get(kind, {}).get(key)
 
 
 def remember(group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
-    """Remember ``value`` in place of the oldest of its kind, if there are too many."""
+    """Cache ``value``, and evict the oldest of its kind beyond the bound."""
     entries = memo.setdefault(group, {}).setdefault(kind, {})
     entries[key] = value
     while len(entries) > _BOUNDS[kind]:
@@ -71,7 +71,7 @@ def remembered(group: dist.ProcessGroup, kind: str) -> list[Any]:
 
 
 def shared_mover(members: GroupInfo, plans: tuple[Plan, ...], check: str) -> Mover:
-    """Return the mover of one-shot calls: without a workspace, since what one caller's tensors need meets another's."""
+    """Return the mover of one-shot calls, without a workspace: several callers share it."""
     mover: Mover | None = recall(members.group, "mover", (plans, check))
     if mover is None:
         mover = Mover(plans, members, False, check)
@@ -80,7 +80,7 @@ def shared_mover(members: GroupInfo, plans: tuple[Plan, ...], check: str) -> Mov
 
 
 class Mover:
-    """The acting side of one or several fused plans: one collective, or one for each stage or round."""
+    """Executor of one or several fused plans: one collective, or one for each stage or round."""
 
     def __init__(
         self, plans: Sequence[Plan], members: GroupInfo, keep_workspace: bool = False, check: str = "first"
@@ -91,21 +91,21 @@ class Mover:
         self.keep_workspace = keep_workspace
         self.num_calls = 0
         self._transposed: Mover | None = None
-        self._agreed: set[tuple[str, str]] = set()  # devices (and more) that all ranks have compared
+        self._agreed: set[tuple[str, str]] = set()  # devices (and options) compared by all ranks
         self._in_flight = False
-        self._guards: TensorGuards | None = None  # on the last call that needed no gradient and had no problem
-        self._guarded_outs = -1  # how many of the guarded tensors were destinations; -1: none were passed
-        self.changes: ChangeExchange | None = None  # sends only what changed since the call before
-        self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
+        self._guards: TensorGuards | None = None  # on the last call without gradient or problem
+        self._guarded_outs = -1  # number of guarded destinations; -1: none were passed
+        self.changes: ChangeExchange | None = None  # sends only changes since the previous call
+        self._freed: Any = None  # CUDA event: the kept workspace is free again
 
     @cached_property
     def exchange(self) -> Exchange:
-        """The program on torch, made at the first call."""
+        """Program on torch, built at the first call."""
         return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.keep_workspace)
 
     @property
     def transposed(self) -> Mover:
-        """The mover of gradients. What it does follows from this one's plans, so that it has nothing to compare."""
+        """Mover of gradients; it follows from this one's plans, so ranks need no comparison."""
         if self._transposed is None:
             turned = [plan.transpose() for plan in self.plans]
             self.pair(Mover(turned, self.members, self.keep_workspace, self.check))
@@ -113,7 +113,7 @@ class Mover:
         return self._transposed
 
     def pair(self, backward: Mover) -> None:
-        """Move gradients by ``backward``, and its by this one."""
+        """Use ``backward`` for gradients, and this one for its gradients."""
         self._transposed, backward._transposed = backward, self
 
     @cached_property
@@ -128,25 +128,25 @@ class Mover:
     def replay(
         self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None, async_op: bool
     ) -> tuple[list[torch.Tensor], Finish | None] | None:
-        """Run without checks, as `start`; None where guards do not hold or ranks have to compare again."""
+        """Run without checks, like `start`; None if guards do not hold or ranks have to compare again."""
         guards = self._guards
         if guards is None or (-1 if outs is None else len(outs)) != self._guarded_outs:
             return None
         match = guards.match(sources if outs is None else sources + outs)
-        # In other memory a destination may overlap a source; of sources alone memory may be gone.
+        # In other memory a destination may overlap a source; sources may have lost their memory.
         if match is Match.NONE or (match is Match.METADATA and (outs or not all(map(has_memory, sources)))):
             return None
         return self.start(sources, outs, async_op, unchanged=match is Match.MEMORY)
 
     def record(self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None, device: torch.device) -> None:
-        """Guard the tensors of a checked call; where ranks compare in every call there is nothing to skip."""
+        """Guard the tensors of a checked call, unless ranks compare in every call anyway."""
         self._guards = None
         if (device.type, "") in self._agreed:
             self._guards = record_guards(sources if outs is None else sources + outs)
             self._guarded_outs = -1 if outs is None else len(outs)
 
     def problems(self, sources: list[list[torch.Tensor]], outs: list[list[torch.Tensor]] | None) -> list[Problem]:
-        """Return what is wrong with the tensors of this rank, listed by plan."""
+        """Return the problems of this rank's tensors, listed by plan."""
         rank: int = self.members.rank
         found: list[Problem] = []
         for number, plan in enumerate(self.plans):
@@ -181,7 +181,7 @@ class Mover:
         digests = [f"plan {plan.digest}: {plan.shape} {plan.dtype} -> {plan.out_dtype}" for plan in self.plans]
         lines = [*layouts, *digests, f"on {device.type}{more}, check={self.check!r}"]
         assert_consistent(self.members, "reshard", lines, problems)
-        if self.check == "first" and not is_fake(()):
+        if self.check == "first" and not is_fake(()):  # fake tensors compared nothing
             self._agreed.add((device.type, more))
 
     # ---- moving -----------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ class Mover:
         ``outs`` is None for fresh ones; for ``fresh_outs`` and ``unchanged`` see `Exchange.prepare`.
 
         Returns:
-            The destination tensors, and a function that has to be called before they are read; None for none.
+            The destination tensors, and a function to call before they are read, or None.
 
         Raises:
-            RuntimeError: When a call whose workspace is kept is still in flight, and when the collective fails.
+            RuntimeError: If a call with a kept workspace is still in flight, and if the collective fails.
         """
         if self._in_flight:
             raise RuntimeError(
@@ -210,7 +210,7 @@ class Mover:
                 "or use a second Resharder"
             )
         if torch.is_inference_mode_enabled() and not any(out.is_inference() for out in outs or ()):
-            # What is kept is used outside of inference mode too. Only tensors of that mode ask for it.
+            # Kept tensors are used outside of inference mode too; only inference tensors need the mode.
             with torch.inference_mode(False):
                 return self.start(sources, outs, async_op, fresh_outs, False)
         exchange, given = self.exchange, sources or outs
@@ -218,7 +218,7 @@ class Mover:
         self.num_calls += 1
         self._in_flight = self.keep_workspace
         if self._freed is not None:
-            torch.cuda.current_stream(device).wait_event(self._freed)
+            torch.cuda.current_stream(device).wait_event(self._freed)  # the workspace may be read on another stream
         finish: Finish | None = None
         try:
             with torch.no_grad():
@@ -226,7 +226,7 @@ class Mover:
                 call = exchange.prepare(sources, targets, device, fresh_outs or outs is None, unchanged)
                 finish = call.run(self._collective, async_op)
         finally:
-            if finish is None:
+            if finish is None:  # failed or done: no handle to release it
                 self._release(device)
         if finish is None:
             return targets, None
@@ -234,7 +234,7 @@ class Mover:
         return targets, end
 
     def _release(self, device: torch.device) -> None:
-        """Let the next call use the workspace."""
+        """Make the workspace available to the next call."""
         self._in_flight = False
         if device.type == "cuda" and self.keep_workspace and not is_fake(()):
             # The next call may run on another stream: it waits for the last copy out of the workspace.
@@ -243,7 +243,7 @@ class Mover:
             self._freed.record(torch.cuda.current_stream(device))
 
     def device(self, *tensors: Sequence[torch.Tensor]) -> torch.device:
-        """Return where this rank's tensors lie; for a rank without any, where the group's lie."""
+        """Return the device of this rank's tensors; without any, the group's."""
         first = next((tensor for found in tensors for tensor in found), None)
         return data_device(self.members.group) if first is None else first.device
 
@@ -255,7 +255,7 @@ class Mover:
         input_splits: list[int],
         async_op: bool,
     ) -> Any:
-        """Send; the collective of the call that was started last."""
+        """Send; the collective of the latest call."""
         group, call = self.members.group, self.num_calls
         try:
             if self.changes is not None and not is_fake(()):
@@ -275,7 +275,7 @@ class Mover:
 
 
 class _Finish(NamedTuple):
-    """The end of an asynchronous call, on the waiter's current stream."""
+    """End of an asynchronous call, on the waiter's current stream."""
 
     mover: Mover
     finish: Finish
@@ -284,20 +284,20 @@ class _Finish(NamedTuple):
 
     def __call__(self) -> None:
         try:
-            # Inference tensors may be written to in that mode only; writes to others have to count as versions.
+            # Inference tensors need that mode for writes; writes to others have to count as versions.
             with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self.inference):
                 self.finish()
         finally:
             self.mover._release(self.device)
 
     def abandon(self) -> None:
-        """Give the workspace up: the collective may still write to it, so that no later call may use it."""
+        """Drop the workspace: the collective may still write to it, so later calls must not use it."""
         self.mover.exchange.drop_workspace()
         self.mover._in_flight = False
 
 
 class _NamedWork:
-    """A work whose failure says which plan and call it was."""
+    """A work with an error that names its plan and call."""
 
     def __init__(self, work: dist.Work, mover: Mover, call: int) -> None:
         self._work, self._mover, self._call = work, mover, call
@@ -310,7 +310,7 @@ class _NamedWork:
 
 
 class ReshardWork(NotPicklable):
-    """A reshard in flight. Holds all its tensors until `wait`."""
+    """A reshard in flight; holds all its tensors until `wait`."""
 
     _instead = "wait() for it and copy the result"
 
@@ -321,7 +321,7 @@ class ReshardWork(NotPicklable):
 
     def wait(self) -> Any:
         """Wait, unpack on the current stream, and return the destination tensor (a list for several boxes)."""
-        if self._error is not None:  # the destination is not complete: not now either
+        if self._error is not None:  # a failed call stays failed
             raise self._error
         if not self._done:
             self._done = True

@@ -1,5 +1,5 @@
-"""Whole state dicts: metadata of all ranks, one plan, a few fused exchanges.
+"""Full state dicts: metadata of all ranks, one plan, a few fused exchanges.
 
-`meta` reads what each rank has, `planner` makes one plan of it, `agreement` has ranks compare, `resharder` runs it,
-`outputs` puts results under their names.
+`meta` reads each rank's metadata, `planner` derives one plan, `agreement` compares it between ranks, `resharder` runs
+it, `outputs` assigns results to names.
 """

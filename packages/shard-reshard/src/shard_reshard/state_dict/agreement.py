@@ -1,4 +1,4 @@
-"""Agreement of ranks before a state dict moves: one plan, and equal values of plain tensors."""
+"""Consensus of ranks before a state dict moves: one plan, and equal values of plain tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shard_reshard.state_dict.meta import local_tensor
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
 
-_STATE_DICT, _CALL, _CHANGES = 3, 4, 5  # numbers of rows among those that ranks gather
+_STATE_DICT, _CALL, _CHANGES = 3, 4, 5  # topics of gathered rows
 
 
 class Question(NamedTuple):
@@ -30,11 +30,11 @@ class Question(NamedTuple):
     bucket_bytes: int
     strict: bool
     check: str
-    changed_only: int = 0  # every how many calls everything is sent
-    serial: int = 0  # of a question whose layouts are a function: what it answers may change, so that none are equal
+    changed_only: int = 0  # period of full transfers, in calls
+    serial: int = 0  # unique if layouts are a function, whose results may change
 
     def text(self) -> str:
-        """Return it as text, for ranks to compare."""
+        """Return it as text, for comparison between ranks."""
         options = (self.bucket_bytes, self.strict, self.check, self.changed_only)
         layouts = self.dst_layouts
         if isinstance(layouts, Mapping):
@@ -45,7 +45,7 @@ class Question(NamedTuple):
 
 
 def metadata_digest(facts: RankMeta, question: Question) -> bytes:
-    """Return a digest of what this rank has and is asked."""
+    """Return a digest of this rank's metadata and arguments."""
     return hashlib.sha256(repr((facts, question.text())).encode()).digest()[:24]
 
 
@@ -57,19 +57,19 @@ def agreed_plan(
     question: Question,
     repeated: bool = False,
 ) -> tuple[StateDictPlan, bool]:
-    """Return the plan for the metadata of all ranks. Metadata travels only when a rank's changed.
+    """Return the plan for the metadata of all ranks, which is sent only if a rank's changed.
 
-    The second value is True where each rank's call is ``repeated``: it did the same before, and had no problem.
+    The second value is True if each rank's call is ``repeated``: equal to an earlier call without problems.
     """
     try:
         row = digest + values_row(facts, tensors) + bytes([repeated])
     except Exception as error:
         raise_on_all_ranks(members, error)
-    rows = [digest + bytes(9)] * members.size  # fake tensors have no other ranks
+    rows = [digest + bytes(9)] * members.size  # fake tensors have no peers
     if not is_fake(()):
         rows = all_gather_row(members, _STATE_DICT, row, [f"a state dict of {sorted(facts.sources)}"])
     key = tuple(row[:24] for row in rows)
-    # With the plan, the layouts it was made for: what has an identity alone must not be freed while the plan is found.
+    # With the plan, its layouts: their ids are in the key and must not be reused while the plan is cached.
     plan, _ = recall(members.group, "state dict plan", key) or (None, None)
     if plan is not None:
         agree_on_values(members, facts, tensors, [row[24:32] for row in rows])
@@ -82,7 +82,7 @@ def agreed_plan(
 
 
 def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], question: Question) -> StateDictPlan:
-    """Gather the metadata of all ranks and compare the plans that they make of it; a collective."""
+    """Gather the metadata of all ranks and compare the plans derived from it; a collective."""
     everyone: list[Any] = [None] * members.size
     dist.all_gather_object(everyone, facts, group=members.group)
     problems = _plain_problems(members, facts, tensors)
@@ -91,7 +91,7 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         plan = plan_state_dict(
             everyone, question.dst_layouts, question.key_map, question.bucket_bytes, members.to_group, question.strict
         )
-    except Exception as error:  # layouts may be a function of the caller's
+    except Exception as error:  # layouts may be the caller's function
         problems += problems_of(error)
     lines: list[str] = []
     if plan is not None:
@@ -103,14 +103,14 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
 
 
 def values_row(facts: RankMeta, tensors: Mapping[str, Any]) -> bytes:
-    """Eight bytes that tell the values of this rank's plain tensors; zeros where it has none."""
+    """Return eight bytes of digest of this rank's plain tensors; zeros if it has none."""
     sums = {} if is_fake(()) else plain_checksums(facts, tensors)
     return hashlib.sha256(repr(list(sums.items())).encode()).digest()[:8] if sums else bytes(8)
 
 
 def agree_on_values(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], rows: list[bytes]) -> None:
-    """Compare plain tensors one by one, where the ranks that have some have different ones; all ranks raise."""
-    if len({row for row in rows if any(row)}) > 1:
+    """Compare plain tensors one by one if ranks with such tensors differ; all ranks raise."""
+    if len({row for row in rows if any(row)}) > 1:  # zeros: a rank without plain tensors
         problems = _plain_problems(members, facts, tensors)
         if problems:
             raise PlanError(problems)
@@ -123,13 +123,13 @@ def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, A
 
 
 def plain_checksums(facts: RankMeta, tensors: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return a checksum of each of this rank's tensors that declares no layout."""
+    """Return a checksum of each of this rank's tensors without a declared layout."""
     plain = [name for name, known in facts.sources.items() if known.layout is None and name in tensors]
     return {name: checksum(tensors[name]) for name in plain}
 
 
 def differing_tensors(everyone: Sequence[Mapping[str, bytes]]) -> list[Problem]:
-    """Plain tensors that ranks pass under one name have to be one value: else they are shards, and would get lost."""
+    """Report plain tensors of one name with different values: they are shards, and would get lost."""
     problems = []
     for name in sorted({name for found in everyone for name in found}):
         values = [found[name] for found in everyone if name in found]
@@ -140,14 +140,14 @@ def differing_tensors(everyone: Sequence[Mapping[str, bytes]]) -> list[Problem]:
     return problems
 
 
-_CHUNK = 1 << 19  # numbers that are summed at a time
-_ODD = 0x1E3779B97F4A7C15  # of no pattern
+_CHUNK = 1 << 19  # numbers per sum
+_ODD = 0x1E3779B97F4A7C15  # arbitrary odd constant
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
-    """Return a digest of sums over numbers that are mixed of a tensor's bytes and their positions.
+    """Return a digest of sums over a tensor's bytes mixed with their positions.
 
-    Sums of the bytes alone, however weighted, are blind to signs that change places: 2**63 times an even number is 0.
+    Sums of the bytes alone, even weighted, do not detect swapped signs: 2**63 times an even number is 0.
     """
     local = local_tensor(tensor).resolve_conj().resolve_neg().contiguous()
     if not local.numel():
@@ -160,14 +160,14 @@ def checksum(tensor: torch.Tensor) -> bytes:
     sums = []
     for values in (*torch.split(numbers, _CHUNK), *([data[whole:].to(torch.int64)] if whole < data.numel() else [])):
         mixed = values + keys[: values.numel()]
-        mixed ^= mixed >> 29  # so that the highest bits count below too
+        mixed ^= mixed >> 29  # the highest bits affect the product too
         sums += [mixed.sum(), mixed.mul_(keys[: values.numel()]).sum()]
-    # Read once, at the end.
+    # One transfer from the device, at the end.
     return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).digest()[:16]
 
 
 def _layout_text(layout: Any) -> str:
-    """The text of a layout; that of a DeviceMesh does not name its ranks, nor the groups that it gathers in."""
+    """Return the text of a layout; for a DeviceMesh with ranks and groups, which its repr lacks."""
     if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
         layout = layout.device_mesh, tuple(layout.placements)
     if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh"):
@@ -184,15 +184,15 @@ def agree_on_call(
     problems: Sequence[Problem],
     token: bytes = b"",
 ) -> list[bytes]:
-    """Compare a kept resharder's call: plan, plain tensors, problems. All raise before anything moves; a collective.
+    """Compare a call of a kept resharder: plan, plain tensors, problems. All raise before any transfer.
 
     Returns:
-        The rows of all ranks, which begin with their tokens.
+        The rows of all ranks, with their tokens first.
     """
     values = bytes(8)
     try:
         values = values if problems else values_row(facts, tensors)
-    except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
+    except Exception as error:  # an error of this rank stops all
         problems = (*problems, *problems_of(error))
     row = token + bytes.fromhex(plan.digest[:32]) + values
     lines = [f"a call of the resharder of state dict plan {plan.digest}"]

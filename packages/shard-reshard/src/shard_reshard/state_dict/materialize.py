@@ -1,4 +1,4 @@
-"""Modules on the meta device: memory for what is about to be filled, and buffers that nothing has initialised."""
+"""Modules on the meta device: memory for tensors to fill, and uninitialised buffers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from shard_reshard.state_dict.meta import local_tensor
 
 
 class Materialized:
-    """New tensors for those of a module that lie on the meta device; the module gets them with `register`.
+    """New tensors for a module's meta tensors; `register` installs them.
 
-    Until then a load that fails leaves the module as it was.
+    Until then a failed load leaves the module unchanged.
 
     Attributes:
-        names: The tensors that get memory, in their order in the module.
+        names: Tensors with new memory, in their order in the module.
         targets: Name -> tensor, with the new ones in place of the old.
     """
 
     def __init__(self, targets: Mapping[str, Any], filled: Collection[str], device: torch.device) -> None:
         self._fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the old one -> old, new
         on_meta = {name: local_tensor(value) for name, value in targets.items() if _is_meta(value)}
-        # One memory stays one: a tied name, filled or not, gets it, and so do filled views of it.
+        # Shared memory stays shared: tied names, filled or not, get it, and so do filled views of it.
         memory = {storage_key(local): local.untyped_storage() for name, local in on_meta.items() if name in filled}
         for key, storage in memory.items():
             memory[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
@@ -45,7 +45,7 @@ class Materialized:
         }
 
     def register(self, module: nn.Module) -> None:
-        """Put the new tensors in the place of the old ones, wherever the module has them."""
+        """Replace the old tensors by the new ones, at every place in the module."""
         for part in module.modules():
             for table in (part._parameters, part._buffers):
                 for name, value in table.items():
@@ -62,18 +62,18 @@ def _is_meta(value: Any) -> bool:
 
 
 def _like(value: Any, fresh: torch.Tensor) -> torch.Tensor:
-    """Return ``fresh`` as a tensor of the same kind: DTensor, parameter subclass and attributes stay."""
+    """Return ``fresh`` as a tensor of the same kind: DTensor, parameter subclass and attributes are preserved."""
     if hasattr(value, "device_mesh"):
         made: torch.Tensor = as_dtensor(fresh, value.device_mesh, value.placements, value.shape)
         return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
     if isinstance(value, nn.Parameter):
-        # A subclass says what it is a shard of, which a plain Parameter around the same memory would lose.
+        # A subclass holds its sharding, which a plain Parameter around the same memory would lose.
         fresh = torch.Tensor._make_subclass(type(value), fresh, value.requires_grad)
     fresh.__dict__.update(value.__dict__)
     return fresh
 
 
-# ---- buffers that no file has ---------------------------------------------------------------------------------
+# ---- buffers outside of files ---------------------------------------------------------------------------------
 
 
 _HINT = (
@@ -83,9 +83,9 @@ _HINT = (
 
 
 def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]:
-    """Return the buffers of this rank that hold no value, and checksums of the others to compare between ranks.
+    """Return this rank's buffers without values, and checksums of the others to compare between ranks.
 
-    After ``to_empty()`` a buffer holds what the allocator last had there: often NaNs, or other bits on other ranks.
+    After ``to_empty()`` a buffer holds the allocator's old data: often NaNs, or different bits on each rank.
     """
     problems, sums = [], {}
     saved = module.state_dict(keep_vars=True) if isinstance(module, nn.Module) else {}
@@ -108,7 +108,7 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]
 
 
 def differing_buffers(by_rank: Sequence[Mapping[str, bytes]]) -> list[Problem]:
-    """Return the buffers that no file has and that are not equal on the ranks that have them."""
+    """Report buffers outside of files that differ between their ranks."""
     names = sorted({name for sums in by_rank for name in sums})
     return [
         Problem("uninitialized-buffer", name, found="other values on other ranks, and it is in no file", hint=_HINT)

@@ -19,7 +19,7 @@ from shard_reshard.state_dict.plan import RankMeta, StateDictPlan, TensorMeta
 
 
 def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The tensors of a module or mapping; parameters of a module keep their ``_sharding_info``."""
+    """Return the tensors of a module or mapping; parameters of a module keep their ``_sharding_info``."""
     if given is None:
         return {}
     if isinstance(given, torch.nn.Module):
@@ -37,7 +37,7 @@ def collect_metadata(
     shapes: Mapping[str, Any],
     members: GroupInfo,
 ) -> RankMeta:
-    """Return the metadata of source and destination tensors, and the problems found."""
+    """Collect the metadata of source and destination tensors, and their problems."""
     given: list[Any] = [*state_dict, *outs]
     strange = [name for name in given if not isinstance(name, str)]
     if strange:
@@ -47,7 +47,7 @@ def collect_metadata(
     problems: list[Problem] = []
     sources: dict[str, TensorMeta] = {}
     known_outs: dict[str, TensorMeta] = {}
-    alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts are one object, which travels once
+    alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object, pickled once
     others = {name: value for name, value in outs.items() if isinstance(value, torch.Tensor)}
     for found, given_tensors in ((sources, state_dict), (known_outs, others)):
         for name, value in given_tensors.items():
@@ -89,7 +89,7 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
 
 
 def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
-    """Mark tensors that are one memory; names stay in the order in which they come."""
+    """Mark tensors of one memory; the order of names is preserved."""
     first: dict[tuple[object, ...], str] = {}
     tied: dict[str, TensorMeta] = {}
     for name in sorted(known):
@@ -103,7 +103,7 @@ def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict
 
 
 def _shared(known: Collection[str], tensors: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Return the names that are one local memory. On meta there is none yet: names of one storage and place are."""
+    """Return names of one local memory. On meta there is none yet: storage and offset decide."""
     found: dict[object, list[str]] = {}
     for name in known:
         local = local_tensor(tensors[name])
@@ -114,7 +114,7 @@ def _shared(known: Collection[str], tensors: Mapping[str, Any]) -> tuple[tuple[s
 
 
 def local_tensor(value: Any) -> torch.Tensor:
-    """Return the local tensor of a DTensor, else the tensor itself; without a graph."""
+    """Return the local tensor of a DTensor, else the tensor itself; detached."""
     local = dtensor_local(value)
     if local is None:
         local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
@@ -123,21 +123,21 @@ def local_tensor(value: Any) -> torch.Tensor:
         raise PlanError(Problem("wrong-type", found=found, hint="leave it out of the state dict"))
     if type(local) not in PLAIN_TYPES:
         if getattr(local, "_sharding_info", None) is not None:
-            local = local.as_subclass(torch.Tensor)  # such a class may give the global shape as its own
+            local = local.as_subclass(torch.Tensor)  # such a class may report the global shape
         local = waited_for(local)
     return local.detach() if local.requires_grad else local
 
 
 def local_tensors(outs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the local tensors of all that are tensors; a mapping may hold other things, which are left as they are."""
-    locals_ = plain_locals(list(outs.values()))  # most state dicts: a fraction of the cost
+    """Return the local tensors of all tensors; other values of a mapping are left out."""
+    locals_ = plain_locals(list(outs.values()))  # fast path of most state dicts
     if locals_ is not None:
         return dict(zip(outs, locals_, strict=True))
     return {name: local_tensor(value) for name, value in outs.items() if isinstance(value, torch.Tensor)}
 
 
 def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: GroupInfo) -> torch.device:
-    """Return the device of the tensors; for a rank without any that have memory, the group's."""
+    """Return the device of the tensors; the group's if none has memory."""
     for value in (*state_dict.values(), *outs.values()):
         if isinstance(value, torch.Tensor) and not value.is_meta:
             return local_tensor(value).device
@@ -149,13 +149,13 @@ def _declares(value: Any) -> bool:
 
 
 def destination_mismatches(plan: StateDictPlan, targets: Mapping[str, Any], members: GroupInfo) -> list[Problem]:
-    """Return the tensors of ``out`` that declare another layout than the plan brings, of equal local shape or not."""
+    """Report tensors of ``out`` with another declared layout than the plan's, of equal local shape or not."""
     found = [(name, value) for name, value in targets.items() if name in plan.targets and _declares(value)]
     return [p for name, value in found for p in layout_mismatches(name, value, plan.targets[name][0], members)]
 
 
 class LayoutChecker:
-    """Compares the tensors of each call with those that a resharder was made for (``known``)."""
+    """Comparison of each call's tensors with the resharder's own metadata (``known``)."""
 
     def __init__(
         self, plan: StateDictPlan, known: Mapping[str, TensorMeta], dropped: Collection[str], members: GroupInfo
@@ -185,7 +185,7 @@ class LayoutChecker:
         return problems + destination_mismatches(self._plan, targets, self._members)
 
     def untied(self, sources: Mapping[str, torch.Tensor]) -> list[Problem]:
-        """Return tensors that are moved as one, and no longer are one."""
+        """Report tensors that are moved as one, but no longer share memory."""
         hint = "make another resharder: this one moves them as one tensor"
         return [
             Problem("tied-weights", name, found=f"no longer the memory of {first}", hint=hint)

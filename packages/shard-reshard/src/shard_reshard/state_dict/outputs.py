@@ -1,4 +1,4 @@
-"""The moving of a planned state dict: an exchange for each bucket, then delivery under the destination's names."""
+"""Execution of a planned state dict: an exchange for each bucket, then results by destination name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
 
 
 class DeferredProgress:
-    """A caller's ``progress``, whose first error waits until all is done: other ranks wait for this one meanwhile."""
+    """A caller's ``progress`` with its first error deferred to the end, since peers wait for this rank."""
 
     def __init__(self, progress: Callable[[Progress], None]) -> None:
         self._progress = progress
@@ -44,16 +44,16 @@ class DeferredProgress:
                 self._error = error
 
     def end(self) -> None:
-        """Raise the error, if there was one."""
+        """Raise the first error."""
         if self._error is not None:
             raise self._error
 
 
 class MovedStateDict(dict[str, Any]):
-    """Name -> tensor on this rank, in the destination layout: a DTensor where the layout was a DeviceMesh's.
+    """Name -> tensor on this rank, in the destination layout: a DTensor for layouts of a DeviceMesh.
 
     Attributes:
-        plan: What was moved how.
+        plan: The executed plan.
     """
 
     plan: StateDictPlan
@@ -71,8 +71,8 @@ class LocalTargets:
     """Destinations and buckets of one rank in a planned state dict, for all calls.
 
     Attributes:
-        shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
-        buckets: For each bucket, the moves that take a source from this rank, and the destinations it fills.
+        shapes: Destination name -> shapes of the local tensors; without names tied to another one.
+        buckets: For each bucket, the moves from this rank, and the destinations on it.
     """
 
     def __init__(self, plan: StateDictPlan, rank: int) -> None:
@@ -96,7 +96,7 @@ class LocalTargets:
         atomic: bool,
         strict: bool,
     ) -> tuple[list[Problem], Ties]:
-        """Why what is ``given`` as ``out`` on this rank (locally ``outs``) cannot take what arrives; and its ties."""
+        """Return the problems of ``given`` as ``out`` on this rank (locally ``outs``), and its ties."""
         planned = {name: out for name, out in outs.items() if name in self.plan.targets}
         problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
         for name, value in given.items():
@@ -105,7 +105,7 @@ class LocalTargets:
                 problems.append(Problem("wrong-type", f"{name}: rank {self.rank}, out", found=found, hint=hint))
         memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
         for name, out in outs.items() if strict else ():
-            # One that is tied to a tensor that is filled is filled with it.
+            # A tensor tied to a filled one is filled with it.
             if name not in planned and address(out) not in memories:
                 hint = "leave it out of out=, or pass strict=False"
                 problems.append(Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint))
@@ -134,9 +134,9 @@ class LocalTargets:
         return []
 
     def _filled(self, planned: Mapping[str, torch.Tensor], atomic: bool) -> tuple[dict[str, torch.Tensor], Ties]:
-        """The tensors that are written to, each memory once where one is filled with one value, and ties.
+        """Return the tensors to write, each memory once if it gets one value, and ties.
 
-        Tied at the source too, it is moved once. Tied only here, the values have to be equal: `write_outputs` looks.
+        Tensors tied at the source too are moved once. Ties only here need equal values: `write_outputs` checks.
         """
         ties: Ties = []
         filled: dict[str, torch.Tensor] = {}
@@ -145,7 +145,7 @@ class LocalTargets:
             alias = self.plan.aliases.get(name, name)
             first = by_memory.setdefault(memory_of(out), name)
             apart = first != name and alias != self.plan.aliases.get(first, first)
-            # Of a tie that the plan does not know, other ranks do not know either: they would not compare values.
+            # Peers do not know ties outside of the plan, and would not join the comparison of values.
             refused = apart and not {first, name} <= self.plan.tied
             if first == name or not out.numel() or refused or (not atomic and alias == name):
                 filled[name] = out
@@ -155,12 +155,12 @@ class LocalTargets:
 
 
 class ReceiveBuffers:
-    """The destination tensors of this rank: those of ``outs`` where they are filled directly, else fresh ones."""
+    """Destination tensors of this rank: those of ``outs`` if filled in place, else fresh ones."""
 
     def __init__(self, here: LocalTargets, outs: Mapping[str, torch.Tensor] | None, device: torch.device) -> None:
         self.tensors: dict[str, list[torch.Tensor]] = {}
         self.fresh = not outs
-        self.in_place: set[str] = set()  # names that are filled where the caller has them
+        self.in_place: set[str] = set()  # names filled in the caller's memory
         for name, shapes in here.shapes.items():
             if outs and name in outs and len(shapes) == 1:
                 self.tensors[name] = [outs[name]]
@@ -173,7 +173,7 @@ class ReceiveBuffers:
         self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
 
     def fill(self, fills: Mapping[str, float | None], outs: Mapping[str, torch.Tensor]) -> None:
-        """Write the elements that no source has; before the moves."""
+        """Write the elements without a source; before the moves."""
         for name, value in fills.items():
             for tensor in self.tensors.get(name, ()):
                 if value is not None:
@@ -182,11 +182,11 @@ class ReceiveBuffers:
                     tensor.copy_(outs[name])
 
 
-Bucket = tuple[list[torch.Tensor], list[torch.Tensor]]  # what is moved, and where to
+Bucket = tuple[list[torch.Tensor], list[torch.Tensor]]  # sources and destinations
 
 
 def bucket_calls(here: LocalTargets, sources: Mapping[str, torch.Tensor], arriving: ReceiveBuffers) -> list[Bucket]:
-    """The source and destination tensors of every bucket."""
+    """Return the source and destination tensors of every bucket."""
     return [
         (
             [move.view(sources[move.source]) for move in moves if move.source in sources],
@@ -204,7 +204,7 @@ def move_buckets(
     unchanged: bool,
     progress: Callable[[Progress], None] | None = None,
 ) -> None:
-    """Run one exchange after the other."""
+    """Run the exchanges in sequence."""
     plan, done_bytes, done = here.plan, 0, 0
     sizes = [] if progress is None else [prod(move.plan.shape) * move.plan.itemsize for move in plan.moves]
     for mover, bucket, (flat, outs) in zip(movers, plan.buckets, calls, strict=True):
@@ -219,7 +219,7 @@ def move_buckets(
 def source_problems(
     here: LocalTargets, sources: Mapping[str, torch.Tensor], outs: Iterable[torch.Tensor]
 ) -> list[Problem]:
-    """Return the problems of this rank's source tensors by name, all of them on the device of ``outs``."""
+    """Return the problems of this rank's source tensors by name, also against the device of ``outs``."""
     problems = []
     for move in here.plan.moves:
         held = move.source in sources and move.plan.src.local_shapes(here.rank)
@@ -237,7 +237,7 @@ def mover_for_bucket(
     members: GroupInfo, plan: StateDictPlan, bucket: tuple[int, ...], check: str, keep: bool, changed_only: bool = False
 ) -> Mover:
     plans = tuple(plan.moves[at].plan for at in bucket)
-    if keep or changed_only:  # what is prepared for one caller's tensors must not meet another's
+    if keep or changed_only:  # prepared calls must not be shared between callers
         mover = Mover(plans, members, keep, check)
         mover.changes = ChangeExchange(min(plan.itemsize for plan in plans)) if changed_only else None
         return mover
@@ -252,7 +252,7 @@ class OutputKinds:
         self.wraps: dict[str, Callable[[torch.Tensor], Any] | None] = {}
 
     def result(self, name: str, tensors: list[torch.Tensor]) -> Any:
-        """Return the tensors of a destination as its caller gets them."""
+        """Return the tensors of a destination in the caller's form."""
         if name not in self.wraps:
             shape = self._plan.targets[name][0].shape
             layout = given_layout(name, shape, self._dst_layouts)
@@ -274,17 +274,17 @@ def write_outputs(
     members: GroupInfo,
     ties: Ties,
 ) -> MovedStateDict:
-    """Return the results of this rank; fills ``outs`` (locally ``locals_``) where tensors arrived beside them.
+    """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``).
 
     Raises:
-        PlanError: ``invalid-out``, on all ranks: tensors of ``outs`` are tied, on any rank, and other values arrived.
+        PlanError: ``invalid-out``, on all ranks, if tied tensors of ``outs`` on any rank got different values.
     """
     plan, result = here.plan, MovedStateDict()
     if plan.tied:
         problems = []
         for first, second in ties:
             one, other = (arriving.tensors[plan.aliases.get(name, name)][0].reshape(-1) for name in (first, second))
-            # Bits, too: NaNs are no values that are equal.
+            # Bits, too: NaNs never compare equal.
             if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 found = f"tied to {first} on rank {here.rank}, other values"
                 problems.append(Problem("invalid-out", second, found=found, hint=ONE_MEMORY_HINT))

@@ -1,4 +1,4 @@
-"""Plans for many tensors: what each rank knows of its tensors, and the moves that all ranks agree on."""
+"""Plans for many tensors: each rank's metadata, and the common list of moves."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Part(NamedTuple):
     """Destination of a tensor, or of a span of one, in a tensor of another name: a value of ``key_map``.
 
     ``{"q.weight": Part("qkv.weight", start=0), "k.weight": Part("qkv.weight", start=4096)}`` fuses;
-    ``{"qkv.weight": [Part("q.weight", size=4096), Part("k.weight", source_start=4096, size=1024)]}`` takes apart;
+    ``{"qkv.weight": [Part("q.weight", size=4096), Part("k.weight", source_start=4096, size=1024)]}`` splits;
     ``{f"experts.{n}.w1": Part("experts.w1", stack=n) for n in range(8)}`` stacks.
-    Together the parts of a destination fill it: an element without a source is a problem.
+    Together the sources of a destination fill it: an element without a source is a problem.
 
     Attributes:
         name: FQN of the destination.
-        start: First index in the destination, along the dim that ``dim`` becomes there.
+        start: First index in the destination, along its dim for ``dim``.
         dim: Tensor dim of the source.
         source_start: First index along ``dim`` of the source.
-        size: How many indices; None: all that the source has from ``source_start`` on.
-        fill: Value of the destination's elements that have no source (padding). None: there are none.
-        stack: Index in a leading dim that the destination has and the source lacks. None: they have the same dims.
-        dims: The source's dims in the destination's order, as ``torch.permute`` takes them. None: the same order.
+        size: Number of indices; None: all of the source from ``source_start`` on.
+        fill: Value of the destination's elements without a source (padding). None: there are none.
+        stack: Index in a leading dim of the destination that the source lacks. None: they have the same dims.
+        dims: The source's dims in the destination's order, as in ``torch.permute``. None: the same order.
     """
 
     name: str
@@ -52,13 +52,13 @@ DstLayouts = Mapping[str, LayoutLike] | Callable[[str, tuple[int, ...]], LayoutL
 
 
 class TensorMeta(NamedTuple):
-    """Metadata of one tensor on a rank; plain data that travels between ranks."""
+    """Metadata of one tensor on a rank; plain data, sent between ranks."""
 
     shape: tuple[int, ...]
     dtype: str
-    layout: ShardMap | None  # None for a plain tensor that says nothing of ranks
-    tied_to: str  # first name with the same memory, its own where there is none
-    on_meta: bool = False  # has no values
+    layout: ShardMap | None  # None for a plain tensor
+    tied_to: str  # first name with the same memory, perhaps its own
+    on_meta: bool = False  # without values
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class RankMeta:
     sources: dict[str, TensorMeta]
     outs: dict[str, TensorMeta]
     problems: tuple[Problem, ...] = ()
-    shared: tuple[tuple[str, ...], ...] = ()  # names of ``outs`` that are one memory here, whatever they declare
-    elsewhere: tuple[str, ...] = ()  # names of ``src_layouts`` that another rank has
+    shared: tuple[tuple[str, ...], ...] = ()  # names of ``outs`` of one memory here, for any layouts
+    elsewhere: tuple[str, ...] = ()  # names of ``src_layouts`` missing on this rank
 
 
 class TensorMove(NamedTuple):
-    """One tensor, or a part of one, and its plan."""
+    """One tensor, or a span of one, and its plan."""
 
     source: str
     target: str
@@ -95,13 +95,13 @@ class StateDictPlan:
     """Plan of all tensors of a state dict.
 
     Attributes:
-        moves: Every move, in the order in which they are made.
+        moves: Every move, in execution order.
         buckets: For each collective, the positions of its moves.
         targets: Layout and dtype of every destination tensor.
-        aliases: Destination names that are tied to another destination, which is moved for both.
-        tied: Destination names that are one memory with others on some rank, and not at the source: their values are
-            compared between ranks when they have arrived.
-        fills: Destination names with elements that no source has, and the value of these; None: they stay as they are.
+        aliases: Destination names tied to another destination, which is moved for both.
+        tied: Destination names of one memory on some rank, but not at the source: their values are compared between
+            ranks after arrival.
+        fills: Destination names with elements without a source, and the value of these; None: they stay unchanged.
     """
 
     moves: tuple[TensorMove, ...]
@@ -113,12 +113,12 @@ class StateDictPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """All bytes on the wire."""
+        """Total bytes sent."""
         return sum(move.plan.wire_bytes for move in self.moves)
 
     @property
     def lower_bound(self) -> int:
-        """The fewest bytes that any algorithm needs."""
+        """Minimum bytes for any algorithm."""
         return sum(move.plan.lower_bound for move in self.moves)
 
     @cached_property
@@ -130,7 +130,7 @@ class StateDictPlan:
 
     @property
     def lines(self) -> list[str]:
-        """A line for each move, for ranks to compare."""
+        """One line for each move, for comparison between ranks."""
         return [
             f"{_title(move)}: {move.plan.dtype} {move.plan.shape} from {move.plan.src.describe()} to "
             f"{move.plan.dst.describe()}, plan {move.plan.digest[:12]}"
@@ -138,7 +138,7 @@ class StateDictPlan:
         ]
 
     def explain(self, name: str | None = None) -> str:
-        """The plan of the tensor called ``name`` (source or target), or a line for each tensor."""
+        """Describe the plan of the tensor called ``name`` (source or target), or one line for each tensor."""
         chosen = [move for move in self.moves if name in (None, move.source, move.target)]
         if name is not None:
             return "\n".join(move.plan.explain(_title(move)) for move in chosen)

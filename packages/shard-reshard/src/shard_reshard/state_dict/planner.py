@@ -1,4 +1,4 @@
-"""The planning of state dicts: what all ranks know of their tensors becomes one list of moves."""
+"""Planning of state dicts: from the metadata of all ranks to one list of moves."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shard_reshard.state_dict.plan import DstLayouts, KeyMap, Part, RankMeta, St
 
 @contextmanager
 def _collections_paused() -> Iterator[None]:
-    # A plan of a large model is a million objects that all stay: each full collection on the way would visit every
-    # object of the process, for 40 % of the planning time, and free nothing.
+    # A plan of a large model is a million objects that all stay: each full collection would visit every object of the
+    # process, for 40 % of the planning time, and free nothing.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,7 +43,7 @@ def plan_state_dict(
     to_group: ToGroup | None = None,
     strict: bool = True,
 ) -> StateDictPlan:
-    """Plan the moves of all tensors from what all ranks know, in rank order. Pure, the same answer on every rank.
+    """Plan the moves of all tensors from all ranks' metadata, in rank order. Pure and equal on every rank.
 
     Raises:
         PlanError: With the problems of all tensors.
@@ -65,7 +65,7 @@ def plan_state_dict(
     outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets: dict[str, tuple[ShardMap, str]] = {}
     fills: dict[str, float | None] = {}
-    # Large models have many tensors and few layouts: what is equal is resolved, planned and scheduled once.
+    # Large models have many tensors and few layouts: equal ones are resolved, planned and scheduled once.
     resolved: dict[object, ShardMap] = {}
     for name, (shape, dtype) in shapes.items():
         out, wanted = outs.get(name), in_layouts[name]
@@ -102,9 +102,9 @@ def plan_state_dict(
 def _merge(
     side: str, tables: Sequence[Mapping[str, TensorMeta]], problems: list[Problem], located: Set[str] = frozenset()
 ) -> dict[str, TensorMeta]:
-    """One entry for each name, whose layout has the ranks of all.
+    """Merge tables into one entry for each name, with the layout over all ranks.
 
-    Plain tensors among ``located`` are shards of a layout that the caller gives, each of its own shape.
+    Plain tensors among ``located`` are shards of a layout given by the caller, each of its own shape.
     """
     merged: dict[str, TensorMeta] = {}
     times = Counter(name for table in tables for name in table)
@@ -140,10 +140,10 @@ def _merge(
 
 
 def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> ShardMap | None:
-    """The layout of all ranks: one that all name; or several of one make on separate ranks, as replicas; else None."""
+    """Return the layout over all ranks: a common one, or equal ones on separate ranks as replicas; else None."""
     first = next(iter(by_rank.values()))
     layouts = list(dict.fromkeys(known.layout for known in by_rank.values()))
-    if layouts == [None]:  # plain tensors: full on each rank that has one
+    if layouts == [None]:  # plain tensors: full on each of their ranks
         return MeshShardMap(Layout(MeshSpec({"replica": len(by_rank)}, list(by_rank)), "replica:R"), first.shape)
     boxed = [entry for entry in layouts if isinstance(entry, BoxShardMap)]
     meshed = [entry.layout for entry in layouts if isinstance(entry, MeshShardMap)]
@@ -165,7 +165,7 @@ def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> ShardMap | None:
 
 
 class Route(NamedTuple):
-    """An entry of ``key_map`` with all its numbers: a window of the source, and its place in the destination."""
+    """A resolved entry of ``key_map``: a window of the source, and its place in the destination."""
 
     source: str
     target: str
@@ -182,7 +182,7 @@ class Route(NamedTuple):
 
 
 def _routes(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Problem]) -> list[Route]:
-    """Return where every source goes."""
+    """Return the destinations of every source."""
     problems += [
         _unknown("key_map", name, sources, "key_map names tensors of the source state dict")
         for name in key_map
@@ -230,7 +230,7 @@ def _route(name: str, shape: Index, part: Part) -> Route:
 def _least_shape(
     name: str, sources: Mapping[str, TensorMeta], routes: Sequence[Route], problems: list[Problem]
 ) -> tuple[Index, str]:
-    """Return the smallest shape that holds all parts of a destination, and their dtype."""
+    """Return the smallest shape that contains all windows of a destination, and their dtype."""
     dtypes = {sources[route.source].dtype for route in routes}
     if len(dtypes) > 1:
         hint = "parts of one tensor have one dtype"
@@ -251,10 +251,10 @@ def _fill(
     strict: bool,
     fills: dict[str, float | None],
 ) -> None:
-    """Compare a destination with what arrives: each element has one source, a value of ``fill``, or stays.
+    """Compare a destination with its arrivals: each element has one source, a value of ``fill``, or stays.
 
     Raises:
-        PlanError: With every element that has no source, or several.
+        PlanError: With every element without a source, or with several.
     """
     for route in routes:
         if len(route.shape) != len(layout.shape) or any(a > b for a, b in zip(route.stop, layout.shape, strict=True)):
@@ -293,7 +293,7 @@ def _dst_layout(
 
 
 class LayoutAnswers:
-    """A caller's function of layouts, asked once for each tensor: planning and results go by the same answers."""
+    """A caller's function of layouts, called once for each tensor: planning and results use the same answers."""
 
     def __init__(self, function: Callable[[str, tuple[int, ...]], LayoutLike]) -> None:
         self.function = function
@@ -305,7 +305,7 @@ class LayoutAnswers:
         return self.answers[name, shape]
 
     def hold(self) -> bool:
-        """Return True if the function answers as it did; answers that are no plain values may differ unseen."""
+        """Return True if the function's results are unchanged; results that are no plain values may differ unseen."""
         known = {asked: layout_value(answer) for asked, answer in self.answers.items()}
         return None not in known.values() and all(
             layout_value(self.function(*asked)) == answer for asked, answer in known.items()
@@ -313,7 +313,7 @@ class LayoutAnswers:
 
 
 def kept_layouts(dst_layouts: DstLayouts) -> DstLayouts:
-    """Return layouts that a caller's later changes do not reach."""
+    """Copy layouts, so that the caller's later changes have no effect."""
     if isinstance(dst_layouts, Mapping):
         return dict(dst_layouts)
     return LayoutAnswers(dst_layouts) if callable(dst_layouts) else dst_layouts
@@ -327,7 +327,7 @@ def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> 
 
 
 def _unfilled(outs: Mapping[str, TensorMeta], targets: Mapping[str, object]) -> list[Problem]:
-    """Destination tensors that keep what they had; one that is tied to a filled one is filled with it."""
+    """Report destination tensors without a source; one tied to a filled one is filled with it."""
     filled = {outs[name].tied_to for name in targets if name in outs}
     hint = "pass its source, name it in key_map, or pass strict=False"
     return [
@@ -338,7 +338,7 @@ def _unfilled(outs: Mapping[str, TensorMeta], targets: Mapping[str, object]) -> 
 
 
 def _unknown_layouts(dst_layouts: DstLayouts, shapes: Collection[str], key_map: KeyMap) -> list[Problem]:
-    """Names of ``dst_layouts`` that no tensor arrives under; those of tensors that ``key_map`` leaves out are none."""
+    """Report names of ``dst_layouts`` without a tensor, except tensors that ``key_map`` leaves out."""
     hint = "dst_layouts names destination tensors; leave it out, or pass strict=False"
     names = [name for name in dst_layouts if name not in shapes] if isinstance(dst_layouts, Mapping) else []
     return [_unknown("dst_layouts", name, shapes, hint) for name in names if key_map.get(name, name) is not None]
@@ -358,7 +358,7 @@ def _aliases(
     routes: Sequence[Route],
     targets: Mapping[str, tuple[ShardMap, str]],
 ) -> dict[str, str]:
-    """Tied tensors that move once: one memory at the source, one at the destination, one layout."""
+    """Return tied tensors that move once: one memory at the source, one at the destination, one layout."""
     by_source: dict[str, list[Route]] = {}
     for route in routes:
         by_source.setdefault(route.source, []).append(route)
@@ -368,7 +368,7 @@ def _aliases(
         if first == source or len(by_source.get(source, ())) != 1 or len(by_source.get(first, ())) != 1:
             continue
         (route,), (first_route,) = by_source[source], by_source[first]
-        if route[2:] != first_route[2:]:  # other parts of the one tensor
+        if route[2:] != first_route[2:]:  # other spans of the one tensor
             continue
         target, first_target = route.target, first_route.target
         simple = len(by_target[target]) == len(by_target[first_target]) == 1 and target != first_target
@@ -381,7 +381,7 @@ def _aliases(
 def _tied_apart(
     shared: Sequence[Sequence[str]], targets: Collection[str], aliases: Mapping[str, str]
 ) -> frozenset[str]:
-    """Destinations that are one memory on some rank, and are moved one by one."""
+    """Return destinations of one memory on some rank that are moved one by one."""
     groups = [[name for name in names if name in targets] for names in shared]
     return frozenset(name for names in groups if len({aliases.get(name, name) for name in names}) > 1 for name in names)
 
@@ -399,10 +399,10 @@ def _plan_of_move(meta: TensorMeta, route: Route, layout: ShardMap, dtype: str, 
 
 
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Moves that share a collective: neighbours in the list, until the buffers of some rank are large enough."""
+    """Group moves into collectives: neighbours in the list, up to the buffer size of the fullest rank."""
     buckets: list[list[int]] = []
     loads: dict[int, tuple[int, dict[int, int]]] = {}
-    everywhere, on_rank, most = bucket_bytes + 1, dict[int, int](), 0  # no bucket to go on with
+    everywhere, on_rank, most = bucket_bytes + 1, dict[int, int](), 0  # no open bucket
     for at, move in enumerate(moves):
         plan = move.plan
         if plan.max_workspace_bytes is not None:
@@ -423,11 +423,11 @@ def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int,
     return tuple(map(tuple, buckets))
 
 
-_FEW_RANKS = 32  # beyond that a layout counts as one of all ranks
+_FEW_RANKS = 32  # larger layouts count as one of all ranks
 
 
 def _loads(plan: ReshardPlan) -> tuple[int, dict[int, int]]:
-    """Return the buffer bytes of a move: on every rank, and on ranks of their own."""
+    """Return the buffer bytes of a move: on every rank, and on single ranks."""
     shared, single = 0, dict[int, int]()
     for side in (plan.src, plan.dst):
         size = side.largest * plan.itemsize

@@ -1,4 +1,4 @@
-"""Reshard a whole state dict: trainer to server, checkpoint to model, in a few fused exchanges."""
+"""Reshard a full state dict: trainer to server, checkpoint to model, in a few fused exchanges."""
 
 from __future__ import annotations
 
@@ -61,33 +61,33 @@ def reshard_state_dict(
 ) -> MovedStateDict:
     """Move all tensors of a state dict to other layouts, ranks, names or dtypes.
 
-    Every rank of ``group`` calls it. A rank that has no part of the source passes an empty mapping.
+    Every rank of ``group`` calls it. A rank outside of the source passes an empty mapping.
 
     Args:
-        state_dict: A module, or FQN -> DTensor or local tensor. A local tensor's layout is in ``src_layouts``, or
-            else in its ``_sharding_info``. One that has neither has to be full and equal on every rank that passes
-            it, which is checked. DTensors on separate sub-meshes of one make (the tensor-parallel groups of data
-            parallelism) are replicas.
-        dst_layouts: Layout by destination name, one for all, or a function of name and global shape. Names that it
-            leaves out go where the tensor of ``out`` lies (a plain one is full).
-        src_layouts: Layouts of local tensors, the same on every rank; it may name tensors that this rank lacks.
-        shapes: Global shapes of local tensors, where their layout does not give them.
-        out: A module or mapping whose tensors are filled in place; its dtypes are cast to.
+        state_dict: A module, or FQN -> DTensor or local tensor. A local tensor's layout is in ``src_layouts``, or else
+            in its ``_sharding_info``. Without either it has to be full and equal on all ranks that pass it, which is
+            checked. DTensors on separate sub-meshes of one kind (the tensor-parallel groups of data parallelism) are
+            replicas.
+        dst_layouts: Layout by destination name, one for all, or a function of name and global shape. Names left out
+            get the layout of the tensor of ``out`` (a plain one is full).
+        src_layouts: Layouts of local tensors, the same on every rank; it may name tensors missing on this rank.
+        shapes: Global shapes of local tensors, if their layout has none.
+        out: A module or mapping of tensors to fill in place; values are cast to its dtypes.
         key_map: Source name -> destination name, `Part` of one, several parts, or None to leave it out.
-        bucket_bytes: About how many buffer bytes a rank may use for one exchange.
+        bucket_bytes: Approximate buffer bytes of a rank for one exchange.
         group: The union of all ranks; None is the default group.
-        atomic: Fill ``out`` only when everything has arrived: it costs memory for one more copy, and if a sender
-            dies ``out`` keeps its old values. False fills ``out`` as tensors arrive, and a sender that dies then
-            leaves a mixture; what ranks refuse leaves ``out`` as it was in either case.
-        strict: A tensor of ``out`` with elements that no source fills is a problem; False leaves these as they are.
+        atomic: Fill ``out`` only after everything has arrived: it costs memory for one more copy, and if a sender dies
+            ``out`` keeps its old values. False fills ``out`` as tensors arrive, and the death of a sender then leaves a
+            mixture; problems found before the transfer leave ``out`` unchanged in either case.
+        strict: Report elements of ``out`` without a source as a problem; False leaves these unchanged.
         check: "first" or "always", see `reshard`.
 
     Returns:
         The tensors of this rank by destination name, with ``.plan``.
 
     Raises:
-        PlanError: With the problems of all tensors of all ranks, on every rank, before any data moves.
-        RuntimeError: When an exchange fails because a rank died.
+        PlanError: With the problems of all tensors of all ranks, on every rank, before any transfer.
+        RuntimeError: If an exchange fails because a rank died.
     """
     if torch.compiler.is_compiling():
         not_compiled("reshard_state_dict")
@@ -107,14 +107,14 @@ def reshard_state_dict(
         resharder, compared = recent
         call = resharder._prepare(tensors, targets, atomic, compared)
         facts, digest = resharder._facts, resharder._digest
-        if call.problems:  # as facts that no other call has: all ranks see them
+        if call.problems:  # unique metadata: all ranks gather it, and raise
             facts = replace(facts, problems=tuple(call.problems))
             digest = metadata_digest(facts, resharder._question)
         plan, repeated = agreed_plan(members, facts, digest, tensors, resharder._question, True)
-        if plan is not resharder.plan:  # other ranks have other tensors now
+        if plan is not resharder.plan:  # tensors of other ranks have changed
             resharder._follow(plan)
             call = resharder._prepare(tensors, targets, atomic)
-        # A rank that makes another call than before may have problems of its own.
+        # A rank with a new call may have problems of its own: then all compare.
         resharder._agreed = repeated and check == "first"
         resharder._compare(call)
         return resharder._move(call)
@@ -139,19 +139,19 @@ def reshard_state_dict(
 
 
 class StateDictResharder(NotPicklable):
-    """Moves the tensors of state dicts that are alike again and again: what ranks compare, they compare once.
+    """Reshard similar state dicts repeatedly; ranks compare metadata once.
 
     Args and errors as in `reshard_state_dict`. The constructor communicates, and so does every call; every rank of the
-    group makes them in the same order. Every call compares problems of tensors, and whether plain tensors are equal,
-    before tensors move: what one rank refuses all ranks raise. With ``check="first"`` (the same on every rank) the
-    first call alone does, calls are one small collective less, and a rank that raises at a later call raises alone.
+    group makes them in the same order. Every call compares problems of tensors, and the values of plain tensors, before
+    tensors move: problems of one rank raise on all. With ``check="first"`` (the same on every rank) only the first call
+    does so, later calls save one small collective, and a rank with problems raises alone.
 
-    With ``changed_only=True`` (the same on every rank) a call sends the elements whose bits changed since the call
-    before, where that is shorter, and everything every ``anchor_every`` calls, or when some rank did not take part in
-    the call before or did not end it. Both ends keep a copy of the bytes that they exchange.
+    With ``changed_only=True`` (the same on every rank) a call sends only elements with bits changed since the previous
+    call, if that is shorter, and everything every ``anchor_every`` calls, or if some rank missed or did not finish the
+    previous call. Both ends keep a copy of the exchanged bytes.
 
     Attributes:
-        plan: What is moved how.
+        plan: The plan of all calls.
     """
 
     _instead = "make another one, on every rank of the group"
@@ -196,7 +196,7 @@ class StateDictResharder(NotPicklable):
         self._follow(agreed_plan(self._members, facts, self._digest, tensors, self._question)[0])
 
     def _follow(self, plan: StateDictPlan) -> None:
-        """Work out, once for all calls, what this rank does in a plan."""
+        """Derive this rank's share of a plan, once for all calls."""
         self.plan = plan
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
         self._layout_checks = LayoutChecker(plan, self._facts.sources, dropped, self._members)
@@ -206,9 +206,9 @@ class StateDictResharder(NotPicklable):
             mover_for_bucket(self._members, plan, bucket, self._check, self._keeps, self._chain is not None)
             for bucket in plan.buckets
         ]
-        self._agreed = False  # all ranks have compared the plan
-        self._guards: StateGuards | None = None  # on the tensors of the last call
-        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
+        self._agreed = False  # True after all ranks compared the plan
+        self._guards: StateGuards | None = None  # guards on the last call's tensors
+        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # prepared for them, if all are filled in place
 
     def __call__(
         self,
@@ -217,7 +217,7 @@ class StateDictResharder(NotPicklable):
         out: torch.nn.Module | Mapping[str, Any] | None = None,
         atomic: bool = True,
     ) -> MovedStateDict:
-        """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
+        """Move tensors of the resharder's names, shapes, dtypes and layouts."""
         if torch.compiler.is_compiling():
             not_compiled("StateDictResharder")
         not_transformed("StateDictResharder")
@@ -247,7 +247,7 @@ class StateDictResharder(NotPicklable):
     def _matched(
         self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
     ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]:
-        """Return the local tensors of both sides, and how far guards on the last call hold."""
+        """Return the local tensors of both sides, and the match with guards on the last call."""
         sources, outs = local_tensors(tensors), local_tensors(targets)
         for name in tensors.keys() - sources.keys():
             found = f"a {type(tensors[name]).__qualname__}"
@@ -263,7 +263,7 @@ class StateDictResharder(NotPicklable):
         compared: Compared | None = None,
         problems: Sequence[Problem] = (),
     ) -> PreparedState:
-        """Return what a call moves on this rank, with all that is wrong with it; no communication."""
+        """Return a call's tensors on this rank, with all its problems; no communication."""
         here, found = self._here, list(problems)
         sources: Mapping[str, torch.Tensor] = {}
         outs: Mapping[str, torch.Tensor] = {}
@@ -282,7 +282,7 @@ class StateDictResharder(NotPicklable):
                     arriving = ReceiveBuffers(here, None if atomic else outs, device)
                     calls = bucket_calls(here, sources, arriving)
                 if not found and match is not Match.MEMORY:
-                    # In other memory tensors may be tied or overlap otherwise, whatever their metadata.
+                    # In other memory tensors may be tied or overlap differently, even with equal metadata.
                     if match is Match.NONE:
                         found += self._layout_checks.problems(tensors, sources, targets)
                         written = (tensor for name in arriving.in_place for tensor in arriving.tensors[name])
@@ -327,17 +327,17 @@ class StateDictResharder(NotPicklable):
 
 
 class _OneShot(StateDictResharder):
-    """A resharder whose buffers go with the call: what is kept for one caller's tensors must not meet another's."""
+    """A resharder without kept buffers: prepared calls must not be shared between callers."""
 
     _keeps = False
 
 
-# Local tensors of both sides of a call, and how far guards on the last one hold.
+# Local tensors of both sides of a call, and their match with guards on the last one.
 Compared = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]
 
 
 class PreparedState(NamedTuple):
-    """A call on this rank: its tensors, as given and locally, and where they are received."""
+    """A call on this rank: its tensors, as given and locally, and its receive buffers."""
 
     tensors: Mapping[str, Any]
     targets: Mapping[str, Any]
@@ -356,7 +356,7 @@ class StateGuards:
 
     @classmethod
     def of(cls, call: PreparedState) -> StateGuards | None:
-        """Return guards on the tensors of a call; None where some cannot be compared."""
+        """Return guards on the tensors of a call; None if some cannot be compared."""
         guards = record_guards([*call.sources.values(), *call.outs.values()])
         return None if guards is None or len(call.outs) != len(call.targets) else cls(call, guards)
 
@@ -396,7 +396,7 @@ def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor])
 def _recent_resharder(
     members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> tuple[StateDictResharder, Compared] | None:
-    """Return a resharder of an earlier one-shot call of the same arguments and metadata, ties among it."""
+    """Return a resharder of an earlier one-shot call with equal arguments, metadata and ties."""
     for before, resharder in reversed(remembered(members.group, "state dict")):
         guards = resharder._guards
         if before == asked and guards is not None:
@@ -413,12 +413,12 @@ _SERIALS = count(1)
 
 
 def _snapshot(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy that a caller's later changes, also of lists within, do not reach."""
+    """Copy a mapping, with its lists, so that the caller's later changes have no effect."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in (given or {}).items()}
 
 
 def _as_values(layouts: Any) -> Any:
-    """Return layouts as values that compare; None for those that hold tensors or are no values."""
+    """Return layouts as comparable values; None if they hold tensors or are no values."""
     if isinstance(layouts, Mapping):
         found = {name: layout_value(layout) for name, layout in layouts.items()}
         return None if None in found.values() else found
