@@ -93,7 +93,7 @@ def raise_on_all_ranks(members: GroupInfo, error: Exception) -> NoReturn:
 def all_gather_row(
     members: GroupInfo, topic: int, row: bytes, lines: Sequence[str], problems: Sequence[Problem] = ()
 ) -> list[bytes]:
-    """Gather a row of at most 63 bytes of every rank, or raise on all if calls differ or a rank has problems.
+    """Gather a row of at most 63 bytes of every rank, or raise on all.
 
     Args:
         members: The group; every member calls.

@@ -1,4 +1,4 @@
-"""Checkpoint files as sources: headers that are checked, byte ranges that are planned, loads onto ranks.
+"""Checkpoint files as sources: validated headers, planned byte ranges, loads onto ranks.
 
-Nothing in a file is executed, and every byte that is wanted is read once, by one rank.
+Nothing in a file is executed, and every needed byte is read once, by one rank.
 """

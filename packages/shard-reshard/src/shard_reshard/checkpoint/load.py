@@ -1,4 +1,4 @@
-"""Load safetensors files into any layout: ranks read the byte ranges that a plan gives them, peers send the rest."""
+"""Load safetensors files into any layout: ranks read planned byte ranges and exchange the rest."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ Files = PathLike | Sequence[PathLike] | Mapping[int, PathLike | Sequence[PathLik
 
 
 class LoadedStateDict(dict[str, Any]):
-    """Name -> tensor on this rank, in its layout: a DTensor where the layout was a DeviceMesh's.
+    """Name -> tensor on this rank, in its layout: a DTensor for layouts of a DeviceMesh.
 
     Attributes:
-        plan: Who read what, and what was moved.
-        read_bytes: How many bytes of tensors this rank read.
-        materialized: Names of tensors of ``out`` that lay on the meta device, and were given memory.
+        plan: Reads of every rank, and the moves.
+        read_bytes: Bytes of tensors read by this rank.
+        materialized: Names of tensors of ``out`` on the meta device that got memory.
     """
 
     plan: LoadPlan
@@ -72,7 +72,7 @@ class LoadedStateDict(dict[str, Any]):
     materialized: tuple[str, ...]
 
     def explain(self, name: str | None = None) -> str:
-        """Return what was read and moved as text, see `LoadPlan.explain`."""
+        """Return reads and moves as text, see `LoadPlan.explain`."""
         chosen = [entry for entry in self.materialized if name in (None, entry)]
         text = self.plan.explain(name)
         return f"{text}\n{len(chosen)} tensors of out were on meta and got memory" if chosen else text
@@ -92,32 +92,31 @@ def load_safetensors(
     atomic: bool = True,
     strict: bool = True,
 ) -> LoadedStateDict:
-    """Load the tensors of safetensors files into the layouts that ranks want them in.
+    """Load the tensors of safetensors files into the ranks' layouts.
 
-    Every byte that is wanted is read once, by one rank: by the rank that wants it where only one does, else shared out
-    among those that want it. What a rank did not read itself comes from its peers in a few fused exchanges. Headers are
-    checked before they are believed; nothing in a file is executed. Every rank of ``group`` calls it.
+    Every needed byte is read once, by one rank: the only rank that needs it, else shared among those that do. The
+    rest comes from peers in a few fused exchanges. Headers are validated before use; nothing in a file is executed.
+    Every rank of ``group`` calls it.
 
     Args:
-        files: A file, a folder of them, or a list, which every rank can read; or for each rank of the group the file
-            or files that it alone can read (on its own disk). Of a folder with a ``*.safetensors.index.json``, which
-            may be given itself, the files that it names.
-        dst_layouts: Layout by name, one for all, or a function of name and global shape. Names that it leaves out go
-            where the tensor of ``out`` lies.
-        stored_as: For tensors that are cut over files, the layout that they were written in. Its rank ``i`` is the
-            ``i``-th file of the list, or the rank that reads the file. All other tensors are whole in one file.
-        shapes: Global shapes of tensors in ``stored_as``, where the layout does not tell.
-        out: A module or mapping whose tensors are filled in place; its dtypes are cast to. Tensors of a module that
-            lie on the meta device get memory (``.materialized`` of the result names them), as new parameters: make
-            optimizers afterwards.
+        files: A file, a folder of them, or a list, readable by every rank; or for each rank of the group the file or
+            files on its own disk. Of a folder with a ``*.safetensors.index.json``, which may be given itself, the files
+            of the index.
+        dst_layouts: Layout by name, one for all, or a function of name and global shape. Names left out get the layout
+            of the tensor of ``out``.
+        stored_as: Layouts at writing time of tensors split over files. Rank ``i`` of such a layout is the ``i``-th file
+            of the list, or the rank that reads the file. All other tensors are full in one file.
+        shapes: Global shapes of tensors in ``stored_as``, if the layout has none.
+        out: A module or mapping of tensors to fill in place; values are cast to its dtypes. Meta tensors of a module
+            get memory (``.materialized`` of the result names them), as new parameters: build optimizers afterwards.
         key_map: Stored name -> name here, `Part` of one, several parts, or None to leave it unread.
-        bucket_bytes: About how many bytes a rank reads and exchanges at a time.
-        group: The ranks that load; None is the default group.
-        progress: Called on each rank after each tensor. What it raises is raised when all has been loaded.
-        atomic: Fill ``out`` only when everything has arrived; see `reshard_state_dict`. With False a file that changes
+        bucket_bytes: Approximate bytes of one rank's read and exchange.
+        group: The loading ranks; None is the default group.
+        progress: Called on each rank after each tensor. Its errors are raised at the end.
+        atomic: Fill ``out`` only after everything has arrived; see `reshard_state_dict`. With False a file that changes
             between two exchanges leaves a mixture.
-        strict: A tensor of ``out`` that no file fills is a problem, and so is a buffer that is in no file and that
-            nothing has initialised; False leaves both as they are.
+        strict: Report tensors of ``out`` that no file fills, and uninitialised buffers outside of files, as problems;
+            False leaves both unchanged.
 
     Returns:
         The tensors of this rank by name, with ``.plan`` and ``.read_bytes``.
@@ -126,7 +125,7 @@ def load_safetensors(
         PlanError: On every rank alike: ``invalid-file``, ``file-changed``, ``duplicate-name``,
             ``missing-tensor``, ``shape-mismatch``, ``unsupported-dtype``, ``uninitialized-buffer``, and the
             problems of `reshard_state_dict`.
-        RuntimeError: When an exchange fails because a rank died.
+        RuntimeError: If an exchange fails because a rank died.
     """
     members = group_info(group)
     dst_layouts = kept_layouts(dst_layouts)
@@ -145,13 +144,13 @@ def load_safetensors(
             into_module = isinstance(out, torch.nn.Module)
             made = Materialized(targets if into_module else {}, plan.moves.targets, device)
             targets = made.targets or targets
-            # What stays on meta in a module has no values in the files; a mapping's tensors get no memory.
+            # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
             outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
             problems = destination_mismatches(plan.moves, targets, members)
             found, ties = here.out_problems(targets, outs, {}, atomic, strict)
             problems += found
-            # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed, but of
-            # what files hold twice and the module once.
+            # New tensors are not visible until they are registered at the end, so no second copy is needed, except for
+            # tensors # stored twice and tied in the module.
             atomic = atomic and len(made.names) < len(targets)
             twice = {name for _, name in ties}
             in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
@@ -173,7 +172,7 @@ def load_safetensors(
     return result
 
 
-# ---- what all ranks agree on ----------------------------------------------------------------------------------
+# ---- consensus ------------------------------------------------------------------------------------------------
 
 
 def _agreed_load(
@@ -188,10 +187,10 @@ def _agreed_load(
     strict: bool,
     out: torch.nn.Module | Mapping[str, Any] | None,
 ) -> tuple[LoadPlan, dict[str, FileState | None]]:
-    """Plan on every rank from the tables that each read of some files, and compare.
+    """Plan on every rank from file tables that each rank read in part, and compare.
 
     Returns:
-        The plan, and the states of the files as this rank sees them, whoever has read their headers.
+        The plan, and the states of the files on this rank, even of files with headers read elsewhere.
     """
     problems: list[Problem] = []
     sums: dict[str, bytes] = {}
@@ -216,10 +215,11 @@ def _agreed_load(
     tables: list[FileTable] = []
     meant = {name: path for path, names in indexed.items() for name in names}
     for at, (path, _, readers) in enumerate(listed):
+        # each header is read once
         if readers == (members.rank,) or (not readers and at % members.size == members.rank):
             try:
                 table = file_table(path)
-                # A name that two files hold is read from the one that the index means.
+                # A name in two files is read from the file of the index.
                 entries = {name: entry for name, entry in table.entries.items() if meant.get(name, path) == path}
                 table = table._replace(entries=entries)
                 missing = [name for name in indexed.get(path, ()) if name not in table.entries]
@@ -235,7 +235,7 @@ def _agreed_load(
     plan, problems = None, differing_buffers([found for _, _, found in everyone])
     try:
         by_reader = {(table.path, rank): table for rank, (tables, *_) in enumerate(everyone) for table in tables}
-        for table in by_reader.values():  # its header is from before or after this rank's look at the file
+        for table in by_reader.values():  # the header may be older or newer than this state
             seen = states.get(table.path)
             if seen is not None and seen.host == table.state.host and seen != table.state:
                 problems.append(file_changed(table.path))
@@ -253,7 +253,7 @@ def _agreed_load(
             to_group=members.to_group,
             strict=strict,
         )
-    except Exception as error:  # layouts may be a function of the caller's
+    except Exception as error:  # layouts may be the caller's function
         problems += problems_of(error)
     assert_consistent(members, "a load", [*plan.moves.lines, plan.digest] if plan is not None else [], problems)
     assert plan is not None
@@ -261,7 +261,7 @@ def _agreed_load(
 
 
 def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
-    """(path, number in the layout that was written, ranks that can read it) of every file, and what an index says."""
+    """Return (path, number in the written layout, ranks that can read it) of every file, and the index's tensors."""
     if isinstance(files, Mapping):
         return [
             (path, rank, (rank,))
@@ -277,7 +277,7 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
         return [(str(files), 0, ())], {}
     elif len(indices := sorted(folder.glob("*.safetensors.index.json"))) == 1:
         indexed = indexed_files(indices[0])
-    else:  # none, or several variants of the weights: then whoever calls names the one
+    else:  # none, or several variants of the weights: the caller names one
         indexed = {str(path): [] for path in sorted(folder.glob("*.safetensors"))}
     if not indexed:
         hint = "give a folder with .safetensors files"
@@ -285,7 +285,7 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
     return [(path, number, ()) for number, path in enumerate(indexed)], indexed
 
 
-# ---- reading and moving ---------------------------------------------------------------------------------------
+# ---- reads and moves ------------------------------------------------------------------------------------------
 
 
 def _buckets(
@@ -295,14 +295,14 @@ def _buckets(
     device: torch.device,
     states: Mapping[str, FileState | None],
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Read the sources of one bucket after the other, and compare that all ranks could; sources and destinations."""
+    """Read the sources of each bucket, compare success between ranks, and yield sources and destinations."""
     moves = plan.moves.moves
     last = {moves[at].source: number for number, bucket in enumerate(plan.moves.buckets) for at in bucket}
     held: dict[str, list[torch.Tensor]] = {}
     for number, bucket in enumerate(plan.moves.buckets):
         problems: list[Problem] = []
         for name in dict.fromkeys(moves[at].source for at in bucket):
-            if name not in held:
+            if name not in held:  # several moves may share a source
                 try:
                     held[name] = _read_boxes(plan.reads[members.rank].get(name, ()), device, states)
                 except Exception as error:
@@ -319,7 +319,7 @@ def _buckets(
 def _read_boxes(
     reads: Sequence[Read], device: torch.device, states: Mapping[str, FileState | None] = MappingProxyType({})
 ) -> list[torch.Tensor]:
-    """The boxes of a tensor that this rank reads, as views of the rows that it read."""
+    """Return this rank's boxes of a tensor, as views of its rows."""
     boxes = []
     for read in reads:
         state = states.get(read.path)

@@ -1,8 +1,8 @@
-"""Plans for loading safetensors files: who reads which bytes, and how they get from there to where they are wanted.
+"""Plans for loading safetensors files: the byte ranges of each rank, and the moves to their destinations.
 
-Each byte that is wanted is read once, by one rank, in ranges of whole rows. Who reads is chosen among the ranks that
-want the rows, so that what a rank wants alone it reads itself and nothing of it is sent; rows that several ranks want
-(replicas, or a cut along another dim) are shared out among them, and the exchange does the rest.
+Each needed byte is read once, by one rank, in ranges of full rows. The reader is one of the ranks that need the
+rows: rows for one rank are read by that rank without transfers; rows for several ranks (replicas, or a sharding along
+another dim) are shared among them, and the exchange does the rest.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from shard_reshard.planning.analyze import human
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta
 from shard_reshard.state_dict.planner import plan_state_dict
 
-_SMALLEST_READ_BYTES = 64 * 1024  # rows are not shared out among ranks in parts of less
+_SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
 
 
 class Stored(NamedTuple):
-    """A tensor, or a rank's part of one, in a file."""
+    """A tensor, or a rank's shard of one, in a file."""
 
     path: str
     file_bytes: int
     begin: int  # first byte in the file
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]  # which boxes of the global tensor it is, and where in it they lie
-    readers: tuple[int, ...]  # ranks that can read the file; none: every rank can
+    pieces: tuple[Piece, ...]  # its boxes of the global tensor, with their positions in it
+    readers: tuple[int, ...]  # ranks that can read the file; none: every rank
 
 
 class Read(NamedTuple):
@@ -50,9 +50,9 @@ class Read(NamedTuple):
         path: The file.
         file_bytes: Length of the file.
         offset: First byte.
-        shape: Shape of the rows that are read.
-        dtype: Of the elements, by name.
-        boxes: For each box of the global tensor that the rows hold, where in them it begins, and its sizes.
+        shape: Shape of the rows.
+        dtype: Name of the elements' dtype.
+        boxes: For each box of the global tensor in the rows, its start in them, and its sizes.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Read(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that are read."""
+        """Number of bytes."""
         return prod(self.shape) * ITEMSIZES[self.dtype]
 
 
@@ -74,7 +74,7 @@ class LoadPlan:
     """Reads of every rank, and the exchanges that follow.
 
     Attributes:
-        moves: The exchanges that follow the reading.
+        moves: The exchanges after the reads.
         reads: For each rank of the group, its reads by tensor.
     """
 
@@ -82,7 +82,7 @@ class LoadPlan:
     reads: tuple[Mapping[str, tuple[Read, ...]], ...]
 
     def read_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` reads."""
+        """Return the bytes read by ``rank``."""
         return sum(read.num_bytes for found in self.reads[rank].values() for read in found)
 
     @cached_property
@@ -113,9 +113,9 @@ def plan_load(
     to_group: ToGroup | None = None,
     strict: bool = True,
 ) -> LoadPlan:
-    """Plan how ``stored`` tensors, from `stored_tensors`, get to their layouts. Pure, the same answer on every rank.
+    """Plan the move of ``stored`` tensors, from `stored_tensors`, to their layouts. Pure, equal on every rank.
 
-    ``outs`` is what each rank knows of its destination tensors; all else as in `load_safetensors`.
+    ``outs`` is each rank's metadata of its destination tensors; all else as in `load_safetensors`.
     """
     targets = list(outs) or [RankMeta({}, {})]
 
@@ -124,7 +124,7 @@ def plan_load(
         facts = [replace(known, sources=sources if rank == 0 else {}) for rank, known in enumerate(targets)]
         return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, strict)
 
-    # Who wants what does not depend on who reads: a first plan, in which one rank reads everything, tells it.
+    # Demand does not depend on readers: a first plan, with one rank as reader of everything, gives it.
     wanted = planned({name: BoxShardMap.whole(shape, 0) for name, (shape, _, _) in stored.items()})
     if outside := group_problems((move.plan for move in wanted.moves), world_size):
         raise PlanError(outside)
@@ -142,12 +142,12 @@ def plan_load(
                 read, held = _read(name, dtype, part, low, high)
                 reads[rank][name] = (*reads[rank].get(name, ()), read)
                 boxes.setdefault(rank, []).extend(held)
-        readers[name] = BoxShardMap(shape, boxes, holes=True)  # rows that nobody wants are read by nobody
+        readers[name] = BoxShardMap(shape, boxes, holes=True)  # unneeded rows are not read
     return LoadPlan(planned(readers), tuple(reads))
 
 
 class Wanted(NamedTuple):
-    """Rows of a source tensor, and the ranks that want any of them."""
+    """Rows of a source tensor, and the ranks that need any of them."""
 
     start: int
     stop: int
@@ -155,14 +155,14 @@ class Wanted(NamedTuple):
 
 
 def rows_of_ranks(plan: StateDictPlan, by_source: bool = True) -> dict[str, list[Wanted]]:
-    """For each source its rows, cut where the ranks that want them change; or for each destination those that have."""
+    """Return each source's rows, split at changes of their ranks; or each destination's, with their owners."""
     found: dict[str, dict[tuple[int, int], set[int]]] = {}
     for move in plan.moves:
         here, there = (move.plan.src, move.plan.dst) if by_source else (move.plan.dst, move.plan.src)
         view = here if isinstance(here, ShardMapView) else None
         table = found.setdefault(move.source if by_source else move.target, {})
         for cell in there.cells():
-            # Rows here, whatever dim they are there.
+            # Rows of this side, for any dim of the other side.
             start, stop = cell[:2] if view is None else (view.outside(cell.start), view.outside(cell.stop))
             low, high = (start[0], stop[0]) if start else (0, 1)
             table.setdefault((low, high), set()).update(rank for ranks in cell.owners for rank in ranks)
@@ -180,7 +180,7 @@ def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
 
 
 def _once(parts: Sequence[Stored], load: Sequence[int]) -> Iterator[Stored]:
-    """Of parts that several files hold alike, one: that of the rank that reads least so far."""
+    """Choose one of equal shards in several files: that of the rank with the fewest bytes so far."""
     alike: dict[tuple[object, ...], list[Stored]] = {}
     for part in parts:
         alike.setdefault(tuple((piece.start, piece.stop) for piece in part.pieces), []).append(part)
@@ -189,7 +189,7 @@ def _once(parts: Sequence[Stored], load: Sequence[int]) -> Iterator[Stored]:
 
 
 def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(rank, first row, last row) of every read of a stored part; adjacent rows of one rank come as one."""
+    """Yield (rank, first row, last row) of every read of a stored shard; adjacent rows of one rank are joined."""
     rows = part.shape[0] if part.shape else 1
     row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
     if part.readers:
@@ -214,7 +214,7 @@ def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[in
 
 
 def _rows_wanted(part: Stored, demand: Iterable[Wanted]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Rows of a stored part, cut where the ranks that want them change."""
+    """Yield rows of a stored shard, split at changes of the ranks that need them."""
     if not part.shape:
         yield from ((0, 1, wanted.ranks) for wanted in demand)
         return
@@ -229,7 +229,7 @@ def _rows_wanted(part: Stored, demand: Iterable[Wanted]) -> Iterator[tuple[int, 
 
 
 def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Read, list[Box]]:
-    """Rows ``low`` to ``high`` of a stored part, and the boxes of the global tensor that they hold."""
+    """Return rows ``low`` to ``high`` of a stored shard, with their boxes of the global tensor."""
     if not part.shape:
         return Read(name, part.path, part.file_bytes, part.begin, (), dtype, (((), ()),)), [Box((), ())]
     row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]

@@ -1,6 +1,6 @@
-"""Safetensors files: headers that the format's own library has checked, and byte ranges read without the rest.
+"""Safetensors files: headers validated by the format's own library, and reads of byte ranges.
 
-A file may come from anywhere. Nothing of it is executed, and every range is inside of the file before it is read.
+Files are untrusted. Nothing of them is executed, and every range is checked against the file size before it is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHANGED_HINT = "load again when nobody writes to it"
 
 
 class Entry(NamedTuple):
-    """A tensor of a file. ``dtype`` is the file's own word for it, ``begin`` and ``end`` are bytes of the file."""
+    """A tensor of a file; ``dtype`` is the file's word for it, ``begin`` and ``end`` are bytes of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class FileState(NamedTuple):
-    """A file as a host sees it, told from another one in its place; plain data that travels between ranks."""
+    """Identity of a file's version on a host; plain data, sent between ranks."""
 
     num_bytes: int
     inode: int
@@ -65,7 +65,7 @@ class FileState(NamedTuple):
 
 
 class FileTable(NamedTuple):
-    """Table of a file's tensors; plain data that travels between ranks."""
+    """Table of a file's tensors; plain data, sent between ranks."""
 
     path: str
     state: FileState
@@ -73,25 +73,25 @@ class FileTable(NamedTuple):
 
 
 def file_table(path: str | Path) -> FileTable:
-    """The checked table of a file; reads nothing else of it.
+    """Return the validated table of a file, without reading more of it.
 
     Raises:
-        PlanError: ``invalid-file`` when the file is none, or its header contradicts itself or the file;
+        PlanError: ``invalid-file`` if the file is none, or its header contradicts itself or the file;
             ``missing-dependency`` without the library ``safetensors``.
     """
     path = str(path)
     try:
-        import safetensors  # an extra: nothing but files needs it
+        import safetensors  # an extra, needed for files only
     except ImportError:
         hint = "pip install 'shard-reshard[safetensors]'"
         raise PlanError(Problem("missing-dependency", path, found="safetensors is not installed", hint=hint)) from None
     try:
         with open(path, "rb") as file:
             state = FileState.of(os.fstat(file.fileno()))
-            with safetensors.safe_open(path, framework="pt"):  # refuses headers that lie
+            with safetensors.safe_open(path, framework="pt"):  # refuses invalid headers
                 size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size), object_pairs_hook=_unique)
-            if FileState.of(os.stat(path)) != state:
+            if FileState.of(os.stat(path)) != state:  # written to meanwhile
                 raise PlanError(file_changed(path))
     except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         if isinstance(error, PlanError):
@@ -110,22 +110,22 @@ def file_table(path: str | Path) -> FileTable:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a name that comes twice: of two tensors the library takes one."""
+    """Refuse duplicate names: the library would take one of two tensors."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a header with a name that comes twice")
     return dict(pairs)
 
 
 def indexed_files(index: str | Path) -> dict[str, list[str]]:
-    """The files that a ``*.safetensors.index.json`` names, beside it, and the tensors that each is to hold.
+    """Return the files of a ``*.safetensors.index.json``, beside it, with their expected tensors.
 
     Raises:
-        PlanError: ``invalid-file`` for a file that is none, or that names a file outside of its own folder.
+        PlanError: ``invalid-file`` for an invalid index, or one with a file outside of its own folder.
     """
     path, files = Path(index), dict[str, list[str]]()
     try:
         for name, file in json.loads(path.read_bytes())["weight_map"].items():
-            # A plain name and nothing else: no folder, drive or parent, in the manner of any system.
+            # Plain names only: no folder, drive or parent, on any system.
             if not file.endswith(".safetensors") or set(file) & {"/", "\\", ":", "\0"} or not file.isprintable():
                 raise ValueError(f"{name[:100]!r} in {ascii(file)[:200]}, which is no .safetensors file beside it")
             files.setdefault(str(path.parent / file), []).append(name)
@@ -137,13 +137,13 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
 
 
 def file_changed(path: str) -> Problem:
-    """The problem of a file that is another one now, of whatever length."""
+    """Return the problem of a file that was replaced or written to, at any length."""
     found = "replaced or written to since its header was read"
     return Problem("file-changed", path, found=found, hint=_CHANGED_HINT)
 
 
 def file_state(path: str) -> FileState | None:
-    """Return what tells a file from another one in its place; None where this rank cannot see it."""
+    """Return the identity of a file's version; None if this rank cannot see the file."""
     try:
         return FileState.of(os.stat(path))
     except OSError:
@@ -153,17 +153,17 @@ def file_state(path: str) -> FileState | None:
 def read_rows(
     path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dtype: str, state: FileState | None = None
 ) -> torch.Tensor:
-    """The bytes from ``offset`` on as a tensor of ``shape``, in fresh memory on the CPU.
+    """Read the bytes from ``offset`` on into a tensor of ``shape``, in fresh memory on the CPU.
 
     Raises:
-        PlanError: ``invalid-file``, or ``file-changed`` where it has other than ``num_bytes`` now, or is no longer in
-            the ``state`` in which this rank saw it when headers were read.
+        PlanError: ``invalid-file``, or ``file-changed`` if it has other than ``num_bytes`` now, or is no longer in the
+            ``state`` seen by this rank when headers were read.
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
     wanted = prod(shape) * ITEMSIZES[dtype]
     data, rows = writable(shape, torch_dtype(dtype), torch.device("cpu"))
     try:
-        with open(path, "rb", buffering=0) as file:  # Path.open takes no buffering by position
+        with open(path, "rb", buffering=0) as file:  # unbuffered: reads go to the tensor
             now = FileState.of(os.fstat(file.fileno()))
             if now.num_bytes != num_bytes:
                 found = f"{now.num_bytes} bytes, {num_bytes} when its header was read"
@@ -173,7 +173,7 @@ def read_rows(
             file.seek(offset)
             done, place = 0, memoryview(data)
             while done < wanted:
-                count = file.readinto(place[done:])
+                count = file.readinto(place[done:])  # may be short: at most 2 GiB a call
                 if not count:
                     found = f"an end after {offset + done} bytes"
                     raise PlanError(Problem("file-changed", path, found=found, hint=_CHANGED_HINT))
@@ -185,7 +185,7 @@ def read_rows(
 
 
 def writable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[bytearray, torch.Tensor]:
-    """Return a new tensor, and on the CPU its memory as bytes that files are read into and written from."""
+    """Return a new tensor, and on the CPU its memory as bytes for file reads and writes."""
     if device.type != "cpu" or not prod(shape):
         return bytearray(), torch.empty(shape, dtype=dtype, device=device)
     data = bytearray(prod(shape) * dtype.itemsize)

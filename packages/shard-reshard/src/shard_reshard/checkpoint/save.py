@@ -1,4 +1,4 @@
-"""Write safetensors files from sharded tensors: ranks write rows that they hold, peers send what is missing there."""
+"""Write safetensors files from sharded tensors: ranks write their own rows, peers send the rest."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ _UNPUBLISHED = "no file of the save has its name yet"
 
 
 class File(NamedTuple):
-    """A file to be written."""
+    """Header and byte offsets of a file to write."""
 
     head: bytes  # length of the header, and the header
     num_bytes: int
     begins: dict[str, int]  # destination of the plan's moves -> its first byte
-    names: list[str]  # of the tensors, as the file has them
+    names: list[str]  # of the tensors in the file
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Files of a save by name, and the exchanges before: each rank's destinations are the rows that it writes."""
+    """Files of a save by name, and the exchanges before: each rank's destinations are its rows to write."""
 
     moves: StateDictPlan
     files: Mapping[str, File]
 
     def written_bytes(self, rank: int) -> int:
-        """Bytes of tensors that ``rank`` writes."""
+        """Return the bytes of tensors written by ``rank``."""
         targets = [self.moves.targets[name] for file in self.files.values() for name in file.begins]
         return sum(prod(s) * ITEMSIZES[dtype] for layout, dtype in targets for s in layout.local_shapes(rank))
 
@@ -88,31 +88,31 @@ def save_safetensors(
     group: dist.ProcessGroup | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> SavePlan:
-    """Write sharded tensors in full into safetensors files, as `load_safetensors` and Hugging Face read them.
+    """Write sharded tensors in full into safetensors files, for `load_safetensors` and Hugging Face.
 
-    Every byte is written once, by one rank: rows that one rank holds by that rank, others shared out among those that
-    hold a part of them. Tied tensors are written once, under the name that comes first in the state dict; metadata of
-    the file name the others. Every rank of ``group`` calls it.
+    Every byte is written once, by one rank: rows of one rank by that rank, others shared among their owners. Tied
+    tensors are written once, under their first name in the state dict; metadata of the file lists the others. Every
+    rank of ``group`` calls it.
 
-    Files get their names when all are complete, after the index that names them: a save that is killed leaves a full
-    checkpoint, or a folder that is refused or holds none.
+    Files get their names after all are complete, and after their index: a killed save leaves a full checkpoint, or a
+    folder that is refused or has no such files.
 
     Args:
         state_dict: As in `reshard_state_dict`.
-        folder: Where to write, on a file system that all ranks share; made if need be. It holds no safetensors files.
+        folder: Target on a file system shared by all ranks; created if missing. It must hold no safetensors files.
         src_layouts, shapes, key_map: As in `reshard_state_dict`.
-        max_file_bytes: A file ends before the tensor that would make it larger; several files have an index.
-        bucket_bytes: About how many bytes a rank exchanges and writes at a time.
-        group: The ranks that save; None is the default group.
-        progress: Called on each rank as tensors reach the ranks that write them. What it raises is raised at the end.
+        max_file_bytes: A file ends before the tensor that would exceed it; several files have an index.
+        bucket_bytes: Approximate bytes of one rank's exchange and write.
+        group: The saving ranks; None is the default group.
+        progress: Called on each rank as tensors reach their writers. Its errors are raised at the end.
 
     Returns:
         The plan: ``.files``, ``.written_bytes(rank)``, ``.explain()``.
 
     Raises:
-        PlanError: On every rank alike: ``partial-value``, ``unsupported-dtype``, ``invalid-argument`` for a folder
-            that holds such files, ``rank-failed`` where a rank cannot write, and the problems of `reshard_state_dict`.
-        RuntimeError: When an exchange fails because a rank died.
+        PlanError: On every rank alike: ``partial-value``, ``unsupported-dtype``, ``invalid-argument`` for a folder with
+            such files, ``rank-failed`` if a rank cannot write, and the problems of `reshard_state_dict`.
+        RuntimeError: If an exchange fails because a rank died.
     """
     members, problems = group_info(group), list[Problem]()
     try:
@@ -157,7 +157,7 @@ def save_safetensors(
     return plan
 
 
-# ---- what is written where ------------------------------------------------------------------------------------
+# ---- layout of files ------------------------------------------------------------------------------------------
 
 
 def plan_save(
@@ -167,8 +167,8 @@ def plan_save(
     bucket_bytes: int = 64 * 2**20,
     to_group: ToGroup | None = None,
 ) -> SavePlan:
-    """Plan a save from what all ranks know of their tensors. Pure, the same answer on every rank."""
-    # Who holds what does not depend on who writes: a first plan, in which one rank writes everything, tells it.
+    """Plan a save from the metadata of all ranks. Pure and equal on every rank."""
+    # Ownership does not depend on writers: a first plan, with one rank as writer of everything, gives it.
     held = plan_state_dict(everyone, OnRank(0), key_map, bucket_bytes, to_group)
     written = {name: target for name, target in held.targets.items() if name not in held.aliases}
     problems = [
@@ -190,7 +190,7 @@ def plan_save(
     layouts: dict[str, LayoutLike] = {}
     for name, (layout, dtype) in written.items():
         shape, zero = layout.shape, (0,) * len(layout.shape)
-        boxes: dict[int, list[Box]] = {0: []}  # a rank for a tensor without elements
+        boxes: dict[int, list[Box]] = {0: []}  # empty tensors need a rank too
         full = Stored("", 0, 0, shape, (Piece(zero, shape, 0, zero),), ())
         for rank, low, high in shared_out(full, dtype, demand[name], load) if 0 not in shape else ():
             box = Box((low, *zero[1:]), (high - low, *shape[1:])) if shape else Box((), ())
@@ -223,7 +223,7 @@ def _num_bytes(moves: StateDictPlan, name: str) -> int:
 
 
 def _file(moves: StateDictPlan, names: list[list[str]]) -> File:
-    """The file of tensors, each with all its names; the first is the one that it has there."""
+    """Build the file of tensors, each with all its names; the first is its name in the file."""
     names = sorted(names, key=lambda group: -ITEMSIZES[moves.targets[group[0]][1]])  # every tensor is aligned
     ties = {other: first for first, *others in names for other in others}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
@@ -233,7 +233,7 @@ def _file(moves: StateDictPlan, names: list[list[str]]) -> File:
         begin, end = end, end + _num_bytes(moves, name)
         header[name] = {"dtype": _WORDS[dtype], "shape": layout.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the data starts aligned
     head = len(text).to_bytes(8, "little") + text
     begins = {moves.aliases.get(n, n): len(head) + header[n]["data_offsets"][0] for n, *_ in names}
     return File(head, len(head) + end, begins, [name for name, *_ in names])
@@ -243,7 +243,7 @@ def _file(moves: StateDictPlan, names: list[list[str]]) -> File:
 
 
 def _on_first_rank(members: GroupInfo, plan: SavePlan, act: Callable[[], None], state: str) -> None:
-    """Have rank 0 act; what it raises all ranks raise."""
+    """Run ``act`` on rank 0; its error is raised on all ranks."""
     problems: Sequence[Problem] = ()
     try:
         if members.rank == 0:
@@ -265,7 +265,7 @@ def _create(plan: SavePlan, folder: Path) -> None:
 
 
 def _publish(plan: SavePlan, folder: Path) -> None:
-    """Give files their names. Without the index, which comes first, some of several would pass for all."""
+    """Rename files to their final names, after the index, without which some of several would pass for all."""
     if len(plan.files) > 1:
         total = sum(file.num_bytes - len(file.head) for file in plan.files.values())
         weights = {name: path for path, file in plan.files.items() for name in file.names}
@@ -273,14 +273,14 @@ def _publish(plan: SavePlan, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for name in plan.files:
         with _unfinished(folder / name).open("r+b") as target:
-            os.fsync(target.fileno())
+            os.fsync(target.fileno())  # the data before the name
         _unfinished(folder / name).replace(folder / name)
 
 
 def _buckets(
     plan: SavePlan, folder: Path, sources: Mapping[str, torch.Tensor], device: torch.device, members: GroupInfo
 ) -> Iterator[Bucket]:
-    """Yield sources and destinations of one bucket after the other, and write what has arrived when the next is due."""
+    """Yield sources and destinations of each bucket, and write arrivals before the next one."""
     moves, rank, problems = plan.moves.moves, members.rank, list[Problem]()
     last = {moves[at].target: number for number, bucket in enumerate(plan.moves.buckets) for at in bucket}
     held: dict[str, list[tuple[bytearray, torch.Tensor]]] = {}
@@ -300,7 +300,7 @@ def _buckets(
         try:
             for name in [name for name in held if last[name] == number]:
                 _write_rows(plan, folder, name, rank, held.pop(name))
-        except Exception as error:  # a full disk: the others wait for this rank in the next comparison
+        except Exception as error:  # a full disk: raised on all ranks in the next comparison
             problems += problems_of(error)
     assert_consistent(members, "a save", [f"all of {plan.digest}"], problems, _UNPUBLISHED)
 

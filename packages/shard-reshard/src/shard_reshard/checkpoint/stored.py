@@ -1,4 +1,4 @@
-"""Checkpoint files as layouts: what lies in which file is where each tensor is, on the rank that reads the file."""
+"""Checkpoint files as layouts: each file holds a shard, on the rank that reads the file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shard_reshard.layout.shard_map import Piece, ShardMap
 
 
 class ReadableFile(NamedTuple):
-    """A file and who can read it."""
+    """A file and its possible readers."""
 
     table: FileTable
-    number: int  # the rank, in the layout that the file's tensors were written in, whose part it holds
+    number: int  # rank of its shards in the written layout
     readers: tuple[int, ...]  # none: every rank
 
 
@@ -26,7 +26,7 @@ def stored_tensors(
     shapes: Mapping[str, Sequence[int]],
     to_group: ToGroup | None = None,
 ) -> dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]]:
-    """Name -> global shape, dtype, and the parts that files hold, which are in the order of the ranks that wrote them.
+    """Return name -> global shape, dtype, and the shards in files, in the order of the ranks that wrote them.
 
     Raises:
         PlanError: With the problems of all tensors.

@@ -1,1 +1,1 @@
-"""Inference engines as destinations: what their loaders do is recorded, and vLLM receives into its own parameters."""
+"""Inference engines as destinations: recorded loaders, and vLLM's parameters."""

@@ -1,7 +1,7 @@
-"""Record a loader: which box of which checkpoint tensor a model's own loading code brings where on this rank.
+"""Record a loader: the boxes of checkpoint tensors that a model's loading code copies to this rank.
 
-Checkpoint tensors are tensors on meta, so that torch itself works out every view of them. A dispatch mode sees what the
-loader copies into the model's memory, and writes nothing there. Whatever is neither a view nor a copy is refused.
+Checkpoint tensors are on meta, so torch itself computes every view of them. A dispatch mode sees the loader's copies to
+the model's memory, and writes nothing there. Operators that are neither views nor copies are refused.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _MAX_BOXES = 4096  # of one tensor on one rank
 
 @dataclass(frozen=True)
 class RecordedLayouts:
-    """Destinations that a model's own loader fills: arguments of `StateDictResharder` and `reshard_state_dict`.
+    """Destinations of a model's own loader: arguments of `StateDictResharder` and `reshard_state_dict`.
 
     Attributes:
         layouts: Layout by destination name, the same on every rank: ``dst_layouts``. A checkpoint tensor is a
-            destination of its own name; what lands a second time, or apart, has a number behind it.
+            destination of its own name; a second or separate destination has a number appended.
         key_map: Checkpoint names with several destinations, or with none: ``key_map``.
-        unfilled: Names of this rank's parameters and buffers that the loader leaves as they are, at least in part.
+        unfilled: Names of this rank's parameters and buffers that the loader does not fill completely.
     """
 
     layouts: dict[str, BoxShardMap]
@@ -65,7 +65,7 @@ class RecordedLayouts:
         """Views of the model's present memory by destination name: ``out``.
 
         Raises:
-            PlanError: ``layout-mismatch``: shapes, strides or ties of tensors are others than when the loader ran.
+            PlanError: ``layout-mismatch``: shapes, strides or ties of tensors have changed since the loader ran.
         """
         held = self._held()
         return {name: view.of(held) for name, view in self._views.items()}
@@ -90,7 +90,7 @@ class RecordedLayouts:
         return tuple(sorted({view.tensor for view in views}))
 
     def fill_constants(self) -> None:
-        """Fill what the loader fills with constants (padding), in memory that is new; what it loads stays."""
+        """Repeat the loader's constants (padding) in new memory; loaded elements are not changed."""
         held = self._held()
         for view, value in self._constants:
             own, target = held[view.tensor], view.of(held)
@@ -102,7 +102,7 @@ class RecordedLayouts:
                     place = own.storage_offset() + other.offset
                     loaded.as_strided(other.sizes, other.strides, place).fill_(True)
             mask = ~_of_storage(loaded, target).to(target.device)
-            bits = INTEGERS.get(target.itemsize, target.dtype)  # masks know fewer dtypes than fill_() does
+            bits = INTEGERS.get(target.itemsize, target.dtype)  # masked_fill_ supports fewer dtypes than fill_
             with torch.no_grad():
                 target.view(bits).masked_fill_(mask, target.new_empty(()).fill_(value).view(bits))
 
@@ -115,23 +115,23 @@ def record_layouts(
     group: dist.ProcessGroup | None = None,
     strict: bool = False,
 ) -> RecordedLayouts:
-    """Record where a model's own loading code brings each checkpoint tensor. A collective of the group.
+    """Record the destinations of each checkpoint tensor in a model's own loading code; a collective.
 
-    The loader runs on tensors without storage; the model's memory stays as it is, except that constants are filled in
-    where the loader fills constants beside what it copies (padding).
+    The loader runs on tensors without storage; the model's memory is unchanged, except that the loader's constants
+    beside its copies (padding) are filled in.
 
     Args:
-        model: This rank's model; None on ranks that have none.
+        model: This rank's model; None on ranks without one.
         weights: Checkpoint tensors by name, on any device: shapes and dtypes are used, values are not read.
-        load: What loads; given pairs of name and tensor. None: the model's ``load_weights`` if it has one, else its
-            ``load_state_dict``.
+        load: The loader, called with pairs of name and tensor. None: the model's ``load_weights`` if it has one, else
+            its ``load_state_dict``.
         group: The union group of senders and receivers; None is the default group, or this process alone.
-        strict: A checkpoint tensor that no rank's loader takes is a problem, on all ranks if any of them asks for
-            it; False leaves it where it is.
+        strict: Report checkpoint tensors that no rank's loader takes, on all ranks if any of them sets it; False leaves
+            such tensors out.
 
     Raises:
-        PlanError: On every rank: ``not-recordable`` with the tensor's name for arithmetic, reading of values, casts
-            that round twice, and memory that is replaced; ``unknown-name`` with ``strict=True``.
+        PlanError: On every rank: ``not-recordable`` with the tensor's name for arithmetic, reads of values, casts that
+            round twice, and replaced memory; ``unknown-name`` with ``strict=True``.
     """
     recorder: _Recorder | None = None
     problems: tuple[Problem, ...] = ()
@@ -148,7 +148,7 @@ def record_layouts(
         if recorder is not None and recorder.problems:
             problems = tuple(recorder.problems)
     shapes = {name: tuple(value.shape) for name, value in metas.items()}
-    table = {} if recorder is None or problems else recorder.table()
+    table = {} if recorder is None or problems else recorder.table()  # a failed rank still joins the gather
     mine = shapes, {name: [view.boxes for view in found] for name, found in table.items()}, problems
     gathered, rank = [(mine, strict)], 0
     if dist.is_available() and dist.is_initialized():
@@ -182,31 +182,31 @@ def record_layouts(
 
 
 def _tensors(model: torch.nn.Module, once: bool = True) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers, of DTensors the local tensors: into these a loader copies."""
+    """Return parameters and buffers; of DTensors the local tensors, a loader's targets."""
     found = [*model.named_buffers(remove_duplicate=once), *model.named_parameters(remove_duplicate=once)]
     return {name: value if (local := dtensor_local(value)) is None else local for name, value in found}
 
 
 def _in_memory(tensor: torch.Tensor, owner: torch.Tensor) -> object:
-    """Return how a tensor lies in its memory, and in that of another one."""
+    """Return a tensor's shape and strides, and its offset from another tensor of the same memory."""
     shift = int(tensor.storage_offset()) - int(owner.storage_offset())
     return tuple(tensor.shape), tensor.stride(), storage_key(tensor) == storage_key(owner), shift
 
 
-# ---- what the loader does -------------------------------------------------------------------------------------
+# ---- recording ------------------------------------------------------------------------------------------------
 
 
 class _Memory(NamedTuple):
-    """Memory without values: of a checkpoint tensor, or of a copy that the loader makes."""
+    """Memory without values: of a checkpoint tensor, or of a loader's copy."""
 
     name: str | None
-    shape: Index  # dims in the order in which they lie in memory
+    shape: Index  # dims in memory order
     dtype: torch.dtype
     writes: list[tuple[torch.Tensor, torch.Tensor]]  # destination view, source view
 
 
 class _View(NamedTuple):
-    """Boxes of a checkpoint tensor that land in one strided view of one tensor of the model."""
+    """Boxes of a checkpoint tensor with one strided view of a model's tensor as destination."""
 
     tensor: str
     boxes: tuple[Box, ...]
@@ -222,7 +222,7 @@ class _View(NamedTuple):
 
 
 class _WithoutValues(torch.Tensor):
-    """A checkpoint tensor on meta, and what a loader makes of it: neither an address nor another thread's work.
+    """A checkpoint tensor on meta, or a result of one, that refuses addresses and other threads.
 
     A dispatch mode sees neither: on meta every address is 0, and other threads have modes of their own.
     """
@@ -253,15 +253,15 @@ class _Recorder(DispatchMode):
         for name, value in self.held.items():
             self.owners.setdefault(storage_key(value), name)
         self.memories: dict[int, _Memory] = {}
-        self.alive: list[torch.Tensor] = []  # a storage that is freed could give its identity to another
+        self.alive: list[torch.Tensor] = []  # keeps storages alive: their identities may be reused
         for name, value in weights.items():
-            refuse_addresses(value)  # of its storage too
+            refuse_addresses(value)  # its storage refuses too
             self._track(value, name)
         self.weights = {name: self.without_values(value) for name, value in weights.items()}
         self.writes: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # into the model
         self.constants: list[tuple[str, torch.Tensor, Any]] = []
         self.read: set[int] = set()
-        # By tensor and place: what is written to one place again replaces what was there.
+        # By tensor and position: a later write to one position replaces the earlier one.
         self.landed: dict[tuple[str, object], tuple[str, Landing]] = {}
 
     def run(self, loader: Callable[[Any], object]) -> None:
@@ -280,7 +280,7 @@ class _Recorder(DispatchMode):
         for name, value in _tensors(self.model).items():
             if storage_key(value) in self.memories or before.get(name, storage_key(value)) != storage_key(value):
                 self._refuse(name, "memory that the loader replaces", "copy into the parameter instead")
-        if self.problems:  # an error that the loader has caught
+        if self.problems:  # an error caught by the loader
             raise PlanError(self.problems)
         for owner, target, source in self.writes:
             self._resolve(owner, target, source)
@@ -303,12 +303,12 @@ class _Recorder(DispatchMode):
         self.alive.append(value)
 
     def without_values(self, value: Any) -> Any:
-        """Return a tensor in a checkpoint tensor's memory, or in a copy's, as one of ours; anything else as it is."""
+        """Return a tensor of tracked memory as one of our class; other values unchanged."""
         ours = type(value) is torch.Tensor and storage_key(value) in self.memories
         return value.as_subclass(self.kind) if ours else value
 
     def stop_at(self, found: str, hint: str) -> None:
-        """Refuse what has no meaning without values, also where the loader catches the error."""
+        """Refuse an operation that needs values, even if the loader catches the error."""
         self._refuse(self.current, found, hint)
         raise PlanError(self.problems)
 
@@ -343,7 +343,7 @@ class _Recorder(DispatchMode):
             if storage_key(target) not in self.memories:
                 self._track(target)
             memory = self.memories[storage_key(target)]
-            # Copies are followed back at the end: what was read must not change afterwards, no place be written twice.
+            # Copies are traced back at the end: read copies must not change, nor positions be written twice.
             if memory.name is None and storage_key(target) not in self.read and not _written(memory, target):
                 memory.writes.append((target, source))
                 return target
@@ -387,19 +387,19 @@ class _Recorder(DispatchMode):
     def _reads_loaded(
         self, name: str, read: list[torch.Tensor], results: list[torch.Tensor], written: list[torch.Tensor]
     ) -> bool:
-        """Return True for an operator that would see old values: what is recorded is not written to the model."""
+        """Return True for an operator that would see old values: recorded writes do not reach the model."""
         loaded = {self.owners[storage_key(tensor)] for tensor in read if storage_key(tensor) in self.owners}
         if not loaded & {owner for owner, *_ in [*self.writes, *self.constants]}:
             return False
-        if name.endswith("_like") or name.startswith("new_"):  # of the same kind, without the values
+        if name.endswith("_like") or name.startswith("new_"):  # uses the metadata only
             return False
         keys = set(map(storage_key, read))
         return bool(written) or not results or not all(storage_key(result) in keys for result in results)
 
-    # ---- where it lands ---------------------------------------------------------------------------------------
+    # ---- destinations -----------------------------------------------------------------------------------------
 
     def _resolve(self, owner: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Follow a write back to boxes of checkpoint tensors."""
+        """Trace a write back to boxes of checkpoint tensors."""
         start, covered, boxes = self.held[owner].storage_offset(), 0, 0
         copy = StridedCopy.of(source, target, -start)
         for name, landing, dtypes in self._origins(owner, source, copy):
@@ -430,7 +430,7 @@ class _Recorder(DispatchMode):
             return
         wanted = list(landings(copy, memory.shape))
         for target, inner in memory.writes:
-            # Boxes of the copy's memory that were written, with where their values came from.
+            # Written boxes of the copy's memory, with the sources of their values.
             for filled in landings(StridedCopy.of(target, inner), memory.shape):
                 for landing in wanted:
                     part = intersect(filled, landing)
@@ -439,7 +439,7 @@ class _Recorder(DispatchMode):
                             yield name, found, [*dtypes, memory.dtype]
 
     def table(self) -> dict[str, list[_View]]:
-        """Return what landed, by checkpoint name, as few strided views."""
+        """Return the destinations by checkpoint name, as few strided views."""
         by_pair: dict[tuple[str, str], list[Landing]] = {}
         for (owner, _), (name, landing) in self.landed.items():
             by_pair.setdefault((name, owner), []).append(landing)
@@ -449,7 +449,7 @@ class _Recorder(DispatchMode):
         return found
 
     def _marked(self, owner: str, constants: bool = False) -> torch.Tensor:
-        """The elements of an owner's storage that are loaded, and those that are filled with constants."""
+        """Mark the elements of an owner's storage that are loaded, or also filled with constants."""
         held = self.held[owner]
         marks = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool)
         written = [(at, target) for at, target, _ in [*self.writes, *(self.constants if constants else ())]]
@@ -459,7 +459,7 @@ class _Recorder(DispatchMode):
         return marks
 
     def constant_views(self) -> tuple[tuple[_View, Any], ...]:
-        """Return the views that are filled with constants, and these."""
+        """Return the views filled with constants, and the constants."""
         found = []
         for owner, target, value in self.constants:
             offset = int(target.storage_offset()) - int(self.held[owner].storage_offset())
@@ -467,14 +467,14 @@ class _Recorder(DispatchMode):
         return tuple(found)
 
     def places(self) -> dict[str, tuple[str, object]]:
-        """Return how what is loaded or filled lies in memory, by all names that it has."""
+        """Return the memory layout of loaded or filled tensors, by all of their names."""
         filled = {owner for owner, *_ in [*self.writes, *self.constants]}
         held = _tensors(self.model, False)
         owners = {name: self.owners.get(storage_key(value), "") for name, value in held.items()}
         return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in filled}
 
     def unfilled(self) -> tuple[str, ...]:
-        """Return names of tensors of which some elements are neither loaded nor filled."""
+        """Return names of tensors with elements that are neither loaded nor filled."""
         by_owner: dict[str, list[str]] = {}
         for name, value in self.held.items():
             by_owner.setdefault(self.owners[storage_key(value)], []).append(name)
@@ -486,7 +486,7 @@ class _Recorder(DispatchMode):
 
 
 def _has_values_of(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Return True where ``dtype`` holds every value of ``source``."""
+    """Return True if ``dtype`` represents every value of ``source``."""
     if not dtype.is_floating_point or source.is_complex:
         return False
     wide = torch.finfo(dtype)
@@ -502,7 +502,7 @@ def _of_storage(marks: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def _written(memory: _Memory, target: torch.Tensor) -> bool:
-    """Return True where a copy was written to some of these elements before."""
+    """Return True if a copy was written to some of these elements before."""
     new = list(landings(StridedCopy.of(target, target), memory.shape))
     return any(
         intersect(one, other) is not None
@@ -512,16 +512,16 @@ def _written(memory: _Memory, target: torch.Tensor) -> bool:
     )
 
 
-# ---- one answer for all ranks ---------------------------------------------------------------------------------
+# ---- consensus ------------------------------------------------------------------------------------------------
 
 
 class _Destination(NamedTuple):
     layout: BoxShardMap
-    views: dict[int, int]  # rank -> which of its views
+    views: dict[int, int]  # rank -> index of its view
 
 
 def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
-    """Return, for each checkpoint tensor, as few destinations as hold what lands on all ranks.
+    """Return, for each checkpoint tensor, as few destinations as cover those on all ranks.
 
     Raises:
         PlanError: With the problems of all ranks.
@@ -561,7 +561,7 @@ def _place(numbered: list[_Destination], shape: Index, rank: int, number: int, b
 
 
 def _joined(shape: Index, boxes: Mapping[int, Sequence[Box]]) -> BoxShardMap | None:
-    """Return the layout of boxes that each rank holds in one tensor; None where they overlap or do not join."""
+    """Return the layout of each rank's boxes in one tensor; None if they overlap or do not join."""
     dims = range(len(shape)) if any(len(found) > 1 for found in boxes.values()) else (None,)
     for dim in dims:
         try:

@@ -1,4 +1,4 @@
-"""Strided copies as boxes: which boxes of a dense tensor a copy between two strided views moves, and where to."""
+"""Strided copies as boxes: the boxes of a dense tensor in a copy between two strided views."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StridedCopy(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """A box of a dense tensor and the strided view that it lands in; strides of dims of size 1 are 0."""
+    """A box of a dense tensor and its strided destination view; strides of dims of size 1 are 0."""
 
     start: Index
     sizes: Index
@@ -36,18 +36,18 @@ class Landing(NamedTuple):
 
     @property
     def target(self) -> tuple[object, ...]:
-        """The place, whatever the order of dims."""
+        """Destination, independent of the order of dims."""
         dims = sorted((stride, size) for size, stride in zip(self.sizes, self.strides, strict=True) if size > 1)
         return self.offset, tuple(dims)
 
 
 def landings(copy: StridedCopy, shape: Index) -> Iterator[Landing]:
-    """The boxes of a dense source of ``shape`` that a copy reads."""
+    """Yield the boxes of a dense source of ``shape`` that a copy reads."""
     dims = [dim for dim in copy.dims if dim[0] != 1]
     if any(size == 0 for size, _, _ in dims):
         return
     merged = True
-    while merged:  # dims that are one dim on both sides
+    while merged:  # joins dims that form one dim on both sides
         merged = False
         for outer in dims:
             inner = next((d for d in dims if d is not outer and outer[1:] == (d[0] * d[1], d[0] * d[2])), None)
@@ -69,12 +69,12 @@ def _boxes(
             continue
         rest = dims[:number] + dims[number + 1 :]
         at = next((d for d in range(len(shape)) if shape[d] > 1 and strides[d] == step), None)
-        if at is None or sizes[at] > 1:  # steps over elements, or repeats them: one after the other
+        if at is None or sizes[at] > 1:  # skips or repeats elements: one index at a time
             for index in range(size):
                 yield from _boxes(rest, source + index * step, target + index * to, shape, strides)
             return
         room = shape[at] - start[at]
-        if size > room:  # goes on in the next dim
+        if size > room:  # continues in the next dim
             first = room if start[at] else size // room * room
             rows = first // room
             head = [*rest, (rows, step * room, to * room), (room, step, to)] if rows > 1 else [*rest, (room, step, to)]
@@ -88,7 +88,7 @@ def _boxes(
 
 
 def intersect(filled: Landing, wanted: Landing) -> StridedCopy | None:
-    """Return the copy through a dense memory: what ``filled`` puts there (from its target) and ``wanted`` takes."""
+    """Compose copies through a dense memory: ``filled`` writes to it, ``wanted`` reads from it."""
     dims, source, target = [], filled.offset, wanted.offset
     for a, n, s, b, m, t in zip(
         filled.start, filled.sizes, filled.strides, wanted.start, wanted.sizes, wanted.strides, strict=True
@@ -102,7 +102,7 @@ def intersect(filled: Landing, wanted: Landing) -> StridedCopy | None:
 
 
 def merge_landings(found: Sequence[Landing]) -> list[Landing]:
-    """Return the same landings with neighbours that are one box in one view as one."""
+    """Merge neighbouring landings that form one box in one view."""
     merged = list(found)
     for dim in reversed(range(len(merged[0].sizes) if merged else 0)):
         merged.sort(key=lambda entry: (_without(entry.start, dim), entry.start[dim]))
@@ -118,7 +118,7 @@ def merge_landings(found: Sequence[Landing]) -> list[Landing]:
 
 
 def _follows(one: Landing, other: Landing, dim: int) -> Landing | None:
-    """Return both as one; None where they are not neighbours along ``dim`` in box and view."""
+    """Join two landings; None if they are not neighbours along ``dim`` in box and view."""
     if any(_without(a, dim) != _without(b, dim) for a, b in zip(one[:3], other[:3], strict=True)):
         return None
     step, rest = divmod(other.offset - one.offset, one.sizes[dim])
@@ -130,16 +130,16 @@ def _follows(one: Landing, other: Landing, dim: int) -> Landing | None:
 
 
 def join_along(found: Sequence[Landing]) -> Iterator[tuple[tuple[Box, ...], int, Index, Index, int]]:
-    """Join boxes that lie one after the other in one view: boxes, dim, sizes, strides and offset of each view."""
+    """Join boxes that follow each other in one view: boxes, dim, sizes, strides and offset of each view."""
     rest = sorted(found, key=lambda entry: entry.offset)
     while rest:
         group, joined, dim = [rest[0]], rest[0], 0
         for at in range(len(joined.sizes)):
             taken, view = [rest[0]], rest[0]
             for entry in rest[1:]:
-                # As if it were the next box: only the view counts.
+                # Compare as if it were the next box: only the view counts.
                 one = _follows(view, entry._replace(start=_with(entry.start, at, view.start[at] + view.sizes[at])), at)
-                # A box that is read twice has two places: not one tensor's.
+                # A box that is read twice has two destinations, and cannot be one tensor's.
                 if one is not None and all(_apart(entry, before, at) for before in taken):
                     taken, view = [*taken, entry], one
             if len(taken) > len(group):

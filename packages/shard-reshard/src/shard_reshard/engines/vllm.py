@@ -1,9 +1,9 @@
 """Weight transfer from a sharded trainer to vLLM: each worker receives its own shards, in one exchange.
 
 vLLM finds `register` by the entry point group ``vllm.general_plugins``; ``backend="shard_reshard"`` names both ends.
-Trainer ranks come first in a group of their own, workers after them. Workers record where their loader brings each
-checkpoint tensor (fused and padded ones too): no rule of a model is repeated here, nothing is gathered.
-Read against vLLM 0.32.
+Trainer ranks come first in a group of their own, workers after them. Workers record their loader's destination of each
+checkpoint tensor (fused and padded ones too): no model-specific rule is repeated here, nothing is gathered.
+Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def register() -> None:
 
 
 @dataclass
-class WorkerInit(base.WeightTransferInitInfo):  # type: ignore[misc]  # the host has no types here
-    """Meeting point of workers and trainer, and the tensors to come; JSON, as vLLM's control plane carries it."""
+class WorkerInit(base.WeightTransferInitInfo):  # type: ignore[misc]  # untyped in vLLM
+    """Rendezvous of workers and trainer, and the tensors to come; JSON, for vLLM's control plane."""
 
     address: str
     port: int
@@ -71,7 +71,7 @@ class WorkerInit(base.WeightTransferInitInfo):  # type: ignore[misc]  # the host
 
 
 class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpdateInfo]):  # type: ignore[misc]
-    """vLLM's end: receives the shards of a worker, and leaves the model as it was where an exchange fails."""
+    """vLLM's end: receives the shards of a worker; the model is unchanged if an exchange fails."""
 
     init_info_cls = WorkerInit
     update_info_cls = base.WeightTransferUpdateInfo
@@ -88,7 +88,7 @@ class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpda
             if "FusedMoE" in [kind.__name__ for kind in type(layer).__mro__]
         ]
         if init_info.device == "cpu" and packed:
-            # On CPU vLLM packs these weights once, after the first load, and skips it later: old values would answer.
+            # On CPU vLLM packs these weights once, after the first load, and skips it later: old values would be used.
             raise ValueError(f"expert layers cannot be synced on CPU, vLLM packs them once: {', '.join(packed[:4])}")
         parallel = self.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -98,19 +98,19 @@ class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpda
             if problems := _unfilled(self.model, self.recorded):
                 raise_on_all_ranks(group_info(group), PlanError(problems))
             out = self.recorded.out
-            # What vLLM does not put on meta (biases) is live memory: it changes when everything has arrived.
+            # Tensors that vLLM leaves off meta (biases) are live memory: change them after all have arrived.
             self.atomic = any(not tensor.is_meta for tensor in out.values())
             self.resharder = StateDictResharder(
                 {}, self.recorded.layouts, out=out, key_map=self.recorded.key_map, group=group
             )
 
     def start_weight_update(self) -> None:
-        """Do nothing: the model changes when everything has arrived."""
+        """Do nothing: the model changes after everything has arrived."""
 
     finish_weight_update = start_weight_update
 
     def receive_weights(self, update_info: base.WeightTransferUpdateInfo) -> None:
-        """Receive into new parameters; then let vLLM process them into those that its kernels use."""
+        """Receive into new parameters; then let vLLM process them for its kernels."""
         if self.resharder is None:
             raise RuntimeError("init_weight_transfer_engine comes before the first update")
         with _checkpoint_format(self.model, self.model_config) as ties:
@@ -118,18 +118,18 @@ class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpda
             for layer in layers:
                 materialize_layer(layer, layerwise.get_layerwise_info(layer))
             _tie(ties)
-            layers += [tied for tied, *_ in ties]  # each has what its own kernels want of the one tensor
+            layers += [tied for tied, *_ in ties]  # each derives its kernels' form of the shared tensor
             self.recorded.fill_constants()
             self.resharder({}, out=self.recorded.out, atomic=self.atomic)
             for layer in layers:
                 layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 
     def shutdown(self) -> None:
-        """Forget the trainer; its group ends with the last reference."""
+        """Drop the trainer; its group ends with the last reference."""
         self.resharder = None
 
 
-_Ties = list[tuple[nn.Module, str, nn.Module, str]]  # layers and names of a parameter, and the first that have it
+_Ties = list[tuple[nn.Module, str, nn.Module, str]]  # layers and names of a parameter, and its first owner
 
 
 def _tie(ties: _Ties) -> None:
@@ -139,7 +139,7 @@ def _tie(ties: _Ties) -> None:
 
 @contextmanager
 def _checkpoint_format(model: nn.Module, model_config: Any) -> Iterator[_Ties]:
-    """Give layers the parameters of the checkpoint's format, on meta, for a block; processed ones stay processed."""
+    """Within the context, give layers the checkpoint's parameters, on meta; processed ones stay processed."""
     places: dict[int, tuple[nn.Module, str]] = {}
     held = [(layer, name, p) for layer in model.modules() for name, p in layer._parameters.items() if p is not None]
     ties = [(at, n, *places[id(p)]) for at, n, p in held if places.setdefault(id(p), (at, n)) != (at, n)]
@@ -160,7 +160,7 @@ def _layers(recorded: RecordedLayouts) -> dict[str, None]:
 
 
 def _unfilled(model: nn.Module, recorded: RecordedLayouts) -> list[Problem]:
-    """Return the parameters that would stay as they are, and buffers that would get lost with their layer's."""
+    """Report parameters that would stay unchanged, and buffers that would be lost with their layer."""
     held, layers = dict(model.named_buffers()), _layers(recorded)
     hint = "send it too, under the name that the model's load_weights knows"
     return [
@@ -174,13 +174,13 @@ def _unfilled(model: nn.Module, recorded: RecordedLayouts) -> list[Problem]:
 
 
 class ShardedSource(base.WeightSource):  # type: ignore[misc]
-    """Tensors as they lie (DTensors, ``_sharding_info``): a module's parameters, or what a function returns."""
+    """Sharded tensors (DTensors, ``_sharding_info``): a module's parameters, or the results of a function."""
 
     def __init__(self, tensors: nn.Module | Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._tensors = tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this moment."""
+        """Return the current tensors."""
         return dict(self._tensors.named_parameters() if isinstance(self._tensors, nn.Module) else self._tensors())
 
     def metadata(self) -> list[base.ParamMeta]:
@@ -197,7 +197,7 @@ class ShardedSource(base.WeightSource):  # type: ignore[misc]
 
 @dataclass
 class TrainerInit(base.TrainerInitInfo):  # type: ignore[misc]
-    """Meeting point of all, a store of trainer rank 0. ``num_workers`` counts data parallel ones too."""
+    """Rendezvous of all, a store of trainer rank 0; ``num_workers`` includes data-parallel ones."""
 
     backend: ClassVar[str] = BACKEND
     address: str
@@ -216,7 +216,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInit]):  # type: ign
     def trainer_init(
         cls, init_info: TrainerInit, *, client: Any, source: base.WeightSource | None = None
     ) -> TrainerEngine:
-        """Meet the workers, and agree with them on one plan."""
+        """Join the workers, and agree with them on one plan."""
         if not isinstance(source, ShardedSource):
             raise TypeError(f"{BACKEND} wants a ShardedSource, which gathers nothing, got {type(source).__name__}")
         if init_info.rank != dist.get_rank():  # layouts name the ranks of the trainer's meshes
@@ -234,7 +234,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInit]):  # type: ign
 
     @contextmanager
     def _call(self, method: str, argument: dict[str, Any]) -> Iterator[None]:
-        """Have vLLM's workers take part while this rank does, in a block; only the sender calls."""
+        """Let vLLM's workers join this rank's collective within the context; only the sender calls."""
         if not self.is_sender:
             yield
             return
@@ -243,10 +243,10 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInit]):  # type: ign
             try:
                 yield
             finally:
-                call.result()  # what failed there comes first
+                call.result()  # errors of the workers come first
 
     def send_weights(self) -> None:
-        """Send the tensors of this moment; every trainer rank calls."""
+        """Send the current tensors; every trainer rank calls."""
         if self.is_sender:
             self.client.start_weight_update()
         with self._call("update_weights", {}):

@@ -50,7 +50,7 @@ def tiling_problems(
     hint: str = "add the missing box",
     kind: str = "rank",
 ) -> list[Problem]:
-    """Return holes and overlaps of spans that have to tile a tensor of ``shape``; each has an owner of a kind."""
+    """Return holes and overlaps of spans (each with an owner) in a tensor of ``shape``."""
     pairs = _overlaps(spans)
     problems = [
         Problem(
