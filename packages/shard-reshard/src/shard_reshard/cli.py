@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = json.dumps(data, sort_keys=True)
     except PlanError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 1  # the problems are on stderr
     print(text)
     return 0
 

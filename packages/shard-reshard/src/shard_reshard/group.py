@@ -104,7 +104,7 @@ def all_gather_row(
     """
     header = b"\xff" if problems else bytes([topic])
     rows = consensus.all_gather_header(members.group, header + row, "reshard", BEFORE_MOVING)
-    if any(other[0] != topic for other in rows):
+    if any(other[0] != topic for other in rows):  # another call, or problems: all ranks raise
         error = PlanError(problems) if problems else None
         consensus.raise_joined(members.group, "reshard", lines, error, hint=_HINT, state=BEFORE_MOVING)
     return [other[1:] for other in rows]

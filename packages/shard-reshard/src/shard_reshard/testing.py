@@ -46,7 +46,7 @@ def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:
         waiting = running
         while waiting:
             waiting = [steps for steps in waiting if next(steps, None) is not None]
-            mail.write_outputs()
+            mail.write_outputs()  # all ranks have posted this step
     return [as_result(plan.dst.local_shapes(rank), outs[rank]) for rank in range(world_size)]
 
 

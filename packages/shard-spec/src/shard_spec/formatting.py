@@ -24,7 +24,7 @@ def human_count(number: int) -> str:
 def human_ranks(ranks: Sequence[int]) -> str:
     """Format ranks: ``[0, 1, 2, 5] -> "0-2, 5"``."""
     runs: list[list[int]] = []
-    for rank in sorted(ranks):
+    for rank in sorted(ranks):  # runs of consecutive ranks
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
@@ -45,7 +45,7 @@ class Table:
         widths = [max(len(row[at]) for row in cells) for at in range(len(self.head))]
 
         def line(row: list[str]) -> str:
-            aligned = enumerate(zip(row, widths, strict=True))
+            aligned = enumerate(zip(row, widths, strict=True))  # numbers to the right
             parts = [cell.rjust(width) if at in self.right else cell.ljust(width) for at, (cell, width) in aligned]
             return "  ".join(parts).rstrip()
 

@@ -45,7 +45,7 @@ class _Move(torch.autograd.Function):
         num_sources = len(mover.exchange.program.src_shapes)
         sources = list(tensors[:num_sources])
         outs, finish = mover.start(sources, None, async_op)
-        finishing.append(finish)
+        finishing.append(finish)  # apply() returns tensors only
         ctx.mover, ctx.token = mover, (None if num_sources else tensors[0])
         if not outs:
             outs = [tensors[0].new_empty(0)]  # an output that requires grad: backward runs here too
@@ -55,7 +55,7 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         found, finish = differentiable_start(ctx.mover.transposed, list(grads), False)
         if finish is not None:
-            finish()
+            finish()  # gradients are read right after
         if ctx.token is not None:
             found = [found[0].reshape(ctx.token.shape)]  # empty, but it keeps this rank in the graph
         return None, None, None, *found

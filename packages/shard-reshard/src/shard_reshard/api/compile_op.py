@@ -45,7 +45,7 @@ def key_of_pair(mover: Mover, backward: Mover) -> str:
     (plan,), (back,) = mover.plans, backward.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}@{back.digest[:16]}"
     if key not in _movers or _movers[key].members.group is not mover.members.group:
-        mover.pair(backward)
+        mover.pair(backward)  # DTensor's own rule for gradients
         _movers[key] = mover
     return key
 

@@ -102,14 +102,14 @@ class _Redistribute(torch.autograd.Function):
         route: _Route | None = memo.get(group, {}).get("call", {}).get(key)
         if route is None:
             there = dtensor.device_mesh.get_coordinate() is not None
-            given = [dtensor.to_local()] if there else []
+            given = [dtensor.to_local()] if there else []  # outside ranks hold an empty one
             members, target = group_info(group), (mesh, placements)
             mover, _ = find_mover(members, given, source, target, shape, [], dtensor.dtype, None, "first")
             route = _Route(mover, there, [])
             remember(group, "call", key, route)
         local = dtensor.to_local()
         moved = move(route.mover, local if route.holds_source else None, None, False)
-        if moved is None:
+        if moved is None:  # outside of the destination mesh
             moved = torch.empty(0, dtype=dtensor.dtype, device=local.device)
         if not route.make:
             route.make.append(dtensor_maker(as_dtensor(moved, mesh, placements, shape)))
@@ -134,7 +134,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _of_gradients(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Return the placements of a DTensor's gradient."""
+    # a sum's gradient is equal on its ranks
     return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 
 

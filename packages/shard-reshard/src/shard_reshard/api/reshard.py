@@ -261,12 +261,13 @@ def find_mover(
         if src is None:
             hint = "pass src: only a DTensor carries its layout"
             raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
+        # equal on all ranks: it decides on a collective
         everyone = dtype is not None or _everyone_holds(members, src, size)
         names = _own_dtypes(given, out, dtype) if everyone else ("", None)
         row = b"" if everyone else _dtype_row(given, out)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    rows = []
+    rows = []  # no exchange: every rank knows the dtypes
     if not everyone:
         rows = all_gather_row(members, _DTYPES, row, [f"a tensor {'' if size is None else f'of {size} '}from {src}"])
     try:
@@ -293,7 +294,6 @@ _DTYPES = 2  # topic of the gathered row of dtypes
 
 
 def _dtype_row(given: list[torch.Tensor], out: list[torch.Tensor]) -> bytes:
-    """Return the dtypes of this rank's source and ``out``, by name."""
     return " ".join(dtype_name(tensors[0].dtype) if tensors else "-" for tensors in (given, out)).encode()
 
 
@@ -308,7 +308,6 @@ def _dtypes_of_all(rows: list[bytes]) -> tuple[str, str | None]:
 
 
 def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:
-    """Return True if every rank of the group is in the source layout."""
     try:
         ranks = resolve_layout(src, shape, members.to_group).rank_set
     except PlanError:
@@ -324,7 +323,7 @@ def _call_key(tensor: Any, src: Any, dst: Any, shape: Any, out: Any, *options: A
     dtypes = None if tensor is None else tensor.dtype, None if out is None else out.dtype
     key = layout_value(src), layout_value(dst), size, *dtypes, *options
     try:
-        hash(key)
+        hash(key)  # shapes and options are of any type
     except TypeError:
         return None
     return None if key[0] is None or key[1] is None else key

@@ -164,10 +164,10 @@ def load_safetensors(
         move_buckets(here, movers, _buckets(plan, members, arriving, device, states), True, False, deferred)
         moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts), members, ties)
     if isinstance(out, torch.nn.Module):
-        made.register(out)
+        made.register(out)  # last: a failed load leaves the module unchanged
     result = LoadedStateDict(moved)
     result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), made.names
-    if deferred is not None:
+    if deferred is not None:  # after the last collective
         deferred.end()
     return result
 

@@ -192,7 +192,7 @@ def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[in
     """Yield (rank, first row, last row) of every read of a stored shard; adjacent rows of one rank are joined."""
     rows = part.shape[0] if part.shape else 1
     row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
-    if part.readers:
+    if part.readers:  # only its own rank can read it
         load[part.readers[0]] += rows * row_bytes
         yield part.readers[0], 0, rows
         return

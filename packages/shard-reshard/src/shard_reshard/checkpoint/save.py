@@ -207,7 +207,7 @@ def plan_save(
     groups, room = list[list[list[str]]](), -1
     for group in names:
         size = _num_bytes(moves, group[0])
-        if size > room:
+        if size > room:  # a tensor is never split over files
             groups.append([])
             room = max_file_bytes
         groups[-1].append(group)

@@ -68,7 +68,7 @@ def _dtype(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> str:
 
 
 def _whole(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> tuple[tuple[int, ...], tuple[Stored, ...]]:
-    if len(entries) > 1:
+    if len(entries) > 1:  # undeclared: shards or duplicates
         listed = ", ".join(file.table.path for file, _ in entries)
         hint = "declare in stored_as (and shapes) how files split the tensor, or leave out all files but one"
         raise PlanError(Problem("duplicate-name", name, found=f"in {len(entries)} files: {listed}", hint=hint))

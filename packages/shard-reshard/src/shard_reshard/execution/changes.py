@@ -50,7 +50,7 @@ class ChangeExchange:
         """Start a call; ``full`` is equal on all ranks."""
         self.full, self._number = full, 0
         if full:
-            self._kept = []
+            self._kept = []  # copies of both ends may differ
 
     def all_to_all(
         self,
@@ -73,7 +73,7 @@ class ChangeExchange:
             return
         sent, received = self._kept[self._number]
         self._number += 1
-        headers, parts = [], []
+        headers, parts = [], []  # headers first: they determine sizes
         for new, old in zip(news, sent, strict=True):
             message, part = encode(new, old, self.itemsize)
             headers.append(message)
@@ -95,7 +95,7 @@ class ChangeExchange:
 
 def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message, list[torch.Tensor]]:
     """Return the shorter message from ``old`` to ``new``, changes or full data, with its bytes."""
-    words = new.view(INTEGERS[itemsize])
+    words = new.view(INTEGERS[itemsize])  # bits: NaNs compare equal
     changed = words != old.view(INTEGERS[itemsize])
     # With more changes no index is short enough; positions would take more memory than the bytes themselves.
     if int(changed.sum()) * itemsize <= new.numel() * 7 // 8:

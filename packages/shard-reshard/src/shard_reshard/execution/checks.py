@@ -216,10 +216,10 @@ def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the addresses of a tensor's contiguous runs, ascending, and their length in bytes."""
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
-    length = 1
+    length = 1  # in elements
     while dims and dims[0][0] == length:
         length *= dims.pop(0)[1]
-    starts = torch.zeros(1, dtype=torch.int64)
+    starts = torch.zeros(1, dtype=torch.int64)  # one per run, not per element
     for stride, size in dims:
         starts = (starts.unsqueeze(-1) + torch.arange(size) * stride).view(-1)
     return starts.sort().values * tensor.element_size() + tensor.data_ptr(), length * tensor.element_size()
@@ -272,7 +272,7 @@ class TensorGuards:
             return Match.NONE
         if True in map(_is_nested, tensors):
             return Match.NONE  # torch's guards read sizes; for a nested tensor that aborts the process
-        once = tensors
+        once = tensors  # without duplicates
         if self._twins:
             if any(tensors[a] is not tensors[b] for a, b in self._twins):
                 return Match.NONE

@@ -42,7 +42,7 @@ class Reduction:
             _accumulator(out, plans[at]) if accumulates_apart(plans[at]) else out
             for out, at in zip(outs, plan_of, strict=True)
         ]
-        self._final = False
+        self._final = False  # averages are divided once
 
     def add(self, memory: StepMemory, arrived: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Reduce the arrivals of a step and the local regions."""
@@ -67,7 +67,7 @@ class Reduction:
 
     def finalize(self) -> None:
         """Divide averages, and round reductions into the result; once."""
-        if self._final:
+        if self._final:  # relays finalize early
             return
         self._final = True
         for out, target, at in zip(self.outs, self.targets, self.plan_of, strict=True):
@@ -75,7 +75,7 @@ class Reduction:
             if plan.reduce_op is not None:
                 if plan.divisor > 1:
                     target.div_(plan.divisor)
-                if target is not out:
+                if target is not out:  # rounded once, from the wide dtype
                     out.copy_(target)
 
 
@@ -93,7 +93,7 @@ def _accumulator(out: torch.Tensor, plan: Plan) -> torch.Tensor:
     """Create an accumulator with the strides of the result, so that regions of one are regions of the other."""
     dtype = torch_dtype(reduction_dtype(plan))
     target = torch.empty_like(out, dtype=dtype)
-    if target.stride() == out.stride():
+    if target.stride() == out.stride():  # empty_like may densify strides
         return target
     return torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
 

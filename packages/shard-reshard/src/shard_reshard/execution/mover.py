@@ -62,7 +62,7 @@ def remember(group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
     entries = memo.setdefault(group, {}).setdefault(kind, {})
     entries[key] = value
     while len(entries) > _BOUNDS[kind]:
-        entries.pop(next(iter(entries)))
+        entries.pop(next(iter(entries)))  # dicts keep insertion order
 
 
 def remembered(group: dist.ProcessGroup, kind: str) -> list[Any]:
@@ -151,7 +151,7 @@ class Mover:
         found: list[Problem] = []
         for number, plan in enumerate(self.plans):
             if outside := group_problems([plan], self.members.size):
-                found += outside
+                found += outside  # the layout's other checks need its ranks
                 continue
             found += local_problems(plan, rank, sources[number])
             if plan.max_workspace_bytes is not None and any(t.is_conj() or t.is_neg() for t in sources[number]):
@@ -324,7 +324,7 @@ class ReshardWork(NotPicklable):
         if self._error is not None:  # a failed call stays failed
             raise self._error
         if not self._done:
-            self._done = True
+            self._done = True  # before finish(): a failure is final
             try:
                 if self._finish is not None:
                     self._finish()

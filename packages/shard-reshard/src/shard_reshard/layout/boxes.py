@@ -102,7 +102,7 @@ def _overlaps(spans: Sequence[tuple[str, Span]]) -> list[tuple[tuple[str, Span],
 def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
     """Return the rest of ``whole`` without ``spans``: slab by slab along ``dim``, recursively."""
     start, stop = whole
-    if dim == len(start):
+    if dim == len(start):  # all dims split: covered, or a hole
         return [] if spans else [whole]
     marks = sorted({start[dim], stop[dim], *(s[0][dim] for s in spans), *(s[1][dim] for s in spans)})
     found: list[Span] = []

@@ -173,7 +173,7 @@ def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
 def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> ShardMap:
     from shard_spec.specs import EnumerableShardingSpec, as_spec
 
-    spec = as_spec(layout)
+    spec = as_spec(layout)  # torch's specs too
     if spec is None:
         found = f"{layout!r} of type {type(layout).__qualname__}"
         hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank, OnRank or a text"
@@ -239,7 +239,7 @@ def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInf
         own = own_layout(name, value, members.to_group)
     except PlanError as error:
         return [p.named(name) for p in error.problems]
-    if own is None or own == wanted:
+    if own is None or own == wanted:  # nothing declared, or equal
         return []
     alike = own.shape == wanted.shape and sorted(own.reduce_ops) == sorted(wanted.reduce_ops)
     if alike and sorted(own.local_pieces(members.rank)) == sorted(wanted.local_pieces(members.rank)):

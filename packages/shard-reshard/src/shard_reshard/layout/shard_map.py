@@ -370,7 +370,7 @@ class _Holders(dict[int, tuple[tuple[int, ...], ...]]):
     def __init__(self, ranks: Sequence[int], addends: Sequence[int], replicas: Sequence[int]) -> None:
         super().__init__()
         self.ranks, self.addends, self.replicas = tuple(ranks), addends, replicas
-        self.alone = len(addends) == len(replicas) == 1
+        self.alone = len(addends) == len(replicas) == 1  # fully sharded
         step = replicas[1] if len(replicas) > 1 else 1
         even = tuple(replicas) == tuple(range(0, step * len(replicas), step))
         self.step = step if even else 0  # equidistant replicas are a slice
@@ -401,10 +401,10 @@ class _DimTable:
         found = self.segments[first:last]
         if not found:
             return found
-        if found[0][0] < low:
+        if found[0][0] < low:  # clip the first
             start, stop, local, flat = found[0]
             found[0] = (low, stop, local + low - start, flat)
-        if found[-1][1] > high:
+        if found[-1][1] > high:  # clip the last
             start, _, local, flat = found[-1]
             found[-1] = (start, high, local, flat)
         return found

@@ -119,7 +119,7 @@ def _ways(
     if not step.exchanges:
         yield plain
         return
-    in_place = len(plans) == 1
+    in_place = len(plans) == 1  # fused messages interleave tensors
     may_send = in_place and (plans[0].dtype == plans[0].wire_dtype or step.relayed)  # sent without a cast
     may_receive = in_place and plans[0].out_dtype == plans[0].wire_dtype and plans[0].reduce_op is None
     apart = StepMemory(_in_place(plain.sends, may_send), _in_place(plain.receives, may_receive), own)

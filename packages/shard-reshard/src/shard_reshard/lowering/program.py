@@ -31,7 +31,7 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
         PlanError: ``invalid-argument`` if even single elements exceed it.
     """
     assert plan.max_workspace_bytes is not None
-    budget = plan.max_workspace_bytes // 2
+    budget = plan.max_workspace_bytes // 2  # two rounds in flight
     rounds = 1
     for messages in _messages_by_rank(plan, stage, partial_index):
         total = sum(messages)
@@ -79,7 +79,7 @@ def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index,
     if begin == 0 and end == prod(sizes):
         yield (0,) * len(sizes), sizes
         return
-    inner = prod(sizes[1:])
+    inner = prod(sizes[1:])  # elements of a row
     first, last = begin // inner, (end - 1) // inner
     if inner == 1:
         yield (begin,) + (0,) * (len(sizes) - 1), (end - begin,) + (1,) * (len(sizes) - 1)
@@ -294,13 +294,12 @@ class _Builder:
                     tensor, start = self._place(at, base, tensor, start)
                     segments.append(Segment(at, tensor, start, copy.sizes, offset, size, copy.partial_index))
                     offset += size
-            offset += -offset % self.padding
+            offset += -offset % self.padding  # the next message starts aligned
             splits[peer] = offset - begin
         return tuple(segments), tuple(splits)
 
 
 def _only(part: RankSchedule, partial_index: int) -> RankSchedule:
-    """Filter the copies of one partial_index."""
 
     def chosen(copies: Iterable[Copy]) -> tuple[Copy, ...]:
         return tuple(copy for copy in copies if copy.partial_index == partial_index)

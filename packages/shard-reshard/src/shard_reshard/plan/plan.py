@@ -113,7 +113,7 @@ class Plan:
         """True if replicated destinations are filled by scatter and all-gather (see `_busiest`)."""
         if self.is_identity or self.adjoint or self.dst.num_partials > 1:
             return False
-        if self.dst.max_replicas == 1 or 0 in self.shape:
+        if self.dst.max_replicas == 1 or 0 in self.shape:  # nothing to relay
             return False
         if self.src.num_partials > 1 and self.dtype != self.out_dtype:
             return False  # relayed values would be rounded to the wire dtype: replicas would differ
@@ -216,7 +216,7 @@ def check_plan(plan: Plan) -> None:
         problems.append(
             Problem("invalid-argument", "max_workspace_bytes", found=found, hint="at least one byte, or None")
         )
-    if problems:
+    if problems:  # all reasons in one error
         raise PlanError(problems)
 
 

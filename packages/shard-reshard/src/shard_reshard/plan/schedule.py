@@ -390,7 +390,7 @@ def _reducing(
         for rank in receivers:
             yield from _addends(owners, rank, zero, sizes, me)
         return
-    contributing = {rank for ranks in owners for rank in ranks}
+    contributing = {rank for ranks in owners for rank in ranks}  # their own addend is local
     reducers = [rank for rank in receivers if rank in contributing] or list(receivers)  # fewer transfers
     for number, (offset, part) in enumerate(split_box(sizes, len(reducers))):
         yield from _addends(owners, reducers[number], offset, part, me)
@@ -399,7 +399,7 @@ def _reducing(
 
 def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int | None) -> Iterator[Move]:
     """Send all addends to one rank, each from one owner: they have to arrive in one shape to be reduced."""
-    everything = me is None or me == rank
+    everything = me is None or me == rank  # a reducer sees all of its addends
     for partial_index, ranks in enumerate(owners):
         if everything or me in ranks:
             source = rank if rank in ranks else ranks[rank % len(ranks)]

@@ -189,7 +189,7 @@ def agree_on_call(
     Returns:
         The rows of all ranks, with their tokens first.
     """
-    values = bytes(8)
+    values = bytes(8)  # zeros: nothing to compare
     try:
         values = values if problems else values_row(facts, tensors)
     except Exception as error:  # an error of this rank stops all

@@ -74,8 +74,8 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
     if value.is_nested or value.layout is not torch.strided:
         found = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
         raise PlanError(Problem("unsupported-tensor", name, found=found, hint="only dense tensors can be moved"))
-    if layout is None:
-        own = own_layout(name, value, members.to_group)
+    if layout is None:  # declared by the tensor, or plain
+        own = own_layout(name, value, members.to_group)  # None: a full tensor
         full = tuple(value.shape) if own is None else own.shape
         if shape is not None and tuple(shape) != full:
             found, hint = f"shapes={tuple(shape)}, the tensor is of {full}", "say how it is sharded in src_layouts"

@@ -294,7 +294,7 @@ def write_outputs(
             result[name] = outs[name]
             continue
         tensors = arriving.tensors[plan.aliases.get(name, name)]
-        if not tensors:
+        if not tensors:  # nothing on this rank
             continue
         if name in locals_:
             target = locals_[name]

@@ -274,7 +274,7 @@ def _fill(
         for rank in layout.ranks
         if layout.pieces(rank)
     )
-    if gaps and (values or stays):
+    if gaps and (values or stays):  # overlaps are never allowed
         fills[name] = values[0] if values else None
     elif problems:
         raise PlanError(problems)

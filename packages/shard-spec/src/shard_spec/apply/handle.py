@@ -185,7 +185,7 @@ def place(
     module: nn.Module, action: TensorAction, old: torch.Tensor, value: torch.Tensor, transaction: Transaction
 ) -> Placed:
     """Put ``value`` in place of ``old``, under each of its names, with the user's attributes."""
-    value.__dict__.update(user_attributes(old))
+    value.__dict__.update(user_attributes(old))  # e.g. weight-decay flags
     places = []
     for fqn in action.names:
         path, _, name = fqn.rpartition(".")

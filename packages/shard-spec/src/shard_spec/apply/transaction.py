@@ -55,7 +55,7 @@ class Transaction:
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Write ``value`` into ``tensor``; equal values need no copy."""
-        if torch.equal(tensor.detach(), value):
+        if torch.equal(tensor.detach(), value):  # no copy to keep
             return
         old = tensor.detach().clone()
 

@@ -52,7 +52,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 def run_explain(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec explain``: print a plan in words."""
     plan = load_plan(arguments.plan)
-    model = load_model(arguments.model) if arguments.model else None
+    model = load_model(arguments.model) if arguments.model else None  # optional: rules alone have an explanation
     metadata = None if model is None else metadata_of(model)
     if arguments.html:
         if model is None or metadata is None:
@@ -69,7 +69,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
     found = before.diff(after, metadata)
     print(found.to_json() if arguments.json else found)
-    return 1 if found else 0
+    return 1 if found else 0  # as in diff(1)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
@@ -132,7 +132,7 @@ def _read(path: str) -> str:
             return sys.stdin.read(MAX_BYTES + 1)
         except ValueError as error:
             raise UsageError(f"cannot read what comes in: {error}") from None
-    return read_text(Path(path))
+    return read_text(Path(path))  # bounded as well
 
 
 def _mesh(arguments: argparse.Namespace) -> MeshSpec:
@@ -152,8 +152,8 @@ def _planned(
 ) -> tuple[ShardingPlan, list[Problem]]:
     from shard_spec import planners
 
-    module = skeleton(model) if isinstance(model, ModelMetadata) else model
-    names = arguments.planner.split("+")
+    module = skeleton(model) if isinstance(model, ModelMetadata) else model  # planners walk modules
+    names = arguments.planner.split("+")  # composed in this order
     if names == ["auto"]:
         names = [*(["megatron"] if "tp" in mesh.axis_names else []), *(["fsdp"] if _data_axis(mesh) else [])]
         unused = [axis for axis in mesh.axis_names if axis not in ("tp", *DATA_AXIS_NAMES, *PIPELINE_AXIS_NAMES)]
@@ -181,7 +181,6 @@ def _planned(
 
 
 def _data_axis(mesh: MeshSpec) -> str | None:
-    """Return the axis of fully sharded weights."""
     return next((axis for axis in ("fsdp", "dp_shard", "dp") if axis in mesh.axis_names), None)
 
 
@@ -239,7 +238,7 @@ def _report(
     if all(problem.code == "mesh-too-large" for problem in problems):  # a world size does not affect costs
         memory, communication, reason = _costs_of(plan, model, arguments)
         notes = [*notes, Problem("unverified", found=reason)] if reason else notes
-        if limit is not None and memory.max_bytes > limit:
+        if limit is not None and memory.max_bytes > limit:  # a problem like others: status 1
             hint = _what_would_fit(plan, model, arguments, memory, limit)
             problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=hint))
         if arguments.html:
@@ -294,7 +293,7 @@ def _costs_of(
         try:
             memory = memory.with_activations(_activations(plan, model, arguments))
         except Exception as error:  # a forward of other inputs; the report is valid without it
-            line = (str(error).splitlines() or [""])[0][:200]
+            line = (str(error).splitlines() or [""])[0][:200]  # torch's errors have many lines
             reason = (
                 f"activations are not counted: forward on token ids {arguments.batch}: {type(error).__name__}: {line}"
             )
@@ -328,7 +327,7 @@ def _what_would_fit(plan: ShardingPlan, model: Any, arguments: argparse.Namespac
     ):
         if getattr(arguments, option) == value:
             continue
-        changes[option] = (text, value)
+        changes[option] = (text, value)  # kept for the next attempt
         tried = _activations(plan, model, arguments, **{name: each for name, (_, each) in changes.items()})
         names = " ".join(each for each, _ in changes.values())
         if state + tried.peak_bytes <= limit:

@@ -56,7 +56,7 @@ def _any_name_printable() -> Iterator[None]:
     changed = []
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            changed.append((stream, stream.errors))
+            changed.append((stream, stream.errors))  # restored: main() may run inside a program
             stream.reconfigure(errors="backslashreplace")
     try:
         yield

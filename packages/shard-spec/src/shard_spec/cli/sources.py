@@ -83,7 +83,7 @@ def _from_config(path: Path) -> nn.Module:
         raise UsageError("reading a Hugging Face config needs transformers: pip install transformers") from None
     import torch
 
-    settings = _read_json(path)
+    settings = _read_json(path)  # bounded, no duplicate keys
     kind = settings.get("model_type") if isinstance(settings, dict) else None
     if not isinstance(kind, str):
         raise UsageError(f"{path} is no Hugging Face config: it has no 'model_type'")
@@ -105,14 +105,14 @@ def _from_config(path: Path) -> nn.Module:
                 model: nn.Module = make(config)
             return model
         except Exception as error:  # as above
-            failure = error
+            failure = error  # the last one is reported
     text = f"{type(failure).__name__}: {failure!s:.300}"
     raise UsageError(f"{path}: transformers has no model for it: {text}")
 
 
 def _refuse_giants(path: Path, settings: Any, depth: int = 0) -> None:
     """Refuse configs of too many modules: they are built one by one, on meta too."""
-    if depth > _MAX_DEPTH:
+    if depth > _MAX_DEPTH:  # before Python's recursion limit
         raise UsageError(f"{path} is nested deeper than {_MAX_DEPTH}")
     items = settings.items() if isinstance(settings, dict) else enumerate(settings)
     for key, value in items:
@@ -174,7 +174,7 @@ def read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)  # one byte more shows excess
-        if len(data) > MAX_BYTES:
+        if len(data) > MAX_BYTES:  # read() stopped one byte later
             raise UsageError(f"{path} has more than {MAX_BYTES} bytes")
         return data.decode("utf-8")
     except (OSError, ValueError) as error:
@@ -196,7 +196,7 @@ def skeleton(metadata: ModelMetadata) -> nn.Module:
     for tensor in metadata.tensors:
         try:
             _place(root, tensor)
-        except KeyError as error:
+        except KeyError as error:  # add_module and register_parameter raise it
             raise UsageError(f"{tensor.name[:200]!r} cannot be the name of a parameter: {error.args[0]}") from None
     return root
 

@@ -67,7 +67,7 @@ class CheckpointShard(torch.Tensor):
             raise PlanError(_shape_problem("", tuple(local.shape), expected, layout, rank))
         # One element, expanded: the global shape without the memory of the global tensor.
         hollow = torch.empty((), dtype=local.dtype, device=local.device).expand(shape)
-        made = torch.Tensor.as_subclass(hollow, cls)
+        made = torch.Tensor.as_subclass(hollow, cls)  # size() is the global shape
         made.local = local.detach()  # shares memory: loading fills the parameter
         made.boxes = layout.boxes(rank, shape)
         made._shards = _cut_local(made.local, layout, rank, tuple(shape))
@@ -82,7 +82,7 @@ class CheckpointShard(torch.Tensor):
         if func not in _READABLE:  # anything else would compute on one element
             name = getattr(func, "__name__", func)
             raise TypeError(f"{name}: a CheckpointShard is only for torch.distributed.checkpoint; compute with .local")
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():  # plain access to size and dtype
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # returns Any
@@ -100,7 +100,7 @@ class CheckpointShard(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.boxes]
+        return [_chunk(box) for box in self.boxes]  # DCP reads only these ranges
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box, shard in zip(self.boxes, self._shards, strict=True):
@@ -166,7 +166,7 @@ def dcp_state_dict(state: Mapping[str, Any], *, loading: bool = False) -> dict[s
             return {key: convert(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
         if type(value) in (list, tuple):  # not named tuples: other constructors
             return type(value)(convert(each, f"{name}.{at}") for at, each in enumerate(value))
-        if not isinstance(value, torch.Tensor) or isinstance(value, CheckpointShard):
+        if not isinstance(value, torch.Tensor) or isinstance(value, CheckpointShard):  # steps, lists
             return value
         try:
             return _as_checkpoint_shard(value)
@@ -204,7 +204,7 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
     if len(set(headers)) == 1 and not problems:  # one header: no objects to exchange
         return []
     states = all_gather_objects(dist.group.WORLD, (lines, problems), subject)
-    found = [problem for _, others in states for problem in others]
+    found = [problem for _, others in states for problem in others]  # same on every rank
     hint = (
         "its ranks hold shards that nothing describes, or replicas that drifted apart; loading=True where load follows"
     )
@@ -219,7 +219,7 @@ def _as_checkpoint_shard(tensor: torch.Tensor) -> torch.Tensor:
     info = sharding_info_of(tensor)
     if info is None and not (isinstance(tensor, DTensor) and any(map(strided_shard_factor, tensor.placements))):
         return tensor
-    layout = layout_of_tensor(tensor)
+    layout = layout_of_tensor(tensor)  # raises if no layout expresses it
     assert layout is not None
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return CheckpointShard(local, layout, tuple(tensor.shape if info is None else info.shape), dist.get_rank())
@@ -239,5 +239,5 @@ def _cut_local(local: torch.Tensor, layout: Layout, rank: int, shape: tuple[int,
     views = [local]
     for dim, intervals in enumerate(layout.intervals(rank, shape)):
         sizes = [size for _, size in intervals]
-        views = [part for view in views for part in torch.split(view, sizes, dim)]
+        views = [part for view in views for part in torch.split(view, sizes, dim)]  # row-major grid, like the boxes
     return tuple(view for view in views if view.numel())

@@ -84,7 +84,7 @@ def _plan_of(module: nn.Module, config: Mapping[str, Any], name: str) -> dict[st
     unknown = [
         Problem("unmatched-pattern", str(key), found=f"in {name}", hint=hint) for key in given if key not in known
     ]
-    raise_problems(unknown, "the config does not fit the model")
+    raise_problems(unknown, "the config does not fit the model")  # a typo would replicate silently
     return {} if name == "tp_plan" and not given else {**own, **given}  # an empty tp_plan turns it off
 
 

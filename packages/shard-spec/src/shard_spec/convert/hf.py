@@ -81,8 +81,8 @@ def from_hf_tp_plan(
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         found = f"{given!r:.200} of type {type(given).__name__}"
         raise PlanError(Problem("invalid-plan", "tp_plan", found=found, hint="a mapping from module name to style"))
-    styles = {prefix + key: style for key, style in given.items()}
-    problems = _style_problems(styles, forward)
+    styles = {prefix + key: style for key, style in given.items()}  # base models lack the prefix
+    problems = _style_problems(styles, forward)  # before the model is matched
     raise_problems(problems, "the tp_plan has styles that a sharding plan cannot express")
     used: set[str] = set()
     rules: dict[str, str] = {}
@@ -92,7 +92,7 @@ def from_hf_tp_plan(
             key = _key_of(generic_name(alias), styles)
             if key is None:
                 continue
-            used.add(key)
+            used.add(key)  # unused entries are errors
             spec = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]  # by number of dims
             exact[alias] = rules[generic_name(alias)] = str(Layout(mesh, {axis: spec}))
     output = {}
@@ -127,7 +127,7 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
         by_name.setdefault(generic_name(path), {})[path] = style
     styles = {}
     for name, said in by_name.items():
-        if len(set(said.values())) > 1:
+        if len(set(said.values())) > 1:  # layers differ
             text = ", ".join(f"{path}: {style or 'whole'}" for path, style in said.items())
             problems.append(not_expressible(name, text, "a tp_plan has one style for all layer numbers"))
         elif "" not in said.values():
@@ -148,7 +148,7 @@ def _module_style(
     embedding = kind == "Embedding"
     candidates = ["embedding_rowwise", "embedding_colwise"] if embedding else ["colwise", "rowwise"]
     if kind == "Linear":
-        candidates += ["packed_colwise", "packed_rowwise"]
+        candidates += ["packed_colwise", "packed_rowwise"]  # last: plain styles are preferred
     for style in candidates if embedding or kind == "Linear" else ():
         if all(_lies_as(style, layouts[tensor.name], tensor, axis) for tensor in tensors):
             try:
@@ -172,7 +172,7 @@ def _module_style(
 
 
 def _lies_as(style: str, layout: Layout | None, tensor: TensorMetadata, axis: str) -> bool:
-    if layout is None or not tensor.shape:
+    if layout is None or not tensor.shape:  # a Sharder's, or a scalar
         return False
     wanted = Layout(layout.mesh, {axis: _STYLES[style][min(len(tensor.shape), 2) - 1]})
     return not wanted.problems(tensor.shape) and layout.equivalent_to(wanted, tensor.shape)
@@ -184,7 +184,7 @@ def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]
     added = {}
     for tensor in found.metadata.parameters:
         style = styles.get(generic_name(tensor.name.rpartition(".")[0]))
-        for alias in tensor.aliases[1:]:
+        for alias in tensor.aliases[1:]:  # the first name has its style
             path = alias.rpartition(".")[0]
             if style is not None and generic_name(path) not in styles:
                 other = same.get(style, style)

@@ -38,7 +38,7 @@ def the_axis(found: Resolution, axis: str | None) -> str:
         return axis
     named = {name for layout in found.layouts.values() for name in layout.sharded_axes}
     cutting = [name for name, size in mesh.axes.items() if size > 1 and name in named]
-    if len(cutting) == 1:
+    if len(cutting) == 1:  # unambiguous
         return cutting[0]
     if not cutting:
         return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]  # nothing is sharded: any axis serves
@@ -71,7 +71,7 @@ def to_dtensor_placements(
     problems: list[Problem] = []
     found: dict[str, tuple[Placement, ...]] = {}
     if module is None:
-        problems += plan.problems
+        problems += plan.problems  # all problems in one error
         for rule in plan.rules:
             if rule.layout is not None:
                 found[rule.key] = _said(rule.key, rule.layout, None, problems)
@@ -94,7 +94,7 @@ def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: li
     if why is not None:
         hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
         problems.append(not_expressible(name, f"{layout}: {why}", hint))
-        return ()
+        return ()  # a placeholder: the problem is raised at the end
     return tuple(dtensor_placement(spec) for spec in specs)
 
 
@@ -112,7 +112,7 @@ def to_parallelize_plan(
     styles: dict[str, ParallelStyle] = {}
     for path, tensors in tensors_by_module(found.metadata).items():
         cut = {t.name.rsplit(".", 1)[-1]: cut_dim(found.layouts.get(t.name), t, axis) for t in tensors}
-        if all(dim is None for dim in cut.values()):
+        if all(dim is None for dim in cut.values()):  # replicated: no style needed
             continue
         layouts = [found.layouts[t.name] for t in tensors]
         special = any(isinstance(each.specs[each.mesh.axis_index(axis)], SpecialShard) for each in layouts)
@@ -142,7 +142,7 @@ def cut_dim(layout: Layout | None, tensor: TensorMetadata, axis: str) -> int | N
     if layout is None:
         return None
     dim = layout.specs[layout.mesh.axis_index(axis)].dim
-    return None if dim is None else dim % len(tensor.shape)
+    return None if dim is None else dim % len(tensor.shape)  # layouts may count from the end
 
 
 def output_of(plan: PlanContent, path: str, axis: str) -> str | None:

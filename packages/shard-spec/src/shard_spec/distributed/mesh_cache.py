@@ -66,7 +66,7 @@ class MeshCache:
         """
         keys = list(dict.fromkeys([self._flat_key(), *map(_key_of, layouts)]))
         wanted = [members for key in keys if not self._is_flat(key) for groups in _groups(key) for members in groups]
-        if wanted:
+        if wanted:  # new groups are needed
             self._check(wanted)
         for key in keys:
             self._meshes[key] = self._make(key)
@@ -114,7 +114,7 @@ class MeshCache:
         if self._is_flat(key):
             return DeviceMesh.from_group(self.group.group, self.device_type, mesh_dim_names=key.axis_names)
         own = [self._own_group(groups) for groups in _groups(key)]
-        if len(own) == 1:
+        if len(own) == 1:  # no grid of ranks needed
             return DeviceMesh.from_group(own[0], self.device_type, mesh_dim_names=key.axis_names)
         grid = torch.tensor(list(key.ranks), dtype=torch.int, device="cpu").view(key.shape)
         return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=key.axis_names)

@@ -78,7 +78,7 @@ def choose_format(
     """
     plain = layout.canonical(shape)
     special = [at for at, spec in enumerate(plain.specs) if isinstance(spec, SpecialShard)]
-    if layout.partial:
+    if layout.partial:  # a parameter has no pending sum
         return Problem("partial-value", name, found=str(layout), hint="replicate or shard what is stored")
     if not special and not plain.order:
         # The axes as written, not canonical ones: an axis of one rank keeps its shard.
@@ -146,7 +146,7 @@ def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[
             return (), _WHY[type(spec)]
     if not layout.order:  # mesh order is DTensor's own
         return tuple(specs), None
-    if shape is None:
+    if shape is None:  # equivalence needs one
         return (), "this order depends on the shape in a DTensor; pass the model"
     strided = _strided(layout, specs)
     if strided is not None and Layout(layout.mesh, strided).equivalent_to(layout, shape):
@@ -170,7 +170,7 @@ def _equal_sections(spec: PlacementSpec) -> PlacementSpec:
 
 def _strided(layout: Layout, specs: list[PlacementSpec]) -> tuple[PlacementSpec, ...] | None:
     """Return specs in mesh order, with a strided shard on each axis that shards after a later one."""
-    if any(isinstance(spec, InterleavedShard) for spec in specs):
+    if any(isinstance(spec, InterleavedShard) for spec in specs):  # no second factor possible
         return None
     names = layout.mesh.axis_names
     found = list(specs)

@@ -133,6 +133,7 @@ def communication(
     experts = expert_modules(found.metadata.parameters)
     for tensor in found.metadata.parameters:
         layout = found.layouts.get(tensor.name)
+        # experts stay on their expert axis: tokens travel
         stays = EXPERT_AXIS_NAMES if tensor.name.rpartition(".")[0] in experts else ()
         if layout is not None:
             gathered = tuple(axis for axis in data if axis not in stays)
@@ -193,11 +194,11 @@ def _activations(found: Resolution, step: _Step) -> list[Transfer]:
     ]
     for axis in _model_axes(step):
         size = step.mesh.axis_size(axis)
-        if size == 1:
+        if size == 1:  # no communication
             continue
         roles = {tensor.name: role(tensor, layout, axis) for tensor, layout in weights}
         row_parents = {_parent(t.name) for t, _ in weights if roles[t.name] == "row" and not is_embedding(t)}
-        entered: set[tuple[str, int]] = set()
+        entered: set[tuple[str, int]] = set()  # siblings share one reduction
         for tensor, _ in weights:
             kind = roles[tensor.name]
             dims = weight_dims(tensor)
@@ -246,7 +247,6 @@ def _parent(name: str) -> str:
 
 
 def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int) -> int:
-    """Return the bytes of the fullest rank's local tensor."""
     if not any(isinstance(spec, SpecialShard) for spec in layout.specs):  # plain chunks: rank 0 is the fullest
         return prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape)) * item_bytes
     return max(local_numels(layout, tensor.shape)) * item_bytes

@@ -96,7 +96,7 @@ class Topology:
         if ranks is not None and len(ranks) != world_size:
             raise ValueError(f"Topology.link: {len(ranks)} ranks for a mesh of {world_size}.")
         fewest_together = self._fewest_ranks_of_a_group_on_a_host(size, stride, world_size, ranks)
-        if fewest_together >= size:
+        if fewest_together >= size:  # no group leaves its host
             return Link(size, self.intra_bw, self.latency)
         latency = self.latency if self.inter_latency is None else self.inter_latency  # NCCL over a network
         return Link(size, min(self.intra_bw, self.inter_bw * fewest_together), latency, crosses_hosts=True)
@@ -109,7 +109,7 @@ class Topology:
             return size  # every group lies within one host: no need to look at each
         fewest = size
         for block in range(0, world_size, stride * size):
-            for offset in range(stride):
+            for offset in range(stride):  # one group each
                 # Row-major numbering: members of a group are `stride` apart.
                 on_host: dict[int, int] = {}
                 for position in range(block + offset, block + offset + stride * size, stride):

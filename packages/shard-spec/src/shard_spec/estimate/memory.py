@@ -289,11 +289,11 @@ def memory_of(
 
 
 def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
-    """Count the tensors of each layout, shape, dtype and kind."""
     groups: Counter[tuple[Layout, TensorMetadata]] = Counter()
     for tensor in resolution.metadata.tensors:
         layout = resolution.layouts.get(tensor.name)
         if layout is not None:
+            # nameless, so that equal tensors compare equal
             like = TensorMetadata("", tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, ("",))
             groups[layout, like] += 1
     return groups

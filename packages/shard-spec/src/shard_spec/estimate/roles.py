@@ -95,7 +95,7 @@ def is_embedding(tensor: TensorMetadata) -> bool:
 def role(tensor: TensorMetadata, layout: Layout, axis: str) -> str:
     """Return the role along ``axis``: ``"column"`` (outputs), ``"row"`` (inputs), ``"cut"`` (else) or ``"whole"``."""
     spec = layout.specs[layout.mesh.axis_index(axis)]
-    if spec.dim is None or layout.mesh.axis_size(axis) == 1:
+    if spec.dim is None or layout.mesh.axis_size(axis) == 1:  # one rank holds all
         return "whole"
     dims = weight_dims(tensor)
     if dims is None:
@@ -143,7 +143,7 @@ def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tu
         raise _unknown(batch)
     sequences = -(-batch[0] // data_ranks)  # rounded up: the fullest rank
     tokens = torch.zeros(sequences, batch[1], dtype=torch.long, device="meta")
-    if "input_ids" in inspect.signature(module.forward).parameters:
+    if "input_ids" in inspect.signature(module.forward).parameters:  # transformers
         return (), {"input_ids": tokens}
     return (tokens,), {}
 

@@ -13,7 +13,7 @@ Interval = tuple[int, int]
 
 def chunk(length: int, count: int, index: int) -> Interval:
     """Interval ``index`` of ``torch.chunk``: all but the last have length ``ceil(length / count)``, some are empty."""
-    step = -(-length // count)
+    step = -(-length // count)  # rounded up
     start = min(index * step, length)
     return start, min(step, length - start)
 
@@ -102,7 +102,7 @@ class Box:
         ):
             start = max(offset, other_offset)
             length = min(offset + size, other_offset + other_size) - start
-            if length <= 0:
+            if length <= 0:  # disjoint in one dim
                 return None
             offsets.append(start)
             sizes.append(length)

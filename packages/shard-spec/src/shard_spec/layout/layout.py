@@ -314,7 +314,7 @@ def _plain_order(mesh: MeshSpec, specs: tuple[PlacementSpec, ...], order: tuple[
         return ()
     own = tuple(axis for axis, spec in zip(mesh.axis_names, specs, strict=True) if spec.dim is not None)
     full = order + tuple(axis for axis in own if axis not in order)
-    return () if full == own else full
+    return () if full == own else full  # canonical: equal layouts compare equal
 
 
 @lru_cache(maxsize=4096)
@@ -390,7 +390,7 @@ def _locate(spec: CuttingPlacement, length: int, count: int, position: int) -> t
     if isinstance(spec, ShardSpec):
         candidates = (position // -(-length // count),)  # computed: no search over ranks
     for place in candidates:
-        before = 0
+        before = 0  # offset in the local tensor
         found = spec.cut(length, count, place)
         for start, size in found:
             if start <= position < start + size:
@@ -404,7 +404,7 @@ def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layou
 
     A layout without an order of its own stays as it is; so does the mesh if the order has no effect for ``shape``.
     """
-    if not layout.order:
+    if not layout.order:  # mesh order already
         return layout
     if shape is not None and not layout.canonical(shape).order:
         return Layout(layout.mesh, layout.specs)
@@ -437,6 +437,6 @@ def _reductions(layout: Layout, rank: int) -> list[tuple[str, frozenset[int]]]:
     found = []
     for axis, op in layout.partial.items():
         group = next(frozenset(group) for group in layout.mesh.axis_groups(axis) if rank in group)
-        if len(group) > 1:
+        if len(group) > 1:  # a group of one reduces nothing
             found.append((op, group))
     return found

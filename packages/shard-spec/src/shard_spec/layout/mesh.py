@@ -86,7 +86,7 @@ class MeshSpec:
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks on the mesh, row-major."""
-        return range(self.world_size) if self.rank_list is None else self.rank_list
+        return range(self.world_size) if self.rank_list is None else self.rank_list  # a range: no list for large worlds
 
     @cached_property
     def _position(self) -> dict[int, int]:
@@ -191,6 +191,7 @@ class MeshSpec:
             raise PlanError(Problem("mesh-too-large", found=found, hint="start more processes or use a smaller mesh"))
         ranks = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(self.shape)
         groups = [self.axis_groups(axis) for axis in self.axis_names]
+        # torch would sort them
         unsorted = [members for along in groups for members in along if list(members) != sorted(members)]
         if not unsorted:
             return DeviceMesh(device_type, ranks, mesh_dim_names=self.axis_names)
@@ -202,7 +203,7 @@ class MeshSpec:
         made = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
         own = [group for group in made if group is not None]
         # from_group() needs a group of this rank.
-        if dist.get_rank() not in self.ranks:
+        if dist.get_rank() not in self.ranks:  # it took part in the groups above
             return _torch_compat.mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh
         if self.ndim == 1:
             return DeviceMesh.from_group(own[0], device_type, mesh_dim_names=self.axis_names)

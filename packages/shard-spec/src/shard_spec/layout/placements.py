@@ -162,13 +162,13 @@ class BlockShard(CuttingPlacement):
         return f"more than {MAX_INTERVALS} blocks of {self.block}" if too_many else ""
 
     def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
-        num_blocks = -(-length // self.block)
+        num_blocks = -(-length // self.block)  # the last may be short
         if self.cyclic:
             for at in range(index, num_blocks, count):
                 yield at * self.block, min(self.block, length - at * self.block)  # the last may be short
         else:
             first, taken = chunk(num_blocks, count, index)
-            start = min(first * self.block, length)
+            start = min(first * self.block, length)  # empty ranks start at the end
             yield start, min(taken * self.block, length - start)
 
 
@@ -278,7 +278,7 @@ def _torch_spec(placement: object) -> PlacementSpec:
         if isinstance(placement, types.Shard):
             return ShardSpec(placement.dim)
         factor = _torch_compat.strided_shard_factor(placement)  # _StridedShard is private
-        if factor is not None:
+        if factor is not None:  # a strided shard
             return InterleavedShard(placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
     found = f"{placement!r} of type {type(placement).__qualname__}"
     hint = "use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text"

@@ -85,11 +85,11 @@ def parse_placement(text: str) -> PlacementSpec:
             if len(arguments) == 2 or arguments[2] == "cyclic":
                 return BlockShard(_integer(arguments[0]), _integer(arguments[1]), len(arguments) == 3)
         elif kind == "I" and len(arguments) == 2:
-            listed = arguments[1].startswith(("[", "("))
+            listed = arguments[1].startswith(("[", "("))  # sizes, or a number of sections
             return InterleavedShard(
                 _integer(arguments[0]), _integers(arguments[1]) if listed else _integer(arguments[1])
             )
-    except ValueError as error:
+    except ValueError as error:  # not an integer
         if isinstance(error, PlanError):
             raise
     raise PlanError(Problem("invalid-layout", found=repr(text[:200]), hint=_HINT))
@@ -109,7 +109,7 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
     items = [item for item in split_items(body) if item]
     named = [_NAMED.fullmatch(item) for item in items]
     specs: dict[str, PlacementSpec] = {}
-    if items and not any(named):
+    if items and not any(named):  # one placement for each axis, in mesh order
         if len(items) != len(axis_names):
             found = f"{text!r}: {len(items)} placements for the axes {', '.join(axis_names)}"
             problems.append(Problem("argument-count", found=found, hint="one for each axis, or name the axes"))

@@ -59,7 +59,7 @@ def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
     if problem.memory_of(large.assignment) <= limit:
         return CappedSolution(large.assignment, large.objective, large.objective)
     small = Solution(least.assignment, problem.evaluate(least.assignment))
-    best, bound = small, large.objective
+    best, bound = small, large.objective  # no cap: a lower bound
     while True:
         fewer = problem.memory_of(large.assignment) - problem.memory_of(small.assignment)
         price = (small.objective - large.objective) / fewer  # equal charged cost of both
@@ -120,6 +120,5 @@ def _charged(solution: Solution, charges: Sequence[torch.Tensor]) -> Fraction:
 
 
 def _rounded_down(value: Fraction) -> float:
-    """Return the greatest float that is not above `value`."""
-    number = float(value)
+    number = float(value)  # nearest: may be above
     return number if Fraction(number) <= value else math.nextafter(number, -math.inf)

@@ -120,14 +120,14 @@ class StepModel:
         """Return the combinations with dividing batch, sequence and channels."""
         found = []
         for strategies in itertools.product(operation.strategies, repeat=self.mesh.ndim):
-            pieces = dict.fromkeys("bsh", 1)
+            pieces = dict.fromkeys("bsh", 1)  # shards along batch, sequence, channels
             for strategy, size in zip(strategies, self.mesh.shape, strict=True):
                 state = "h" if strategy.weight in ("column", "row") or strategy.reads == "h" else strategy.reads
                 if state in pieces:
                     pieces[state] *= size
             if self.workload.batch % pieces["b"] or self.workload.sequence % pieces["s"]:
                 continue
-            if pieces["h"] > 1 and pieces["h"] not in operation.degrees:
+            if pieces["h"] > 1 and pieces["h"] not in operation.degrees:  # e.g. heads
                 continue
             found.append(strategies)
         divided = [
@@ -138,7 +138,6 @@ class StepModel:
     # ---- seconds ----
 
     def _seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
-        """Return the seconds of matmuls forward and backward, weight gathers and gradient reductions."""
         return self._compute_seconds(operation, strategies) + self._weight_seconds(operation, strategies)
 
     def _compute_seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
@@ -171,14 +170,14 @@ class StepModel:
             elif strategy.sums_weight_gradient:
                 stored = math.prod(size for other, size in others if other.weight == "fsdp")
                 seconds += self.cost_model.all_reduce(num_bytes / stored, link)
-        return seconds * (1 - self.workload.overlap)
+        return seconds * (1 - self.workload.overlap)  # hidden behind matmuls
 
     def _moving_table(
         self, sources: Sequence[StrategyPerAxis], readers: Sequence[StrategyPerAxis], width: int, passes: int
     ) -> Tensor:
         """Return ``[source strategies, reader strategies]`` seconds: the activation forward, its gradient backward."""
         num_bytes = float(self.workload.tokens * width * self.workload.activation_bytes)
-        cache: dict[object, float] = {}
+        cache: dict[object, float] = {}  # few distinct pairs of layouts
 
         def seconds(before: tuple[str, ...], after: tuple[str, ...]) -> float:
             if (before, after) not in cache:
@@ -217,6 +216,7 @@ class StepModel:
         total = -(-operation.num_elements * self.workload.state_bytes // stored)
         if operation.width_out and (operation.kept or not self.workload.recompute):
             value_bytes = operation.output_bytes or self.workload.activation_bytes
+            # sums are reduced before they are saved
             written = tuple("r" if strategy.writes == "p" else strategy.writes for strategy in strategies)
             total += -(-self.workload.tokens * operation.width_out * value_bytes // cuts(written, self.mesh.shape))
         return total

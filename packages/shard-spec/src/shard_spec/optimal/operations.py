@@ -235,7 +235,7 @@ class _Builder:
         index = len(self.operations)
         kept, tied_to = [], -1
         for name, count in operation.parameters:
-            first = self.first_name[id(self.parameters[name])]
+            first = self.first_name[id(self.parameters[name])]  # tied names share one tensor
             if first in self.owner:
                 tied_to = self.owner[first]
             else:
@@ -245,7 +245,7 @@ class _Builder:
         return index
 
     def _embeddings(self, units: Sequence[TPBlock], width: int) -> int:
-        stream = -1
+        stream = -1  # none yet
         for unit in units:
             if self.first_name[id(self.parameters[unit.rows[0].name])] in self.owner:
                 continue  # tied: the same table under another name
@@ -290,7 +290,7 @@ class _Builder:
                 source=stream,
             )
         )
-        inside = column
+        inside = column  # without scores in between
         if unit.kind is TPBlockKind.ATTENTION:
             inside = self._add(
                 Operation(
@@ -320,7 +320,7 @@ class _Builder:
 
     def _head(self, unit: TPBlock, stream: int) -> None:
         elements = self._elements(unit.columns)
-        matmul = max(count for _, count in elements)
+        matmul = max(count for _, count in elements)  # the weight, not the bias
         width = self.operations[stream].width_out
         self._add(
             Operation(
@@ -350,7 +350,7 @@ class _Builder:
         (row,) = unit.rows
         shape = self.parameters[row.name].shape
         dim = int(row.placement[2:-1])  # "S(1)" -> 1
-        experts = shape[0] if len(shape) == 3 else 1
+        experts = shape[0] if len(shape) == 3 else 1  # stacked experts: not channels
         return math.prod(shape) // shape[dim] // experts
 
     def _active_share(self, unit: TPBlock) -> float:

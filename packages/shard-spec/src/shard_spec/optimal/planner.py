@@ -131,13 +131,13 @@ class OptimalPlanner(LayoutPlanner):
             for at, axis in enumerate(self.mesh.axis_names)
             if chosen and all(strategies[at].weight == "fsdp" for strategies in chosen)
         ]
-        if not axes:
+        if not axes:  # small: replicated
             return {}
         cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes[::-1] if len(axes) > 1 else None)
         return {name: cut for name, value in module.named_parameters() if name not in layouts and value.dim() > 0}
 
     def _does_not_fit(self, module: nn.Module, error: InfeasibleError) -> PlanError:
-        if error.least_bytes < 0:
+        if error.least_bytes < 0:  # not a matter of memory
             found = "no combination of strategies divides the batch, the sequence and the heads"
             return PlanError(Problem("does-not-divide", found=found, hint="choose another batch or another mesh"))
         least, changes = error.least_bytes, [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
@@ -146,7 +146,6 @@ class OptimalPlanner(LayoutPlanner):
         return PlanError(Problem("does-not-fit", "memory_limit", found=found, hint=f"would fit: {'; '.join(changes)}"))
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
-        """Return changes that were tried and fit."""
         fitting = []
         structures: dict[tuple[int, ...], Structure] = {}
 
@@ -159,7 +158,7 @@ class OptimalPlanner(LayoutPlanner):
 
         if not self.workload.recompute and fits(self.mesh, replace(self.workload, recompute=True)):
             fitting.append("Workload(recompute=True)")
-        batch = self.workload.batch // 2
+        batch = self.workload.batch // 2  # the largest halving that fits
         while batch >= 1:
             if fits(self.mesh, replace(self.workload, batch=batch)):
                 fitting.append(f"Workload(batch={batch})")
@@ -199,7 +198,7 @@ def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec
 
 def _smaller(placement: str, pieces: int) -> str:
     """Return the placement after an earlier axis: sections are shorter by its size."""
-    match = _SECTIONS.fullmatch(placement)
+    match = _SECTIONS.fullmatch(placement)  # only sections have sizes
     if match is None or pieces == 1:
         return placement
     sections = ", ".join(str(int(size) // pieces) for size in match[2].split(","))
@@ -207,7 +206,6 @@ def _smaller(placement: str, pieces: int) -> str:
 
 
 def _degrees(mesh: MeshSpec) -> tuple[int, ...]:
-    """Return all products of axis sizes."""
     degrees = {1}
     for size in mesh.shape:
         degrees |= {degree * size for degree in degrees}

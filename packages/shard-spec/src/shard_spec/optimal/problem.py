@@ -116,7 +116,7 @@ class PairwiseBuilder:
         if first == second:
             self.costs[first] = self.costs[first] + matrix.diagonal()
             return
-        if first > second:
+        if first > second:  # edges ascend
             first, second, matrix = second, first, matrix.T
         known = self._edges.get((first, second))
         self._edges[first, second] = matrix.contiguous() if known is None else known + matrix
@@ -260,7 +260,7 @@ def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, i
         node = queue.pop()
         neighbours = tuple(sorted(adjacent[node]))
         entries = num_strategies[node] * math.prod(num_strategies[other] for other in neighbours)
-        if entries > MAX_TABLE_ENTRIES:
+        if entries > MAX_TABLE_ENTRIES:  # before the allocation
             raise TooConnectedError(
                 f"exact elimination would need a table of {entries:,} entries over {len(neighbours) + 1} nodes: "
                 "give the nodes fewer strategies or the graph fewer connections."
@@ -297,7 +297,7 @@ class _DegreeQueue:
         while True:
             key = heapq.heappop(self._heap)
             node = key[2]
-            if node in self._alive and key == self._key(node):
+            if node in self._alive and key == self._key(node):  # else stale
                 self._alive.remove(node)
                 return node
 
@@ -315,4 +315,4 @@ def _aligned(values: Tensor, nodes: Sequence[int], scope: Sequence[int]) -> Tens
     shape = [1] * len(scope)
     for position, dim in enumerate(order):
         shape[scope.index(nodes[dim])] = moved.shape[position]
-    return moved.reshape(shape)
+    return moved.reshape(shape)  # size 1 for other nodes

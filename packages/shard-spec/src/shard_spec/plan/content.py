@@ -42,7 +42,7 @@ class Rule:
 
 
 def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[str, Layout]) -> Rule:
-    name = key if isinstance(key, str) else repr(key)
+    name = key if isinstance(key, str) else repr(key)  # keys from files may be of any type
     problems: list[Problem] = []
     pattern = None
     if not isinstance(key, str):
@@ -54,7 +54,7 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
             pattern = Pattern(key)
         except PlanError as error:
             problems.extend(error.problems)
-    if is_spec(value) or is_sharder(value):
+    if is_spec(value) or is_sharder(value):  # their layouts need shapes
         kind = "spec" if is_spec(value) else "sharder"
         return Rule(name, pattern, value, kind, None, tuple(problems))
     layout = None
@@ -62,7 +62,7 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
         layout = layouts.get(value) if isinstance(value, str) else None
         layout = to_layout(value, mesh) if layout is None else layout
         if isinstance(value, str):
-            layouts[value] = layout
+            layouts[value] = layout  # parsed once per text
         if mesh is not None and layout.mesh != mesh:
             problems.append(_other_mesh(name, layout.mesh, mesh))
     except PlanError as error:
@@ -101,20 +101,20 @@ class PlanContent:
         _require("plan", plan, Mapping, "a mapping from pattern to layout")
         if output_plan is not None:
             _require("output_plan", output_plan, Mapping, "a mapping from module FQN to layout")
-        if isinstance(return_local_tensor, str):
+        if isinstance(return_local_tensor, str):  # tuple() would split it into letters
             raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
         object.__setattr__(self, "plan", MappingProxyType(dict(plan)))
         output = None if output_plan is None else MappingProxyType(dict(output_plan))
         object.__setattr__(self, "output_plan", output)
         local = None if return_local_tensor is None else tuple(return_local_tensor)
         object.__setattr__(self, "return_local_tensor", local)
-        object.__setattr__(self, "mesh", as_mesh(mesh))
+        object.__setattr__(self, "mesh", as_mesh(mesh))  # frozen dataclass
         object.__setattr__(self, "strict", bool(strict))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlanContent):
             return NotImplemented
-        if digest_text(self) != digest_text(other):
+        if digest_text(self) != digest_text(other):  # canonical form: rules sorted, layouts as text
             return False
         # Sharders are code; the digest covers their class only.
         return all(bool(value == other.plan[key]) for key, value in self.plan.items() if is_sharder(value))

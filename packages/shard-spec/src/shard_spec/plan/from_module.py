@@ -88,13 +88,13 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     if len(cutting) != 1:
         found = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that shard ({layout})"
         raise _not_said(found, "sections are of the dim that one axis cuts")
-    (at,) = cutting
+    (at,) = cutting  # one sharding axis
     dim = layout.specs[at].dim
     assert dim is not None
     if not -len(shape) <= dim < len(shape) or sum(each.size for each in sections) != shape[dim]:
         found = f"sections {[tuple(each) for each in sections]} of dim {dim} of a tensor of shape {shape}"
         raise _not_said(found, "the sizes of the sections have to add up to the length of the dim")
-    copies = {each.copies for each in sections}
+    copies = {each.copies for each in sections}  # one axis has one number of copies
     if len(copies) > 1:
         found = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
         raise _not_said(found, "keep sections with other copies in a weight of their own")
@@ -112,7 +112,7 @@ def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
         return layout, at
     if size % copies:
         raise _not_said(f"{copies} copies over {size} ranks", "copies have to divide the ranks of the axis")
-    if copies == size:
+    if copies == size:  # every rank holds all
         return Layout(mesh, [REPLICATE if place == at else spec for place, spec in enumerate(layout.specs)]), at
     name = mesh.axis_names[at]
     axes: dict[str, int] = {}
@@ -140,7 +140,7 @@ def _not_said(found: str, hint: str) -> PlanError:
 def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> Layout:
     """Replace DTensor's strided shard by an explicit order of axes if both are equivalent."""
     interleaved = [at for at, spec in enumerate(layout.specs) if isinstance(spec, InterleavedShard)]
-    if not interleaved:
+    if not interleaved:  # plain shards apply in mesh order
         return layout
     names = layout.mesh.axis_names
     specs = [ShardSpec(spec.dim) if isinstance(spec, InterleavedShard) else spec for spec in layout.specs]
@@ -152,8 +152,8 @@ def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> L
 
 def _widest(meshes: list[MeshSpec]) -> MeshSpec | None:
     """Return the mesh with the most ranks, then axes, if it covers the ranks of all others."""
-    if not meshes:
+    if not meshes:  # plain tensors only
         return None
     widest = max(meshes, key=lambda mesh: (mesh.world_size, mesh.ndim))
-    ranks = set(widest.ranks)
+    ranks = set(widest.ranks)  # plain tensors replicate on all of them
     return widest if all(ranks.issuperset(mesh.ranks) for mesh in meshes) else None

@@ -27,7 +27,7 @@ def glob_rules(values: Mapping[str, T | None], aliases: Collection[str], others:
     groups: dict[str, list[str]] = {}
     for name in values:
         groups.setdefault(pattern_of(name), []).append(name)
-    stems = {*groups, *map(pattern_of, aliases)}
+    stems = {*groups, *map(pattern_of, aliases)}  # globs match tied names too
     rules: dict[str, T] = {}
     for pattern, members in groups.items():
         alone = {stem for stem in stems if _glob_matches(pattern, stem)} == {pattern}
@@ -51,9 +51,9 @@ def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | N
     if not listed or (whole and len(set(said)) == 1):
         return {pattern: said[0]} if listed else {}
     by_position = _split_at_one_number(members, values)
-    if by_position is not None:
+    if by_position is not None:  # exact, and readable
         return by_position
-    if not whole or len(members) <= 3:
+    if not whole or len(members) <= 3:  # a glob would save nothing, or match too much
         return listed
     # The most frequent value becomes the pattern; an exact name overrides it.
     usual = min(said, key=lambda value: (-said.count(value), str(value)))
@@ -62,7 +62,7 @@ def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | N
 
 def _split_at_one_number(members: list[str], values: Mapping[str, T | None]) -> dict[str, T] | None:
     """Return rules with one number written out (``layers.*.mlp.2.weight``), if that separates the values."""
-    num_numbers = len(_NUMBER.findall(members[0]))
+    num_numbers = len(_NUMBER.findall(members[0]))  # equal in all: one pattern
     best: dict[str, T] | None = None
     for position in range(num_numbers if num_numbers > 1 else 0):
         parts: dict[str, set[T | None]] = {}
@@ -70,7 +70,7 @@ def _split_at_one_number(members: list[str], values: Mapping[str, T | None]) -> 
             parts.setdefault(_pattern_but_one(name, position), set()).add(values[name])
         if all(len(said) == 1 for said in parts.values()):
             rules = {part: text for part, (text,) in parts.items() if text is not None}
-            if best is None or len(rules) < len(best):
+            if best is None or len(rules) < len(best):  # fewest rules
                 best = rules
     return best
 

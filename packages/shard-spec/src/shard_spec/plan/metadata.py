@@ -31,7 +31,7 @@ def require_floating(*dtypes: object) -> None:
     """
     known = [name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex"))]
     for dtype in dtypes:
-        if not isinstance(dtype, bool | None) and dtype not in known:
+        if not isinstance(dtype, bool | None) and dtype not in known:  # grads= may be a flag
             raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(known)}"))
 
 
@@ -125,7 +125,7 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
     Raises:
         TypeError: When ``model`` is neither.
     """
-    if isinstance(model, ModelMetadata):
+    if isinstance(model, ModelMetadata):  # read before
         return model
     from torch import nn
 
@@ -157,7 +157,7 @@ def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Itera
     from torch.nn.parameter import is_lazy
 
     for tensor, kind, names, module_type in entries:
-        if is_lazy(tensor):
+        if is_lazy(tensor):  # no shape yet
             hint = "run one forward pass (a lazy module learns its shapes there), then plan"
             problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
             continue
@@ -175,4 +175,4 @@ def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Itera
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the global shape of a parameter that may be a local shard; a DTensor's shape is global already."""
     info = getattr(tensor, "_sharding_info", None)
-    return tuple(tensor.shape if info is None else info[2])
+    return tuple(tensor.shape if info is None else info[2])  # index: it may be a plain tuple

@@ -48,7 +48,7 @@ def _as_json_document(document: Any) -> Any:
         return document
     full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
     for key in ("rules", "output_plan"):
-        if isinstance(full.get(key), dict):
+        if isinstance(full.get(key), dict):  # the JSON form is a list of pairs
             full[key] = [[pattern, value] for pattern, value in full[key].items()]
     if isinstance(full["mesh"], dict):
         mesh = {"ranks": None, "ranks_per_host": None, **full["mesh"]}
@@ -73,7 +73,7 @@ def from_document(document: Any) -> PlanContent:
     mesh = _read_mesh(document["mesh"])
     strict, output, local = document["strict"], document["output_plan"], document["return_local_tensor"]
     if not isinstance(strict, bool):
-        raise _bad("'strict' is neither true nor false")
+        raise _bad("'strict' is neither true nor false")  # bool() would accept any text
     if local is not None and not (isinstance(local, list) and all(isinstance(name, str) for name in local)):
         raise _bad("'return_local_tensor' is no list of names")
     rules = _read_items("rules", document["rules"])
@@ -112,7 +112,7 @@ def _read_value(value: Any) -> Any:
     if isinstance(value, dict) and set(value) == {"layout", "mesh"} and isinstance(value["layout"], str):
         mesh = _read_mesh(value["mesh"])
         if mesh is not None:
-            return Layout.parse(value["layout"], mesh)
+            return Layout.parse(value["layout"], mesh)  # validated by the constructor
     if isinstance(value, dict) and len(value) == 1:
         if "chunk" in value:
             return _read_chunk(value["chunk"])

@@ -110,9 +110,9 @@ def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
 def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     """Resolve as far as possible and collect every problem."""
     metadata = metadata_of(module)
-    problems = list(metadata.problems)
+    problems = list(metadata.problems)  # lazy parameters, for example
     problems += [problem for rule in plan.rules for problem in rule.problems]
-    names = {alias for tensor in metadata.tensors for alias in tensor.aliases}
+    names = {alias for tensor in metadata.tensors for alias in tensor.aliases}  # a name overrides its glob letters
     usable = [_as_name(rule) if rule.key in names else rule for rule in plan.rules if rule.pattern is not None]
     sharders = _place_sharders([rule for rule in usable if rule.kind == "sharder"], metadata, problems)
     index = _RuleIndex([rule for rule in usable if rule.kind != "sharder"])
@@ -128,7 +128,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         decided[tensor.name] = _decide(tensor, rules, made, plan.strict, problems)
     problems += [_matches_nothing(rule.key, metadata) for rule in index.rules if rule.key not in index.used]
     mesh = plan.mesh or _common_mesh(layout for _, layout in decided.values())
-    default = None if mesh is None else Layout.replicated(mesh)
+    default = None if mesh is None else Layout.replicated(mesh)  # tensors without a rule replicate
     if default is None and not problems and any(rule is None for rule, _ in decided.values()):
         hint = "pass mesh= to the plan: there are tensors that no rule mentions"
         problems.append(Problem("missing-mesh", found="neither the plan nor a rule names ranks", hint=hint))
@@ -174,7 +174,7 @@ class _RuleIndex:
 
     def matching(self, name: str, kind: str) -> list[Rule]:
         """Return the rules that match ``name``, an exact one first."""
-        exact = self.exact.get(name)
+        exact = self.exact.get(name)  # a dict lookup: most rules are exact
         found = [exact] if exact else []
         for rule in self.wild:
             assert rule.pattern is not None
@@ -205,7 +205,7 @@ class _Layouts:
         if (layout, tensor.shape) in self.good:
             return layout
         wrong = list(layout.problems(tensor.shape, tensor.name))
-        if layout.partial:
+        if layout.partial:  # DTensor allows it, but a parameter has no pending sum
             found = f"a stored {tensor.kind} with the layout {layout}"
             hint = "partial values come out of computations; replicate or shard what is stored"
             axis = next(iter(layout.partial))
@@ -237,7 +237,7 @@ def _decide(
             found = f"{first} -> {layouts[first]} by rule {winners[first].key!r}, but {alias} -> {layout}"
             hint = "these names are one tensor: give both the same layout, or only one of them a rule"
             problems.append(Problem("tied-weights", alias, found=f"{found} by rule {winners[alias].key!r}", hint=hint))
-    return winners[first], layouts[first]
+    return winners[first], layouts[first]  # equal for all names, or a problem
 
 
 def _deciding(name: str, rules: list[Rule], problems: list[Problem]) -> Rule:
@@ -264,7 +264,7 @@ def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
         hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
     else:
         names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
-        close = difflib.get_close_matches(key, names[:5000], n=1)
+        close = difflib.get_close_matches(key, names[:5000], n=1)  # quadratic: bounded
         hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"
     return Problem("unmatched-pattern", key, found="no parameter or buffer has a name like this", hint=hint)
 
@@ -278,7 +278,7 @@ def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[P
         if rule.key == "" or "" in paths:
             hint = "name a submodule; the root cannot be replaced in place"
             problems.append(Problem("sharder-nesting", rule.key, found="a Sharder for the root module", hint=hint))
-        elif not paths:
+        elif not paths:  # Sharders need a module
             hint = "name a submodule's FQN"
             problems.append(Problem("unknown-name", rule.key, found="no module for this Sharder", hint=hint))
         for path in paths:
@@ -298,12 +298,12 @@ def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[P
 def _taken_by_sharder(
     tensor: TensorMetadata, rules: dict[str, list[Rule]], sharders: dict[str, Any], problems: list[Problem]
 ) -> bool:
-    if not sharders:
+    if not sharders:  # most plans
         return False
     owners = {alias: next((p for p in sharders if alias.startswith(p + ".")), None) for alias in tensor.aliases}
     if not any(owners.values()):
         return False
-    if len(set(owners.values())) > 1:
+    if len(set(owners.values())) > 1:  # half of a tied tensor would be replaced
         text = f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some"
         hint = "untie it, or give the Sharder a module that holds all of its names"
         problems.append(Problem("tied-weights", tensor.name, found=text, hint=hint))

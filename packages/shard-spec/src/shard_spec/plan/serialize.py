@@ -45,7 +45,7 @@ def to_json(plan: PlanContent) -> str:
 
 def document_of(plan: PlanContent) -> dict[str, Any]:
     """Return the document of a plan, made of plain JSON types."""
-    problems: list[Problem] = []
+    problems: list[Problem] = []  # all of them in one error
     document = _document(plan, problems)
     raise_problems(problems, "the plan cannot be written")
     return document
@@ -71,7 +71,7 @@ def _document(plan: PlanContent, problems: list[Problem]) -> dict[str, Any]:
 
 def dump(document: Mapping[str, Any]) -> str:
     """Format JSON with one rule a line, for readable diffs in version control."""
-    lines = []
+    lines = []  # json.dumps alone has one line or too many
     for key, value in document.items():
         if key in ("rules", "output_plan") and value:
             text = "[\n" + ",\n".join("  " + json.dumps(item) for item in value) + "\n ]"
@@ -95,8 +95,8 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
     if not isinstance(key, str):
         found = f"a key of type {type(key).__qualname__}"
         problems.append(Problem("invalid-plan", repr(key), found=found, hint="use text"))
-        key = repr(key)
-    if isinstance(value, Layout):
+        key = repr(key)  # goes on, to report all problems
+    if isinstance(value, Layout):  # the mesh is stored if it is not the plan's
         return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": _mesh_document(value.mesh)}
     if is_spec(value):
         return _spec_document(key, value, problems)
@@ -104,13 +104,13 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         hint = "a Sharder is code: keep it in code, and write the other rules"
         problems.append(Problem("invalid-plan", key, found=f"a Sharder of type {name}", hint=hint))
-        return {"sharder": name}
+        return {"sharder": name}  # for the digest only
     try:
         return _layout_text(value, mesh)
     except (PlanError, TypeError) as error:
         found = f"{value!r:.200}: {error}"
         problems.append(Problem("invalid-plan", key, found=found, hint="correct the rule; see plan.problems"))
-        return {"wrong": repr(value)}
+        return {"wrong": repr(value)}  # for the digest only
 
 
 def _layout_text(value: Any, mesh: MeshSpec | None) -> str:

@@ -21,13 +21,13 @@ def json_values(text: str | bytes, *, floats: bool = False) -> Any:
     Raises:
         ValueError: It is too long, nested too deep, not JSON, or has a key twice in one object.
     """
-    _check_length(text, MAX_BYTES)
+    _check_length(text, MAX_BYTES)  # before any parsing
     if isinstance(text, bytes):
-        text = text.decode("utf-8")
+        text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
     fraction = float if floats else _no_constant  # no fraction in a plan
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=fraction)
-    except RecursionError:
+    except RecursionError:  # json recurses once per level
         raise ValueError("nested too deep") from None
 
 

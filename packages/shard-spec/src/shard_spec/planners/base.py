@@ -219,7 +219,7 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
     problems = []
     for name, layout in second.items():
         before = layouts.get(name)
-        if before is None:
+        if before is None:  # first planner to shard it
             layouts[name] = layout
             continue
         twice = [axis for axis in layout.sharded_axes if axis in before.sharded_axes]
@@ -234,6 +234,6 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
         shared = set(before.sharded_axes.values()) & set(layout.sharded_axes.values())
         order = (*before.sharded_axes, *layout.sharded_axes) if shared else None
         layouts[name] = Layout(layout.mesh, both, order)
-    if problems:
+    if problems:  # all contradictions in one error
         raise PlanError(problems, "planners contradict each other")
     return layouts

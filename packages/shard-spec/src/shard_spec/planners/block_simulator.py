@@ -86,16 +86,15 @@ class BlockSimulator:
         finally:
             for one, value in zip(columns, kept, strict=True):
                 one.value.copy_(value)  # also after an error in the caller's forward
-        if changed.shape != alone.shape:
+        if changed.shape != alone.shape:  # shapes depend on values
             return float("inf")
         return float((changed - alone).abs().max() / alone.abs().max().clamp_min(1e-30)) if alone.numel() else 0.0
 
 
 def _other_values(value: Tensor, seed: int) -> Tensor:
-    """Return values of the same magnitude that differ from `value`."""
     if not value.is_floating_point():
         return value + 1
-    scale = float(value.abs().mean()) or 0.02
+    scale = float(value.abs().mean()) or 0.02  # same magnitude: no overflow, no lost bits
     return value + (_random(tuple(value.shape), 500 + 31 * seed) * 3 * scale).to(value)
 
 
@@ -117,7 +116,7 @@ def verify_units(
         call: runs a model and returns one output tensor; deterministic (dropout off).
     """
     blocks = [unit for unit in units if unit.rows and unit.columns]
-    twin = copy.deepcopy(module)
+    twin = copy.deepcopy(module)  # weights change during the test
     parameters = dict(twin.named_parameters(remove_duplicate=False))
 
     def channels(cuts: Iterable[Cut]) -> list[Channels]:
@@ -372,7 +371,6 @@ def _calls(clone: nn.Module, width: int, head_dim: int | None) -> Iterator[tuple
 
 
 def _guesses(name: str, stream: Tensor, head_dim: int | None) -> list[Any]:
-    """Return candidate values of a required argument called `name`."""
     lowered = name.lower()
     if head_dim and any(word in lowered for word in ("rope", "rotary", "freq", "cos", "sin", "position_emb")):
         return _rotary(head_dim, single=lowered in ("cos", "sin"))

@@ -72,7 +72,7 @@ class FullyShardPlanner(LayoutPlanner):
             problem = self._unevenness(name, tuple(parameter.shape), merged(before, {name: cut})[name])
             if problem is not None:
                 uneven.append(problem)
-            if problem is None or self.uneven == "shard":
+            if problem is None or self.uneven == "shard":  # collect first: "refuse" lists all
                 layouts[name] = cut
         if uneven and self.uneven == "refuse":
             raise PlanError(uneven, f"{len(uneven)} parameters do not divide")

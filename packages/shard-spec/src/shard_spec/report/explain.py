@@ -81,7 +81,7 @@ def _explain_name(plan: PlanContent, name: str) -> str:
 
 def _nearest(name: str, found: Resolution) -> str:
     names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
-    near = difflib.get_close_matches(name, names, n=3)
+    near = difflib.get_close_matches(name, names, n=3)  # a typo, most often
     return f"did you mean {', '.join(near)}?" if near else "give its fully qualified name"
 
 
@@ -127,7 +127,7 @@ def _layout_lines(layout: Layout, tensor: TensorMetadata) -> list[str]:
         more = f" + {len(boxes) - 4} more" if len(boxes) > 4 else ""
         local = list(layout.local_shape(rank, tensor.shape))
         lines.append(f"  rank {rank}: local shape {local}, holds {places or 'nothing'}{more}")
-    if len(ranks) > 8:
+    if len(ranks) > 8:  # the list above is capped
         lines.append(f"  ... and ranks {human_ranks(ranks[8:])}")
     return lines
 

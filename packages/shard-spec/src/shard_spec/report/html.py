@@ -77,7 +77,6 @@ def _summary(plan: PlanContent, found: Resolution) -> str:
 
 
 def _cards(found: Resolution, memory: Memory, communication: Communication | None) -> str:
-    """Return the key numbers."""
     numel = sum(tensor.numel for tensor in found.metadata.parameters)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found.mesh.axes.items()) if found.mesh else "several"
     entries = [
@@ -85,7 +84,7 @@ def _cards(found: Resolution, memory: Memory, communication: Communication | Non
         (mesh, f"mesh of {len(found.ranks)} ranks"),
         (human_bytes(memory.max_bytes), f"on the fullest rank, with {memory.optimizer.name}"),
     ]
-    if numel and not memory.uncounted:
+    if numel and not memory.uncounted:  # the share is unknown with Sharders
         entries.append((f"{_local_numel(found, memory) / numel:.1%}", "of the weights on that rank"))
     if memory.moment:
         rank = memory.on(memory.worst_rank)
@@ -104,7 +103,6 @@ def _cards(found: Resolution, memory: Memory, communication: Communication | Non
 
 
 def _local_numel(found: Resolution, memory: Memory) -> int:
-    """Return the number of parameter elements on the fullest rank."""
     rank = memory.ranks[memory.totals.index(memory.max_bytes)]
     held = [(found.layouts[tensor.name], tensor.shape) for tensor in found.metadata.parameters]
     return sum(
@@ -124,10 +122,10 @@ def _problems(found: Resolution) -> str:
 
 def _picture(found: Resolution) -> str:
     axes = list(dict.fromkeys(axis for layout in found.layouts.values() for axis in layout.mesh.axis_names))
-    hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}
-    ranks = list(found.ranks)[:_MAX_RANKS]
+    hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}  # one hue per axis on the whole page
+    ranks = list(found.ranks)[:_MAX_RANKS]  # larger worlds: the pattern repeats
     groups = alike(found)
-    rows = list(groups.items())[:_MAX_ROWS]
+    rows = list(groups.items())[:_MAX_ROWS]  # a page that browsers can draw
     left, width, height, top = 350, max(7, min(30, 480 // max(1, len(ranks)))), 20, 22
     right = left + len(ranks) * width + 12
     shapes = [text(0, 14, "rank", kind="soft"), text(right, 14, "layout", kind="soft")]
@@ -165,14 +163,14 @@ def _cell(
     boxes = layout.boxes(rank, tensor.shape)
     places = " + ".join(str([f"{s.start}:{s.stop}" for s in box.slices()]).replace("'", "") for box in boxes[:4])
     tip = f"{tensor.name} on rank {rank}: {places or 'nothing'}"
-    if not boxes:
+    if not boxes:  # empty on this rank
         return [rect(x, y, width, height, "none", tip, ' stroke="#bbb"')]
     colours = []
     for at, (axis, size) in enumerate(layout.mesh.axes.items()):
         if layout.specs[at].dim is not None and size > 1:
             shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
             colours.append(f"hsl({hues[axis]} 55% {shade}%)")
-    step = height / max(1, len(colours))
+    step = height / max(1, len(colours))  # several axes: stripes
     return [rect(x, y + at * step, width, step, each, tip) for at, each in enumerate(colours or ["#c9cfd8"])]
 
 
@@ -180,7 +178,7 @@ def _cell(
 
 
 def _memory(memory: Memory) -> str:
-    groups = memory.groups()
+    groups = memory.groups()  # equal ranks share a bar
     rows = [(_ranks_text(ranks), list(sizes.items())) for ranks, sizes in groups[:32]]
     drawn = stacked_bars("memory", rows, _PART_COLOURS)
     remark = "Exact for the tensors themselves; activations and collectives' buffers come on top."

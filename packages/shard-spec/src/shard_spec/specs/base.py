@@ -85,14 +85,14 @@ class ShardingSpec(abc.ABC):
         """
         shape = tuple(shape)
         held = box_of_each_rank(self, shape)
-        found = grid_of(list(held.values()), shape)
+        found = grid_of(list(held.values()), shape)  # a mesh is a grid
         if found is None:
             text = f"{len(held)} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns"
             hint = "split each dim at the same places everywhere; shard-reshard moves free boxes, a mesh does not"
             raise PlanError(Problem("not-a-grid", "shards", found=text, hint=hint))
-        ranks, (cuts, order) = tuple(held), found
+        ranks, (cuts, order) = tuple(held), found  # order: row-major cells
         cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
-        if not cut_dims:
+        if not cut_dims:  # one shard
             return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])  # one rank holds all
         # One mesh axis for each sharded dim, ranks in the order of their shards.
         axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
@@ -132,5 +132,5 @@ def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Bo
 
 def _placement(dim: int, intervals: Sequence[Interval], length: int) -> PlacementLike:
     sizes = tuple(size for _, size in intervals)
-    plain = tuple(chunk(length, len(sizes), at)[1] for at in range(len(sizes)))
+    plain = tuple(chunk(length, len(sizes), at)[1] for at in range(len(sizes)))  # sizes of torch.chunk
     return f"S({dim})" if sizes == plain else UnevenShard(dim, sizes)

@@ -86,7 +86,7 @@ class ChunkShardingSpec(ShardingSpec):
         """See ``ShardingSpec.boxes_on``; computes this rank's chunks only."""
         shape = tuple(shape)
         dim = self.normalized(len(shape)).dim
-        mine = [index for index, device in enumerate(self.placements) if device.rank() == rank]
+        mine = [index for index, device in enumerate(self.placements) if device.rank() == rank]  # maybe several
         return tuple(box for box in (self._box(index, dim, shape) for index in mine) if box.numel)
 
     def to_layout(self, shape: Sequence[int]) -> Layout:
@@ -128,7 +128,7 @@ class EnumerableShardingSpec(ShardingSpec):
         if len(ndims) > 1:
             hint = "all shards are shards of one tensor"
             return [Problem("shape-mismatch", "shards", found=f"shards of {ndims} dims", hint=hint)]
-        return overlap_problems([shard.box for shard in self.shards], "shards")
+        return overlap_problems([shard.box for shard in self.shards], "shards")  # holes show with a shape
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
         """See ``ShardingSpec.build_metadata``; raises ``PlanError`` if the shards do not tile ``tensor_sizes``."""

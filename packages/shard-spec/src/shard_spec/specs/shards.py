@@ -114,7 +114,7 @@ class TensorShards:
 
 def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
     """Report two boxes with shared elements; empty if there are none."""
-    full = [box for box in boxes if box.numel]
+    full = [box for box in boxes if box.numel]  # empty boxes overlap nothing
     # Sweep along the dim with the most different offsets; boxes without dims are one element each.
     dim = max(range(full[0].ndim if full else 0), key=lambda at: len({box.offsets[at] for box in full}), default=None)
     active: list[Box] = []
@@ -131,7 +131,7 @@ def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
 def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -> list[Problem]:
     """Return the reasons that ``boxes`` (without overlaps) do not tile a tensor of ``shape``."""
     shape = tuple(shape)
-    if any(box.ndim != len(shape) for box in boxes):
+    if any(box.ndim != len(shape) for box in boxes):  # later checks zip the dims
         found = f"shards of {sorted({box.ndim for box in boxes})} dims for a tensor of shape {shape}"
         return [Problem("shape-mismatch", name, found=found, hint=f"give {len(shape)} offsets and sizes")]
     outside = [box for box in boxes if any(end > length for end, length in zip(box.ends, shape, strict=True))]
@@ -164,7 +164,7 @@ def grid_of(
     order = tuple(sorted(range(len(boxes)), key=lambda at: cells[at]))  # offsets ascending: row-major
     intervals = [tuple(sorted({cell[dim] for cell in cells})) for dim in range(ndim)]
     varying = [dim for dim in range(ndim) if len(intervals[dim]) > 1]
-    if len(varying) == 1:
+    if len(varying) == 1:  # empty boxes may repeat
         intervals[varying[0]] = tuple(cells[at][varying[0]] for at in order)
     elif len(set(cells)) < len(cells) or len(cells) != prod(map(len, intervals)):
         return None

@@ -37,7 +37,7 @@ def from_torch(value: object) -> Any:
     Raises:
         PlanError: ``wrong-type`` for anything else.
     """
-    kind = _torch_compat.shard_kind(value)
+    kind = _torch_compat.shard_kind(value)  # None before torch's module is imported
     known: Any = value
     if kind == "chunk":
         return ChunkShardingSpec(known.dim, known.placements)
@@ -77,7 +77,7 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
         if shape is None:
             found = f"a {type(value).__qualname__}, which torch does not know"
             raise PlanError(Problem("missing-argument", "shape", found=found, hint="pass shape=, the global shape"))
-        return to_torch(EnumerableShardingSpec(value.shards_for(shape)))
+        return to_torch(EnumerableShardingSpec(value.shards_for(shape)))  # torch has no subclass of ours
     raise PlanError(unknown_spec("", value))
 
 

@@ -127,7 +127,7 @@ def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> 
 def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Found:
     context.claim(*block.columns, block.row)  # even if refused: not for other recognisers
     tp_size, width = context.options.tp_size, block.row.in_features
-    if width < tp_size:
+    if width < tp_size:  # a rank would be empty
         return kept_replicated(
             Problem("does-not-divide", block.scope, found=f"{width} channels with tp={tp_size}"),
             *block.columns,

@@ -100,9 +100,8 @@ def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
 
 
 def _matmul_weights(context: Context) -> dict[str, int]:
-    """Return the bytes of every weight of a matmul; tied tensors count once."""
     found: dict[str, int] = {}
-    seen: set[int] = set()
+    seen: set[int] = set()  # tied tensors count once
     for name, module in context.modules.items():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen and _is_matmul_weight(name, module, key, parameter):
@@ -237,7 +236,7 @@ def _one_name_each(module: nn.Module, layouts: dict[str, Layout]) -> dict[str, L
     kept: dict[str, Layout] = {}
     problems = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(parameter), name)
+        owner = first.setdefault(id(parameter), name)  # tied: under the first name
         layout = layouts.get(name)
         if layout is None:
             continue
