@@ -79,7 +79,7 @@ PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def same_metadata(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return a test of other tensors for the types, shapes, strides, dtypes, devices and flags of these.
+    """Return a test for tensors of equal types, shapes, strides, dtypes, devices and flags.
 
     Uses the guards of compiled code, C++ at a tenth of the cost of Python checks. They fail for duplicate tensors, and
     abort the process at a nested tensor.
@@ -231,7 +231,7 @@ def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[
 
 
 def dtensor_maker(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
-    """Return a constructor of DTensors of the layout of ``like``, at a twentieth of the cost of ``from_local``.
+    """Return a constructor of DTensors like ``like``, at a twentieth of the cost of ``from_local``.
 
     The constructor spends half of its time in ``__init__``, which only ``torch.export`` needs.
     """

@@ -71,7 +71,7 @@ def check_mode(check: str) -> str:
 def assert_consistent(
     members: GroupInfo, subject: str, lines: Sequence[str], problems: Sequence[Problem], state: str = BEFORE_MOVING
 ) -> None:
-    """Return if ``lines`` are equal on all ranks and none has problems, else raise one error on all."""
+    """Raise one error on all ranks unless ``lines`` are equal and no rank has problems."""
     error = PlanError(problems) if problems else None
     if not is_fake(()):
         consensus.assert_consistent(members.group, subject, lines, error, hint=_HINT, state=state)

@@ -114,7 +114,7 @@ class ShardingPlan(PlanContent):
         memory_limit: int | None = None,
         optimizer: Any = "adamw",
     ) -> tuple[Problem, ...]:
-        """Return every problem of this plan for ``module``, in one pass; empty if there is none.
+        """Return every problem of this plan for ``module``, in one pass; empty if there is none. Changes nothing.
 
         Args:
             module: The model, or its metadata.
@@ -173,7 +173,7 @@ class ShardingPlan(PlanContent):
         loss: Loss = "causal-lm",
         checkpointing: bool = False,
     ) -> ActivationEstimate:
-        """Estimate the memory of a training step beside the model's state on one rank, and its peak.
+        """Estimate a training step's memory beside the model's state on one rank.
 
         Args:
             module: The model, on any device; forward, loss and backward run once on shapes only (the meta device).

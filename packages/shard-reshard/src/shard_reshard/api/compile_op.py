@@ -41,7 +41,7 @@ def operator_of(mover: Mover) -> Operator:
 
 
 def key_of_pair(mover: Mover, backward: Mover) -> str:
-    """Return the key of ``mover`` with ``backward`` for its gradients instead of its own transposed one."""
+    """Return the key of ``mover`` with ``backward`` as the mover of its gradients."""
     (plan,), (back,) = mover.plans, backward.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}@{back.digest[:16]}"
     if key not in _movers or _movers[key].members.group is not mover.members.group:

@@ -267,7 +267,7 @@ def find_mover(
         row = b"" if everyone else _dtype_row(given, out)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    rows = []  # no exchange: every rank knows the dtypes
+    rows = []  # no exchange: every rank has the dtypes
     if not everyone:
         rows = all_gather_row(members, _DTYPES, row, [f"a tensor {'' if size is None else f'of {size} '}from {src}"])
     try:

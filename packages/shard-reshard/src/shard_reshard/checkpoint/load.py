@@ -150,7 +150,7 @@ def load_safetensors(
             found, ties = here.out_problems(targets, outs, {}, atomic, strict)
             problems += found
             # New tensors are not visible until they are registered at the end, so no second copy is needed, except for
-            # tensors # stored twice and tied in the module.
+            # tensors stored twice and tied in the module.
             atomic = atomic and len(made.names) < len(targets)
             twice = {name for _, name in ties}
             in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
@@ -261,7 +261,7 @@ def _agreed_load(
 
 
 def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
-    """Return (path, number in the written layout, ranks that can read it) of every file, and the index's tensors."""
+    """Return each file as (path, number in the written layout, readers), and the index's tensors."""
     if isinstance(files, Mapping):
         return [
             (path, rank, (rank,))

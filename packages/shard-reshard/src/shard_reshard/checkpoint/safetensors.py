@@ -153,7 +153,7 @@ def file_state(path: str) -> FileState | None:
 def read_rows(
     path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dtype: str, state: FileState | None = None
 ) -> torch.Tensor:
-    """Read the bytes from ``offset`` on into a tensor of ``shape``, in fresh memory on the CPU.
+    """Read a tensor of ``shape`` from ``offset`` on, in fresh memory on the CPU.
 
     Raises:
         PlanError: ``invalid-file``, or ``file-changed`` if it has other than ``num_bytes`` now, or is no longer in the
@@ -185,7 +185,7 @@ def read_rows(
 
 
 def writable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[bytearray, torch.Tensor]:
-    """Return a new tensor, and on the CPU its memory as bytes for file reads and writes."""
+    """Return a new tensor, and on the CPU its memory as bytes."""
     if device.type != "cpu" or not prod(shape):
         return bytearray(), torch.empty(shape, dtype=dtype, device=device)
     data = bytearray(prod(shape) * dtype.itemsize)

@@ -265,7 +265,7 @@ def _create(plan: SavePlan, folder: Path) -> None:
 
 
 def _publish(plan: SavePlan, folder: Path) -> None:
-    """Rename files to their final names, after the index, without which some of several would pass for all."""
+    """Rename files to their final names, after the index: without it some of several would pass for all."""
     if len(plan.files) > 1:
         total = sum(file.num_bytes - len(file.head) for file in plan.files.values())
         weights = {name: path for path, file in plan.files.items() for name in file.names}

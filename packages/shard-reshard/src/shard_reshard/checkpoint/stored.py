@@ -26,7 +26,7 @@ def stored_tensors(
     shapes: Mapping[str, Sequence[int]],
     to_group: ToGroup | None = None,
 ) -> dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]]:
-    """Return name -> global shape, dtype, and the shards in files, in the order of the ranks that wrote them.
+    """Return name -> global shape, dtype, and shards in files, in the order of their writers.
 
     Raises:
         PlanError: With the problems of all tensors.

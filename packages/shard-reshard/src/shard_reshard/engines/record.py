@@ -188,7 +188,7 @@ def _tensors(model: torch.nn.Module, once: bool = True) -> dict[str, torch.Tenso
 
 
 def _in_memory(tensor: torch.Tensor, owner: torch.Tensor) -> object:
-    """Return a tensor's shape and strides, and its offset from another tensor of the same memory."""
+    """Return a tensor's shape, strides, and offset from a tensor of the same memory."""
     shift = int(tensor.storage_offset()) - int(owner.storage_offset())
     return tuple(tensor.shape), tensor.stride(), storage_key(tensor) == storage_key(owner), shift
 
@@ -222,7 +222,7 @@ class _View(NamedTuple):
 
 
 class _WithoutValues(torch.Tensor):
-    """A checkpoint tensor on meta, or a result of one, that refuses addresses and other threads.
+    """A checkpoint tensor on meta, or a result of one; refuses addresses and other threads.
 
     A dispatch mode sees neither: on meta every address is 0, and other threads have modes of their own.
     """

@@ -165,7 +165,7 @@ class ChangeChain:
         return token
 
     def needs_all(self, rows: Sequence[bytes]) -> bool:
-        """Return True if everything has to be sent, judged by the tokens at the start of all ranks' rows."""
+        """Return True if everything has to be sent; all ranks' rows start with their tokens."""
         full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
         self._calls = 1 if full else self._calls + 1
         self._next = hashlib.sha256(b"".join(rows)).digest()[:_TOKEN_BYTES]

@@ -90,7 +90,7 @@ def region_views(tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> 
 
 
 def _accumulator(out: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Create an accumulator with the strides of the result, so that regions of one are regions of the other."""
+    """Create an accumulator with the result's strides: both have the same regions."""
     dtype = torch_dtype(reduction_dtype(plan))
     target = torch.empty_like(out, dtype=dtype)
     if target.stride() == out.stride():  # empty_like may densify strides

@@ -96,7 +96,7 @@ class Mover:
         self._guards: TensorGuards | None = None  # on the last call without gradient or problem
         self._guarded_outs = -1  # number of guarded destinations; -1: none were passed
         self.changes: ChangeExchange | None = None  # sends only changes since the previous call
-        self._freed: Any = None  # CUDA event: the kept workspace is free again
+        self._freed: Any = None  # CUDA event: the workspace is free again
 
     @cached_property
     def exchange(self) -> Exchange:

@@ -81,7 +81,7 @@ def _box(span: Span) -> Box:
 
 
 def _overlaps(spans: Sequence[tuple[str, Span]]) -> list[tuple[tuple[str, Span], tuple[str, Span]]]:
-    """Return pairs with a common element, by a sweep along the dim with most distinct starts."""
+    """Return overlapping pairs, by a sweep along the dim of most distinct starts."""
     pairs: list[tuple[tuple[str, Span], tuple[str, Span]]] = []
     active: list[tuple[str, Span]] = []
     ndim = len(spans[0][1][0]) if spans else 0
@@ -202,7 +202,7 @@ class BoxShardMap(ShardMap):
 
     @cached_property
     def _sorted(self) -> tuple[int, list[Cell], list[int], list[int]]:
-        """Return cells sorted along the dim of most distinct starts, the starts, and a running maximum of stops."""
+        """Return the sort dim (most distinct starts), sorted cells, their starts, and a running maximum of stops."""
         merged: dict[tuple[Index, Index], dict[int, int]] = {}
         for rank, boxes in self.boxes.items():
             for tensor, box in enumerate(boxes):
@@ -282,7 +282,7 @@ Dims = tuple[int | None, ...]
 
 
 class ShardMapView(ShardMap):
-    """A box of a larger tensor as a tensor of its own, in the larger one's local tensors.
+    """A box of a larger tensor, as a tensor in the same local tensors.
 
     This serves to move q, k and v into one fused weight, each a window of it. Local tensors are views too: their dims
     are those of the larger tensor's in the order of ``dims``.

@@ -152,7 +152,7 @@ def _listed(text: str, whole: str, size: int) -> list[int]:
 
 
 def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:
-    spec = mesh_spec(mesh)  # ranks of the group, in mesh order
+    spec = mesh_spec(mesh)  # global ranks, in mesh order
     return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
 
 
@@ -206,7 +206,7 @@ def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
 
 
 def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
-    """Return the layout of a weight with sections sharded one by one, some of them with copies."""
+    """Return the layout of a weight with separately sharded sections, some with copies."""
     shape, mesh = tuple(info.shape), info.mesh
     try:
         axis, dim = info.section_axis()

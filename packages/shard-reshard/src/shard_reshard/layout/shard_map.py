@@ -93,7 +93,7 @@ class Piece(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A box of the global tensor, with its owners and its position in their local tensors."""
+    """A box of the global tensor, with owners and position in their local tensors."""
 
     start: Index
     stop: Index
@@ -161,7 +161,7 @@ class ShardMap(ABC):
         """Return the pieces of ``rank`` without empty boxes."""
 
     def places(self, rank: int) -> tuple[tuple[int, Index], ...] | None:
-        """Return, for each local tensor in planning, the index of the actual one and the start there.
+        """Return, for each planned local tensor, the actual one's index and the start there.
 
         None: planning and the caller use the same tensors.
         """
@@ -307,7 +307,7 @@ class MeshShardMap(ShardMap):
 
     @cached_property
     def _holders(self) -> _Holders:
-        """Map a position in the list of ranks to the owners of the same cell, for each partial_index."""
+        """Map a position among the ranks to its cell's owners, for each partial_index."""
         return _Holders(self.layout.mesh.ranks, self._offsets["P"], self._offsets["R"])
 
     def to_json(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
 
 
 def _messages_by_rank(plan: Plan, stage: int, partial_index: int | None) -> list[list[int]]:
-    """Return, for each rank, the number of elements of each of its messages in the stage."""
+    """Return the number of elements of each rank's messages in the stage."""
     key = ("messages", stage, partial_index)
     cache = plan.__dict__.setdefault("_messages", {})
     if key not in cache:
@@ -73,7 +73,7 @@ def _messages_by_rank(plan: Plan, stage: int, partial_index: int | None) -> list
 
 
 def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:
-    """Yield the boxes of elements ``begin`` to ``end`` (row-major) of a box of ``sizes``, in order."""
+    """Yield the boxes of elements ``begin`` to ``end`` (row-major) of ``sizes``, in order."""
     if begin >= end:
         return
     if begin == 0 and end == prod(sizes):
@@ -185,7 +185,7 @@ def reduction_dtype(plan: Plan) -> str:
 
 
 def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
-    """Build the program of ``rank`` in a group of ``world_size`` for ``plans``, fused into the same collectives."""
+    """Build the program of ``rank`` for ``plans``, fused into the same collectives."""
     plans = tuple(plans)
     src_shapes = [plan.src.local_shapes(rank) for plan in plans]
     dst_shapes = [plan.dst.local_shapes(rank) for plan in plans]

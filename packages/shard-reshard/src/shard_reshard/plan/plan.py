@@ -179,7 +179,7 @@ _UNSIGNED = ("uint16", "uint32", "uint64")  # torch has no kernels to add or com
 
 
 def _has(src: ShardMap, wanted: Cell) -> bool:
-    """Return True if the cells of a source, which do not overlap, fill a cell of the destination."""
+    """Return True if the source's cells fill a cell of the destination; they do not overlap."""
     sizes = [prod(map(sub, cell.stop, cell.start)) for cell in (*src.cross(wanted.start, wanted.stop), wanted)]
     return bool(sum(sizes[:-1]) == sizes[-1])
 

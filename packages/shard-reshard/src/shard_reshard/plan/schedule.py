@@ -70,7 +70,7 @@ def make_copy(move: Move, src: Cell, dst: Cell) -> Copy:
 
 
 def merge_copies(copies: Iterable[Copy]) -> list[Copy]:
-    """Join copies of one pair of ranks that are neighbours in the global tensor and in both local ones; sorted."""
+    """Join copies of one pair of ranks that are adjacent in all three tensors; sorted."""
     found = sorted(copies)
     if len(found) < 2:
         return found
@@ -125,7 +125,7 @@ class RankSchedule(NamedTuple):
 
 
 def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
-    """Return the sends, receives and local copies of ``rank`` by stage, from its own boxes alone."""
+    """Return sends, receives and local copies of ``rank`` by stage, from its own boxes."""
     cache: dict[int, tuple[RankSchedule, ...]] = plan.__dict__.setdefault("_schedules", {})
     if rank not in cache:
         if len(cache) >= 4:  # a process uses one rank, simulations use all
@@ -317,7 +317,7 @@ def sizes_of(start: Index, stop: Index) -> Index:
 def moves(
     src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int | None = None
 ) -> Iterator[Move]:
-    """Yield the moves of the common box of ``src`` and ``dst`` (both clipped to it) to all ``receivers``."""
+    """Yield the moves of a common box to all ``receivers``; ``src`` and ``dst`` are clipped to it."""
     sizes = tuple(map(sub, src.stop, src.start))
     if len(src.owners) > 1:
         yield from _reducing(src.owners, receivers, sizes, relay, me)

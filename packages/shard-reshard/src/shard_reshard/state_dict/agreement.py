@@ -31,7 +31,7 @@ class Question(NamedTuple):
     strict: bool
     check: str
     changed_only: int = 0  # period of full transfers, in calls
-    serial: int = 0  # unique if layouts are a function, whose results may change
+    serial: int = 0  # unique if layouts are a function: results may change
 
     def text(self) -> str:
         """Return it as text, for comparison between ranks."""
@@ -57,7 +57,7 @@ def agreed_plan(
     question: Question,
     repeated: bool = False,
 ) -> tuple[StateDictPlan, bool]:
-    """Return the plan for the metadata of all ranks, which is sent only if a rank's changed.
+    """Return the plan for all ranks' metadata, sent only after changes.
 
     The second value is True if each rank's call is ``repeated``: equal to an earlier call without problems.
     """

@@ -149,7 +149,7 @@ def _declares(value: Any) -> bool:
 
 
 def destination_mismatches(plan: StateDictPlan, targets: Mapping[str, Any], members: GroupInfo) -> list[Problem]:
-    """Report tensors of ``out`` with another declared layout than the plan's, of equal local shape or not."""
+    """Report tensors of ``out`` with another declared layout than the plan's, even of equal local shape."""
     found = [(name, value) for name, value in targets.items() if name in plan.targets and _declares(value)]
     return [p for name, value in found for p in layout_mismatches(name, value, plan.targets[name][0], members)]
 

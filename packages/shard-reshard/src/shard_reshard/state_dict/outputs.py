@@ -30,7 +30,7 @@ class Progress(NamedTuple):
 
 
 class DeferredProgress:
-    """A caller's ``progress`` with its first error deferred to the end, since peers wait for this rank."""
+    """A caller's ``progress`` with its first error deferred to the end: peers wait for this rank."""
 
     def __init__(self, progress: Callable[[Progress], None]) -> None:
         self._progress = progress
@@ -219,7 +219,7 @@ def move_buckets(
 def source_problems(
     here: LocalTargets, sources: Mapping[str, torch.Tensor], outs: Iterable[torch.Tensor]
 ) -> list[Problem]:
-    """Return the problems of this rank's source tensors by name, also against the device of ``outs``."""
+    """Return the problems of this rank's sources by name; ``outs`` have to be on their device."""
     problems = []
     for move in here.plan.moves:
         held = move.source in sources and move.plan.src.local_shapes(here.rank)

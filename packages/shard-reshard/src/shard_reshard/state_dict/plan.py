@@ -138,7 +138,7 @@ class StateDictPlan:
         ]
 
     def explain(self, name: str | None = None) -> str:
-        """Describe the plan of the tensor called ``name`` (source or target), or one line for each tensor."""
+        """Describe the plan of tensor ``name`` (source or target), or each tensor in a line."""
         chosen = [move for move in self.moves if name in (None, move.source, move.target)]
         if name is not None:
             return "\n".join(move.plan.explain(_title(move)) for move in chosen)

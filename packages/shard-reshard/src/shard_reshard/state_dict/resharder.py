@@ -247,7 +247,7 @@ class StateDictResharder(NotPicklable):
     def _matched(
         self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
     ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]:
-        """Return the local tensors of both sides, and the match with guards on the last call."""
+        """Return both sides' local tensors, and the match with the last call's guards."""
         sources, outs = local_tensors(tensors), local_tensors(targets)
         for name in tensors.keys() - sources.keys():
             found = f"a {type(tensors[name]).__qualname__}"

@@ -86,7 +86,7 @@ class ExecutionPlan:
 
 
 def plan_on_all_ranks(work: Callable[[], ExecutionPlan]) -> tuple[ExecutionPlan | None, RankState]:
-    """Return the result of ``work`` and the state to compare between ranks, even if it raises on this one."""
+    """Return the result of ``work`` and the state to compare, even if it raises on this rank."""
 
     def both() -> tuple[ExecutionPlan, RankState]:
         actions = work()

@@ -45,7 +45,7 @@ def scatter_to_all(
 
 
 def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
-    """Copy this rank's shard out of its own full tensor, so that the full one can be freed."""
+    """Copy this rank's shard; the full tensor can be freed afterwards."""
     return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
 
 

@@ -139,7 +139,7 @@ def run_sharders(
 
 
 def _await_peers(group: dist.ProcessGroup, problems: tuple[Problem, ...]) -> None:
-    """Join comparisons of ranks still inside of a Sharder, until every rank has left its Sharders.
+    """Join comparisons of ranks inside a Sharder until every rank has left its Sharders.
 
     A Sharder may call ``shard_module``: if this rank's failed before that, its peers wait in the comparison.
     """

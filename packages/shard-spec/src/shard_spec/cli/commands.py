@@ -117,7 +117,7 @@ def _style_text(style: Any) -> str:
     return f"{type(style).__name__}(input_layouts={inputs}, output_layouts={outputs})"
 
 
-# ---- what the arguments mean ----------------------------------------------------------------------------------------
+# ---- arguments ------------------------------------------------------------------------------------------------------
 
 
 def load_plan(path: str) -> ShardingPlan:
@@ -218,7 +218,7 @@ def _limit(arguments: argparse.Namespace) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-# ---- what is printed ------------------------------------------------------------------------------------------------
+# ---- reports --------------------------------------------------------------------------------------------------------
 
 
 def _problems(plan: ShardingPlan, metadata: ModelMetadata, arguments: argparse.Namespace) -> tuple[Problem, ...]:

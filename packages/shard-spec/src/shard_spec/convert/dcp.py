@@ -235,7 +235,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def _cut_local(local: torch.Tensor, layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Split the local tensor into views, one for each box, in the order of the boxes."""
+    """Split the local tensor into views of its boxes, in their order."""
     views = [local]
     for dim, intervals in enumerate(layout.intervals(rank, shape)):
         sizes = [size for _, size in intervals]

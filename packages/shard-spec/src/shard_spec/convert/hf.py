@@ -60,7 +60,7 @@ _GATHERS = ("colwise_gather_output", "colwise_rep")
 
 
 def generic_name(name: str) -> str:
-    """Replace each numeric segment of a name by ``*``, as transformers does to look names up in a ``tp_plan``."""
+    """Replace numeric segments of a name by ``*``, like transformers in ``tp_plan`` lookups."""
     return re.sub(r"\.\d+(\.|$)", r".*\1", name)
 
 

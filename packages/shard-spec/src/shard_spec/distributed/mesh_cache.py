@@ -1,4 +1,4 @@
-"""DeviceMeshes over the ranks of a group, in any order, and the consensus of its ranks.
+"""DeviceMeshes over a group's ranks, in any order, and the consensus of its ranks.
 
 A ``DeviceMesh`` of permuted ranks gets process groups in ascending order, and then gathers shards in the wrong
 order without an error. Meshes of this module have groups in mesh order.
@@ -174,7 +174,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 
 
 def capture_errors(work: Callable[[], T]) -> tuple[T | None, tuple[Problem, ...]]:
-    """Return the value of ``work``, or its problems, so that a failing rank still joins its peers' collective."""
+    """Return the value of ``work``, or its problems: a failing rank still joins the next collective."""
     try:
         return work(), ()
     except Exception as error:

@@ -67,7 +67,7 @@ class ParameterFormat:
 def choose_format(
     layout: Layout, shape: tuple[int, ...], name: str, *, local: bool = False, strided: bool = False
 ) -> ParameterFormat | Problem:
-    """Return the format of a tensor of ``shape`` under ``layout``, or the problem that prevents one.
+    """Return a tensor's format under ``layout``, or the problem that prevents one.
 
     Args:
         layout: A valid layout for ``shape``.
@@ -98,7 +98,7 @@ def choose_format(
 
 
 def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
-    """Return the format of axes with an order of their own, as in FSDP over tensor parallelism."""
+    """Return the format of axes in another order than the mesh's, as in FSDP over TP."""
     hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
     specs, why = dtensor_specs(layout, shape)
     if why is None and not strided:
@@ -130,7 +130,7 @@ def _hint(spec: PlacementSpec, local: bool) -> str:
 
 
 def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[PlacementSpec, ...], str | None]:
-    """Return specs with DTensor placements (R, P, S, I with a number of sections), or a reason against.
+    """Return specs with DTensor placements (R, P, S, I by number), or a reason against.
 
     Without a shape the result holds for every shape.
     """
@@ -169,7 +169,7 @@ def _equal_sections(spec: PlacementSpec) -> PlacementSpec:
 
 
 def _strided(layout: Layout, specs: list[PlacementSpec]) -> tuple[PlacementSpec, ...] | None:
-    """Return specs in mesh order, with a strided shard on each axis that shards after a later one."""
+    """Return specs in mesh order, with strided shards on axes applied after later ones."""
     if any(isinstance(spec, InterleavedShard) for spec in specs):  # no second factor possible
         return None
     names = layout.mesh.axis_names
@@ -281,7 +281,7 @@ def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 
 
 def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> list[Problem]:
-    """Report ranks of the layout outside the group, and ranks of the group outside the layout."""
+    """Report ranks of the layout outside the group, and the converse."""
     outside = sorted(set(named) - set(ranks))
     missing = sorted(set(ranks) - set(named))
     problems = []

@@ -271,7 +271,7 @@ class _Timeline:
 
 
 class _TorchFunctions(TorchFunctionMode):
-    """Attention without dropout as a fused kernel, which saves queries, keys, values, output and one sum a row.
+    """Attention without dropout as a fused kernel; it saves queries, keys, values, output and one sum a row.
 
     Integer lists that index a tensor keep their values.
     """
@@ -521,7 +521,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _held(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield tensors of an output, also from attributes of its objects (a cache of keys and values)."""
+    """Yield an output's tensors, also from attributes of its objects (a key-value cache)."""
     if isinstance(value, torch.Tensor | Mapping | list | tuple):
         items = value.values() if isinstance(value, Mapping) else value
         yield from (

@@ -42,7 +42,7 @@ class Transfer:
     """Collectives of one kind for one tensor in a step.
 
     Attributes:
-        axis: Mesh axis whose groups communicate.
+        axis: Mesh axis of the communicating groups.
         op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
         what: Kind of content: ``"parameters"``, ``"gradients"`` or ``"activations"``.
         name: FQN of the tensor.
@@ -83,7 +83,7 @@ class Communication:
     assumptions: tuple[str, ...]
 
     def by_axis(self) -> dict[str, dict[str, float]]:
-        """Return, per axis and kind of content, the bytes sent by each rank in a step."""
+        """Return each rank's sent bytes of a step, by axis and kind of content."""
         found: dict[str, dict[str, float]] = {axis: {} for axis in self.mesh.axis_names}
         for transfer in self.transfers:
             kinds = found[transfer.axis]
@@ -177,7 +177,7 @@ class _Step:
             if self.mesh.axis_index(other) >= self.mesh.axis_index(axis) and role(tensor, layout, other) != "whole":
                 inner *= self.mesh.axis_size(other)
         full = local * inner
-        uses = 2 if trains else 1  # forward and backward; frozen weights have no gradient to compute
+        uses = 2 if trains else 1  # gathered for forward and backward; frozen ones for forward only
         moved = [Transfer(axis, "all_gather", "parameters", tensor.name, full, uses, size)]
         if trains:
             moved.append(Transfer(axis, "reduce_scatter", "gradients", tensor.name, full, 1, size))

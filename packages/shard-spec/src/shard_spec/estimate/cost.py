@@ -98,7 +98,7 @@ class Topology:
         fewest_together = self._fewest_ranks_of_a_group_on_a_host(size, stride, world_size, ranks)
         if fewest_together >= size:  # no group leaves its host
             return Link(size, self.intra_bw, self.latency)
-        latency = self.latency if self.inter_latency is None else self.inter_latency  # NCCL over a network
+        latency = self.latency if self.inter_latency is None else self.inter_latency  # between hosts
         return Link(size, min(self.intra_bw, self.inter_bw * fewest_together), latency, crosses_hosts=True)
 
     def _fewest_ranks_of_a_group_on_a_host(
@@ -106,7 +106,7 @@ class Topology:
     ) -> int:
         """Return the fewest ranks of a group on one of its hosts."""
         if ranks is None and stride * size <= self.ranks_per_host and self.ranks_per_host % (stride * size) == 0:
-            return size  # every group lies within one host: no need to look at each
+            return size  # every group lies within one host: no search needed
         fewest = size
         for block in range(0, world_size, stride * size):
             for offset in range(stride):  # one group each

@@ -300,7 +300,7 @@ def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
 
 
 def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
-    """Return the number of local elements on each rank of the layout's mesh, in mesh order."""
+    """Return each rank's number of local elements, in mesh order."""
     cutting = [spec.dim is not None for spec in layout.specs]
     known: dict[tuple[int, ...], int] = {}
     found = []

@@ -61,7 +61,7 @@ def data_axes_of(mesh: MeshSpec, data_axes: Iterable[str] | None) -> tuple[str, 
 
 
 def uncounted_axes(mesh: MeshSpec) -> list[str]:
-    """Return remarks on costs left out along axes of more than one rank, by the axes' names."""
+    """Return remarks on uncounted costs along axes of several ranks, judged by name."""
     remarks = (
         (
             EXPERT_AXIS_NAMES,
@@ -81,7 +81,7 @@ def expert_modules(parameters: Iterable[TensorMetadata]) -> frozenset[str]:
 
 
 def weight_dims(tensor: TensorMetadata) -> tuple[int, int] | None:
-    """Return (output dim, input dim) of a weight that multiplies activations, or None for other tensors."""
+    """Return (output dim, input dim) of a matmul or embedding weight, else None."""
     if len(tensor.shape) != 2 or not tensor.name.rsplit(".", 1)[-1].startswith("weight"):
         return None
     return _LINEAR.get(tensor.module_type) or _EMBEDDING.get(tensor.module_type)

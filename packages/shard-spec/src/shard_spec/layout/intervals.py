@@ -1,4 +1,4 @@
-"""Intervals ``(offset, size)`` of one dim, in the order of the local tensor, and boxes of them."""
+"""Intervals ``(offset, size)`` of one dim, in local order, and boxes of them."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Layout:
         """Return the layout with the full tensor on every rank."""
         return cls(mesh, {})
 
-    # ---- what it says -----------------------------------------------------------------------------------------
+    # ---- properties -------------------------------------------------------------------------------------------
 
     @cached_property
     def placements(self) -> tuple[Placement | SpecialShard, ...]:
@@ -120,7 +120,7 @@ class Layout:
         """True if every rank of the mesh holds the full tensor."""
         return all(isinstance(spec, ReplicateSpec) for spec in self.specs)
 
-    # ---- what lies where --------------------------------------------------------------------------------------
+    # ---- shards of ranks --------------------------------------------------------------------------------------
 
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
         """Return the problems of this layout for a tensor of ``shape`` called ``name``; empty if it is valid."""
@@ -166,7 +166,7 @@ class Layout:
         return self._intervals(coordinate, tuple(shape))
 
     def boxes(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
-        """Return the boxes of the global tensor on ``rank``, in the order of its local tensor.
+        """Return the boxes of ``rank``, in the order of its local tensor.
 
         One box in most layouts. Block-cyclic and interleaved ones give several; the local tensor is then the boxes
         concatenated along the sharded dim (a row-major grid of boxes if several dims are sharded so). An empty rank, or
@@ -180,7 +180,7 @@ class Layout:
         return grid(self._intervals(coordinate, shape))
 
     def owners(self, index: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the ranks that hold the element at ``index`` of a tensor of ``shape``, in mesh order."""
+        """Return the owners of the element at ``index``, in mesh order."""
         shape = tuple(shape)
         if len(index) != len(shape) or any(not 0 <= at < size for at, size in zip(index, shape, strict=True)):
             found = f"index {tuple(index)} of a tensor of shape {shape}"
@@ -201,14 +201,14 @@ class Layout:
         return self._along(rank, PartialSpec)
 
     def is_primary(self, rank: int) -> bool:
-        """Return True if ``rank`` is the first of its replicas, which writes, counts or sends for all of them."""
+        """Return True if ``rank`` is the first of its replicas: it writes, counts or sends for all of them."""
         coordinate = self._coordinate(rank)
         return all(at == 0 for at, spec in zip(coordinate, self.specs, strict=True) if isinstance(spec, ReplicateSpec))
 
     # ---- comparing --------------------------------------------------------------------------------------------
 
     def canonical(self, shape: Sequence[int]) -> Layout:
-        """Return the plainest layout with the same bytes on the same ranks for a tensor of ``shape``.
+        """Return the plainest layout with the same local tensors for ``shape``.
 
         Negative dims are counted from the front, axes of one rank replicate, a special placement equal to
         ``torch.chunk`` becomes a plain shard, and an order without effect is dropped.
@@ -231,7 +231,7 @@ class Layout:
         return Layout(self.mesh, tuple(specs), None if grouped == plain else tuple(grouped))
 
     def equivalent_to(self, other: Layout, shape: Sequence[int]) -> bool:
-        """Return True if both put the same bytes on the same ranks (and the same reductions), in any syntax."""
+        """Return True if both give the same local tensors and reductions, in any syntax."""
         if self.canonical(shape) == other.canonical(shape):
             return True  # cheap; else compare rank by rank
         ranks = set(self.mesh.ranks)
@@ -309,7 +309,7 @@ def _axis_problems(
 
 
 def _plain_order(mesh: MeshSpec, specs: tuple[PlacementSpec, ...], order: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the order with every sharding axis in it, or () if it is the mesh's own."""
+    """Return the order with every sharding axis, or () for mesh order."""
     if not order:
         return ()
     own = tuple(axis for axis, spec in zip(mesh.axis_names, specs, strict=True) if spec.dim is not None)
@@ -319,13 +319,13 @@ def _plain_order(mesh: MeshSpec, specs: tuple[PlacementSpec, ...], order: tuple[
 
 @lru_cache(maxsize=4096)
 def _recipe(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, tuple[Cut, ...]], ...]:
-    """Return the cuts of each sharded dim, first to last, after validation."""
+    """Return the sharding axes of each sharded dim, first to last, after validation."""
     raise_problems(layout.problems(shape))  # cached with the result: valid layouts are checked once
     return cuts_by_dim(layout, len(shape))
 
 
 def cuts_by_dim(layout: Layout, ndim: int) -> tuple[tuple[int, tuple[Cut, ...]], ...]:
-    """Return, for each sharded dim, the cuts in shard order."""
+    """Return, for each sharded dim, its axes with specs in shard order."""
     names = layout.mesh.axis_names
     positions = [names.index(axis) for axis in layout.order]
     positions += [at for at in range(len(names)) if at not in positions]  # after the named axes, in mesh order

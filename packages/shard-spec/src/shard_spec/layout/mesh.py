@@ -26,7 +26,7 @@ _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 class MeshSpec:
     """Named axes of ranks: the value of a ``DeviceMesh``, without a process group.
 
-    Ranks lie on the axes row-major: the last axis varies fastest.
+    Ranks are placed on the axes row-major: the last axis varies fastest.
 
     Args:
         axes: Size of each axis by name, outermost first, for example ``{"dp": 128, "tp": 8}``.
@@ -112,7 +112,7 @@ class MeshSpec:
         return self.shape[self.axis_index(name)]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the coordinate of ``rank`` on each axis, or None if it is not on the mesh."""
+        """Return the coordinate of ``rank`` on each axis; None outside of the mesh."""
         if self.rank_list is None:
             position: int | None = rank if 0 <= rank < self.world_size else None  # no table for the identity
         else:
@@ -134,7 +134,7 @@ class MeshSpec:
         return self.ranks[position]
 
     def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that differ only along ``axis``, in the mesh order of their first members."""
+        """Return the groups of ranks along ``axis``, in the mesh order of their first members."""
         at = self.axis_index(axis)
         size, stride = self.shape[at], self._strides[at]
         ranks = self.ranks

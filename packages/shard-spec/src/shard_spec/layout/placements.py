@@ -267,7 +267,7 @@ def placement_spec(placement: object) -> PlacementSpec:
 
 def _torch_spec(placement: object) -> PlacementSpec:
     types: Any = sys.modules.get("torch.distributed.tensor.placement_types")
-    if types is not None:  # not imported: no object can be torch's placement
+    if types is not None:  # else no object can be torch's placement
         if isinstance(placement, types.Replicate):
             return REPLICATE
         if isinstance(placement, types.Partial):

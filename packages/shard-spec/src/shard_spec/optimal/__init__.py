@@ -1,6 +1,6 @@
 """Plans of least modelled time: one strategy for each operation and tensor, optimised jointly and exactly.
 
-`planner` has the public class; `model` prices the `operations` of a workload. The solvers know nothing of tensors:
+`planner` has the public class; `model` prices the `operations` of a workload. The solvers are independent of tensors:
 `problem` is a sum of costs of nodes and pairs with its exact minimisation, `memory_cap` adds one inequality.
 """
 

@@ -1,4 +1,4 @@
-"""Pairwise problems with a memory limit, solved with a proven bound on the distance from the optimum.
+"""Pairwise problems with a memory limit, solved with a proven optimality bound.
 
 Charge a price per byte and drop the inequality (Lagrangian relaxation). For any price the exact optimum of the charged
 problem, minus price times limit, is a lower bound. Two solutions enclose the best price: one over the limit, one
@@ -35,7 +35,7 @@ class InfeasibleError(ValueError):
 
 @dataclass(frozen=True)
 class CappedSolution(Solution):
-    """An assignment within the limit, and a lower bound on the cost of all such assignments."""
+    """An assignment within the limit, and a lower bound on any such cost."""
 
     lower_bound: float
 
@@ -46,7 +46,7 @@ class CappedSolution(Solution):
 
 
 def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
-    """Minimise cost with total memory of at most `limit` bytes, as far as one price per byte can.
+    """Minimise cost within `limit` bytes, as far as one price per byte can.
 
     Raises:
         InfeasibleError: no assignment is within the limit.
@@ -82,7 +82,7 @@ def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
 
 
 def _mixed(problem: PairwiseProblem, limit: int, large: Solution, small: Solution) -> list[Solution]:
-    """Mix one solution for the first nodes with the other for the rest, as close to the limit as possible."""
+    """Mix both solutions, one for the first nodes, as close to the limit as possible."""
     mixtures = []
     for one, other in ((large, small), (small, large)):
         first, rest = (

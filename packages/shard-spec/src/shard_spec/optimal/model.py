@@ -22,7 +22,7 @@ class Workload:
     """Size of one training step over all ranks.
 
     Args:
-        batch: sequences of the whole step, on all ranks together.
+        batch: sequences of a step, over all ranks.
         sequence: tokens of a sequence.
         recompute: True if blocks recompute their insides in backward, so that only the residual stream is saved.
         activation_bytes: bytes of one activation value (2: bfloat16).
@@ -114,7 +114,7 @@ class StepModel:
                 builder.add_edge(operation.tied_to, index, self._tied_table(operation.tied_to, index))
         return builder.build()
 
-    # ---- what is allowed ----
+    # ---- allowed strategies ----
 
     def _allowed(self, operation: Operation) -> list[StrategyPerAxis]:
         """Return the combinations with dividing batch, sequence and channels."""
@@ -281,7 +281,7 @@ def _redundant(strategies: StrategyPerAxis, sizes: Sequence[int]) -> bool:
 
 
 def _kept_by(strategies: StrategyPerAxis) -> tuple[bool, ...]:
-    """Return, per axis, True if a table or head shards its weight (always by rows of the vocabulary)."""
+    """Return, per axis, True if a table or head is sharded; always by rows of the vocabulary."""
     return tuple(strategy.weight != "-" for strategy in strategies)
 
 

@@ -66,7 +66,7 @@ class Strategy:
 
     @property
     def sums_weight_gradient(self) -> bool:
-        """True if ranks use one weight for different tokens, so that its gradient has to be summed over them."""
+        """True if ranks use one weight for different tokens: its gradient has to be summed."""
         return self.reads in "bs"
 
 

@@ -120,7 +120,7 @@ class OptimalPlanner(LayoutPlanner):
     def _small_parameters(
         self, module: nn.Module, model: StepModel, assignment: Sequence[int], layouts: Mapping[str, Layout]
     ) -> dict[str, Layout]:
-        """Shard norms and biases of rows along axes along which every operation's weight is sharded by rows."""
+        """Shard norms and row biases along axes with every weight sharded by rows."""
         chosen = [
             choices[at]
             for operation, choices, at in zip(model.operations, model.choices, assignment, strict=True)

@@ -151,7 +151,7 @@ def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> L
 
 
 def _widest(meshes: list[MeshSpec]) -> MeshSpec | None:
-    """Return the mesh with the most ranks, then axes, if it covers the ranks of all others."""
+    """Return the mesh of most ranks, then axes, if it covers all others."""
     if not meshes:  # plain tensors only
         return None
     widest = max(meshes, key=lambda mesh: (mesh.world_size, mesh.ndim))

@@ -28,7 +28,7 @@ from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpe
 from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:
-    from shard_spec.plan.content import PlanContent  # which stands above: its digest is taken of this document
+    from shard_spec.plan.content import PlanContent  # a higher layer: its digest hashes this document
 
 FORMAT = "shard-spec/plan"
 VERSION = 1

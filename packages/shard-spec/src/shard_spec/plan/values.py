@@ -27,7 +27,7 @@ def is_spec(value: object) -> bool:
 
 
 def is_sharder(value: object) -> bool:
-    """Return True if ``value`` is a Sharder, an object that shards a full module by itself."""
+    """Return True if ``value`` is a Sharder: it shards a full module by itself."""
     plain = isinstance(value, Layout | str | Mapping | Sequence)
     return not plain and not isinstance(value, type) and not is_spec(value) and callable(getattr(value, "shard", None))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimalityBound:
-    """Bound on the distance of a plan from the optimum, under the planner's own cost model.
+    """Bound on a plan's distance from the optimum, under the planner's cost model.
 
     Attributes:
         objective: modelled cost of the plan (seconds a step, or bytes for balancing).

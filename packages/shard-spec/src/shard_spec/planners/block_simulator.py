@@ -35,7 +35,7 @@ Slices = Sequence[Tensor]  # for each rank the indices of its channels
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """A tensor of column outputs or weights, and for each rank a mask (broadcast to it) of its entries."""
+    """A tensor of column outputs or weights, with each rank's mask (broadcast to it) of its entries."""
 
     value: Tensor
     owned: Sequence[Tensor]
@@ -56,7 +56,7 @@ class BlockSimulator:
         self._run, self._columns, self._tolerance = run, columns, tolerance
 
     def mixing(self, rank: int) -> dict[str, float]:
-        """Return blocks with a result on `rank` that depends on other ranks' channels, with the relative change."""
+        """Return blocks of `rank` that depend on other ranks' channels, with the relative change."""
         alone = self._run(rank)
         if self.displacement(alone, rank, self._columns, others=True) <= self._tolerance:
             return {}
@@ -75,7 +75,7 @@ class BlockSimulator:
         ]
 
     def displacement(self, alone: Tensor, rank: int, blocks: Iterable[str], *, others: bool) -> float:
-        """Measure the change of the result under other values of other ranks' channels (or the rank's own)."""
+        """Measure the result's change under new values of other ranks' channels (or its own)."""
         columns = [one for name in blocks for one in self._columns[name]]
         kept = [one.value.clone() for one in columns]
         try:
@@ -104,7 +104,7 @@ def _other_values(value: Tensor, seed: int) -> Tensor:
 def verify_units(
     module: nn.Module, units: tuple[TPBlock, ...], tp_size: int, call: Callable[[nn.Module], Tensor]
 ) -> tuple[Problem, ...]:
-    """Report every unit with summands that mix slices, or that the call does not exercise.
+    """Report every unit with summands that mix slices, or that the call does not exercise; empty if none.
 
     Use a small model with random weights, in float64 if possible: it runs once per unit and rank, and a few times
     more.
@@ -307,7 +307,7 @@ def _without_weights(module: nn.Module, fakes: dict[nn.Module, nn.Module]) -> nn
 
 
 def _filled(value: Tensor) -> Tensor:
-    """Fill with ones and a little noise, so that norms, gates and scales of any shape block no flow."""
+    """Fill with ones and a little noise: norms, gates and scales of any shape block no flow."""
     if not value.is_floating_point():
         return torch.ones(value.shape, dtype=value.dtype)
     if value.numel() > 2**24:

@@ -39,7 +39,7 @@ def _explain_plan(plan: PlanContent) -> str:
 
 
 def alike(found: Resolution) -> dict[tuple[str, str, str, str], list[TensorMetadata]]:
-    """Group tensors that differ only in numbers of their FQNs, by pattern, layout, shape and rule, as text."""
+    """Group tensors by pattern of FQN (without numbers), layout, shape and rule, as text."""
     groups: dict[tuple[str, str, str, str], list[TensorMetadata]] = {}
     for tensor in found.metadata.tensors:
         layout = found.layouts.get(tensor.name)

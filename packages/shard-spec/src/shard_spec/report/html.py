@@ -122,7 +122,7 @@ def _problems(found: Resolution) -> str:
 
 def _picture(found: Resolution) -> str:
     axes = list(dict.fromkeys(axis for layout in found.layouts.values() for axis in layout.mesh.axis_names))
-    hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}  # one hue per axis on the whole page
+    hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}  # one hue per axis, for the full page
     ranks = list(found.ranks)[:_MAX_RANKS]  # larger worlds: the pattern repeats
     groups = alike(found)
     rows = list(groups.items())[:_MAX_ROWS]  # a page that browsers can draw

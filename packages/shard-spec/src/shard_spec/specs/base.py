@@ -67,7 +67,7 @@ class ShardingSpec(abc.ABC):
         return held
 
     def boxes_on(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
-        """Return the non-empty boxes of global rank ``rank``, ``()`` if the spec does not name it."""
+        """Return the non-empty boxes of global rank ``rank``; ``()`` for unnamed ranks."""
         return tuple(box for box in self.boxes(shape).get(rank, ()) if box.numel)
 
     def equivalent_to(self, other: ShardingSpec, shape: Sequence[int]) -> bool:

@@ -66,7 +66,7 @@ class Projections:
 
 
 def find_attention(context: Context, name: str) -> Found | None:
-    """Plan the attention with q, k and v as direct children of the module called `name`."""
+    """Plan attention with q, k and v as direct children of module `name`."""
     projections = _projections(context, name)
     if projections is None:
         return None
@@ -149,7 +149,7 @@ def _with_output(
     at_least: int | None,
     at_most: int,
 ) -> Projections | None:
-    """Find the output projection beside the inputs, in a ``to_out`` sequence, or in a sibling ``output``."""
+    """Find the output projection: beside the inputs, in a ``to_out`` sequence, or in a sibling ``output``."""
     for child, view in by_name.items():
         if child in names.ATTENTION_OUT and view not in inputs and view.in_features <= at_most:
             return Projections(inputs, view, name, name)
@@ -325,7 +325,7 @@ def _evidence(
     head_dim: int,
     known: Evidence | None = None,
 ) -> Evidence | Problem:
-    """Return the evidence that the region may be sharded, from knowledge, probing or names, or the problem."""
+    """Return the evidence for sharding, from knowledge, probing or names, or the problem."""
     holder = context.modules[projections.holder]
     library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
     if not library and context.options.probe:

@@ -82,7 +82,7 @@ def join(*parts: str) -> str:
 
 
 def from_library(module: nn.Module) -> bool:
-    """Return True if the module's class comes from torch or transformers, of known and tested arrangement."""
+    """Return True for classes of torch or transformers, of known and tested arrangement."""
     return type(module).__module__.split(".")[0] in ("torch", "transformers")
 
 
@@ -97,7 +97,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class DeclaredHeads:
-    """Declared counts; ``None`` where no module or config declares one."""
+    """Declared counts; ``None`` if no module or config declares one."""
 
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -105,7 +105,7 @@ class DeclaredHeads:
 
 
 def declared_heads(chain: Sequence[nn.Module]) -> DeclaredHeads:
-    """Read the attention module first, then the modules around it, innermost first, each with its config.
+    """Read the attention module, then its ancestors, innermost first, each with its config.
 
     Args:
         chain: the attention module, its parent, and so on up to the root.

@@ -87,7 +87,7 @@ def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward 
 
 
 def _also_down(plain: list[LinearView], down: LinearView) -> bool:
-    """``w1, w2, w3`` mean (gate, down, up) or (gate, up, down): only shapes tell them apart."""
+    """``w1, w2, w3`` mean (gate, down, up) or (gate, up, down): only shapes distinguish them."""
     ambiguous = {"w1", "w2", "w3"}
     parts = {view.name.rpartition(".")[2].lower() for view in (*plain, down)}
     return bool(parts & ambiguous) and len(plain) == 2 and down.in_features == down.out_features
