@@ -1,4 +1,4 @@
-"""Styles that lay out a module's inputs and outputs and leave its parameters alone."""
+"""Styles for a module's inputs and outputs; they leave its parameters alone."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Layouts = Placement | tuple[Placement | None, ...]
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Lays out a module's inputs, passed by position or by name.
+    """Redistribute a module's inputs, passed by position or by name.
 
-    A plain tensor is taken to have the layout of `input_layouts`; a DTensor has its own, and is redistributed from it.
+    A plain tensor is assumed to have the layout of `input_layouts`; a DTensor is redistributed from its own layout.
 
     Args:
         input_layouts: Layout of each positional argument of `forward`, None for one to leave alone.
-        desired_input_layouts: Layout that each one gets.
+        desired_input_layouts: Target layout of each one.
         input_kwarg_layouts: The same by argument name.
         desired_input_kwarg_layouts: The same by argument name.
-        use_local_output: Whether the module gets plain tensors; by default DTensors.
+        use_local_output: Pass plain tensors to the module; by default DTensors.
 
     Raises:
         StyleTypeError: Layouts without desired layouts, of another number, or under other names.
@@ -60,14 +60,14 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Inputs by name; see `ParallelStyle.spec`."""
+        """Return flows of inputs by name; see `ParallelStyle.spec`."""
         inputs: list[tuple[str, Redistribution]] = []
         problems: list[Problem] = []
         names = info.arguments
         for index, source in enumerate(self.input_layouts or ()):
             if source is None:
                 continue
-            if index >= len(names) and not info.open_positional:
+            if index >= len(names) and not info.open_positional:  # `*args` takes any index
                 hint = f"forward takes {', '.join(names) or 'no arguments'}"
                 problems.append(
                     Problem(
@@ -100,12 +100,12 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Lays out a module's outputs: a tensor, a tuple, a list or a dict in its order; the structure is kept.
+    """Redistribute a module's outputs: a tensor, a tuple, a list or a dict, whose structure is kept.
 
     Args:
         output_layouts: Layout of each output if it is a plain tensor, None for one to leave alone.
-        desired_output_layouts: Layout that each one gets.
-        use_local_output: Whether outputs are plain tensors.
+        desired_output_layouts: Target layout of each one.
+        use_local_output: Return plain tensors.
 
     Raises:
         StyleTypeError: Different numbers of layouts.
@@ -125,7 +125,7 @@ class PrepareModuleOutput(ParallelStyle):
         _check_lengths("output", self.output_layouts, self.desired_output_layouts)
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Outputs by position; see `ParallelStyle.spec`."""
+        """Return flows of outputs by position (a dict's in its order); see `ParallelStyle.spec`."""
         outputs = tuple(
             None if source is None else Redistribution(source, source if wanted is None else wanted)
             for source, wanted in zip(self.output_layouts, self.desired_output_layouts, strict=True)
@@ -138,7 +138,7 @@ class PrepareModuleInputOutput(ParallelStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one, with the arguments of both.
 
     Args:
-        use_local_input: Whether the module gets plain tensors; by default DTensors.
+        use_local_input: Pass plain tensors to the module; by default DTensors.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Both; see `ParallelStyle.spec`."""
+        """Combine both; see `ParallelStyle.spec`."""
         before = self.prepare_module_input.spec(info, tp_size)
         after = self.prepare_module_output.spec(info, tp_size)
         return StyleSpec(
@@ -208,5 +208,5 @@ def _check_lengths(
         hint = "give one desired layout for each"
         raise StyleTypeError(
             Problem("argument-count", f"{what}_layouts", found=f"{layouts} and {desired}", hint=hint),
-            f"{what}_layouts and desired_{what}_layouts should have same length!",
+            f"{what}_layouts and desired_{what}_layouts should have same length!",  # torch's message
         )
