@@ -39,6 +39,7 @@ class SequenceParallel(ParallelStyle):
     For `nn.LayerNorm`, RMS norms and dropout. Each rank computes only the gradient of its positions: gradients of the
     replicated parameters are summed over the ranks. Parameters are made equal by broadcast; frozen ones stay frozen.
     (The first styles had another class of this name: `tp_styles.legacy.SequenceParallel`.)
+
     Args:
         sequence_dim: Dim of the input that is sharded.
         use_local_output: Return a plain tensor; by default a DTensor sharded on that dim.
