@@ -1,4 +1,4 @@
-"""The plan: where every parameter, its gradient and its optimizer state lie, decided from shapes alone."""
+"""The plan: placements of every parameter, its gradient and its optimizer state, from shapes alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A parameter, as far as planning needs to know it."""
+    """Metadata of a parameter for planning."""
 
     name: str
     shape: tuple[int, ...]  # global
@@ -40,10 +40,10 @@ class ParamPlan:
     Attributes:
         info: The parameter.
         param: Placement of the parameter between steps.
-        grad: Placement its gradient is reduced to.
+        grad: Placement of its reduced gradient.
         state: Placement of optimizer state of the same shape.
-        reason: Which rule decided.
-        aliases: Other names it is registered under (tied parameters).
+        reason: The deciding rule.
+        aliases: Its other registered names (tied parameters).
     """
 
     info: TensorInfo
@@ -54,7 +54,7 @@ class ParamPlan:
     aliases: tuple[str, ...] = ()
 
     def local_numel(self, placement: Placement, world: int, rank: int) -> int:
-        """Elements of a rank's part under one of the placements."""
+        """Return the elements of a rank's shard under one of the placements."""
         return math.prod(local_shape(self.info.shape, placement, world, rank))
 
 
@@ -63,14 +63,14 @@ class PartitionPlan:
     """Placement of everything that persists between steps.
 
     Attributes:
-        style: The style asked for.
+        style: The requested style.
         semantics: ``"local"`` or ``"global"``.
         world: Number of data-parallel ranks.
         params: One entry per unique parameter.
         replicas: Number of replicas of all that (``"hybrid"``); a gradient is averaged over them too.
-        reduction: How gradients are reduced, where it is not plainly: their dtype on the way, or the hook's name.
-        checks: Which calls were compared with the eager step, and why others were not; no part of the plan itself.
-        problems: What is wrong with the plan; a plan with problems is not carried out.
+        reduction: Reduction of gradients, unless it is plain: their dtype in it, or the hook's name.
+        checks: Calls compared with the eager step, and reasons for no comparison; not compared between plans.
+        problems: Problems of the plan; a plan with problems is not executed.
     """
 
     style: DataParallelStyle
@@ -89,11 +89,11 @@ class PartitionPlan:
         raise KeyError(name)
 
     def param_bytes(self, rank: int = 0) -> int:
-        """Bytes of parameters that a rank holds between steps."""
+        """Return the bytes of parameters on a rank between steps."""
         return sum(p.local_numel(p.param, self.world, rank) * p.info.dtype.itemsize for p in self.params)
 
     def explain(self, name: str | None = None) -> str:
-        """Text about one parameter, or a table of all."""
+        """Return text about one parameter, or a table of all."""
         if name is not None:
             return _explain_one(self[name], self.world, self._notes())
         lines = [
@@ -109,7 +109,7 @@ class PartitionPlan:
         return "\n".join(lines)
 
     def _notes(self) -> list[str]:
-        """Lines about how gradients travel, where there is something to say."""
+        """Return lines about replicas, reduction and checks, unless they are plain."""
         lines = []
         if self.replicas > 1:
             lines.append(f"  {self.replicas} replicas of these ranks; gradients are averaged over the replicas as well")
@@ -120,7 +120,7 @@ class PartitionPlan:
         return lines
 
     def to_json(self) -> str:
-        """The plan as JSON; the same on every rank."""
+        """Return the plan as JSON; the same on every rank."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -150,7 +150,7 @@ class PartitionPlan:
 
     @property
     def digest(self) -> str:
-        """Stands for the plan when ranks compare plans."""
+        """A hash, for comparing plans between ranks."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
@@ -165,17 +165,17 @@ def plan_placements(
     replicas: int = 1,
     reduction: str = "",
 ) -> PartitionPlan:
-    """Decide where every parameter lies. Pure: shapes and integers in, a value out.
+    """Plan every parameter's placement. Pure: shapes and integers in, a value out.
 
     Args:
         params: The unique parameters, in registration order.
-        style: Style of those parameters that ``overrides`` does not name.
+        style: Style of parameters not named by ``overrides``.
         world: Number of data-parallel ranks.
         semantics: Recorded in the plan.
-        overrides: Name patterns (``fnmatch``) -> ``Replicate()`` or ``Shard(0)``; the first that matches counts.
-        aliases: Further names of tied parameters -> the name they are planned under.
+        overrides: Name patterns (``fnmatch``) -> ``Replicate()`` or ``Shard(0)``; the first match counts.
+        aliases: Further names of tied parameters -> their name in the plan.
         replicas: Number of replicas of these ranks, recorded in the plan.
-        reduction: How gradients are reduced, likewise.
+        reduction: Reduction of gradients, likewise.
     """
     patterns = dict(overrides or {})
     used: set[str] = set()
