@@ -1,4 +1,4 @@
-"""Cost of a step on ranks that do not exist: bytes, messages and live memory, from shapes alone."""
+"""Cost of a step without its ranks: bytes, messages and live memory, from shapes alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StaticMemory:
 
     Attributes:
         param_bytes: Parameters between steps.
-        grad_bytes: Gradients once they are reduced.
+        grad_bytes: Gradients after their reduction.
         state_bytes: Optimizer state, its counters included.
         buffer_bytes: Buffers.
         batch_bytes: The step's tensor arguments.
@@ -59,11 +59,11 @@ class Estimate:
     Attributes:
         name: Name of the train step.
         plan: Placements of parameters, gradients and state.
-        rank: The rank that the numbers are of; under uneven shards the first ranks hold most.
+        rank: Rank of the numbers; under uneven shards the first ranks hold most.
         held: Bytes of parameters, gradients, state, buffers and batch on the rank.
         messages: Every collective of a step, in the order of issue.
         memory: Live memory at every node of the graph.
-        check_bytes: Bytes that a checked call needs beside the step's: full copies, and a snapshot of the shards.
+        check_bytes: Extra bytes of a checked call: full copies, and a snapshot of the shards.
     """
 
     name: str
@@ -86,25 +86,25 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Greatest number of bytes that live on the rank during a step."""
+        """Largest number of live bytes on the rank during a step."""
         return self.memory.peak_bytes
 
     def count(self, kind: str | None = None) -> int:
-        """Number of collectives of a step, of one kind or of all."""
+        """Return the number of collectives of a step, of one kind or of all."""
         return sum(kind is None or message.kind == kind for message in self.messages)
 
     def sent_bytes(self, kind: str | None = None) -> int:
-        """Bytes that the rank sends in a step by the meaning of its collectives (see `Message`)."""
+        """Return the bytes sent by the rank in a step, by the meaning of its collectives (see `Message`)."""
         return sum(message.sent_bytes for message in self.messages if kind is None or message.kind == kind)
 
     def explain(self, name: str | None = None) -> str:
-        """Text about the step, or about one parameter by its full name."""
+        """Return text about the step, or about one parameter by its full name."""
         if name is not None:
             return "\n".join([self.plan.explain(name), *explain_messages(self.messages, self.plan[name].info.name)])
         return "\n".join([*_head(self), "", _holdings(self), "", _traffic(self)])
 
     def to_json(self) -> str:
-        """Everything but the memory of single nodes, as JSON."""
+        """Return everything but the memory of single nodes, as JSON."""
         data: dict[str, Any] = {
             "format": FORMAT,
             "step": self.name,
@@ -122,7 +122,7 @@ class Estimate:
 
     @property
     def digest(self) -> str:
-        """Stands for the estimate."""
+        """Hash of the estimate."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def picture(self, path: str | os.PathLike[str]) -> None:
@@ -155,11 +155,11 @@ def estimate(
     device: str | None = None,
     **settings: Any,
 ) -> Estimate:
-    """Say what a step would cost on ``world`` ranks. Needs no process group, no device and no memory for weights.
+    """Estimate the cost of a step on ``world`` ranks. Needs no process group, no device and no memory for weights.
 
     Tensors may be real or on the meta device; nothing is computed and no object of the caller is changed. Bytes of
-    collectives are exact; live memory is that of the graph, without what allocators round up and kernels take and give
-    back.
+    collectives are exact; live memory is that of the graph, without rounding by allocators and temporary memory
+    of kernels.
 
     Args:
         train_step: The train step, as for `compile`.
@@ -168,12 +168,12 @@ def estimate(
         style: As for `compile`.
         rank: The rank to estimate for.
         device: Device to estimate for, for example ``"cuda"``; default: the tensors' own, the CPU for meta tensors.
-            Where torch is not built for it, the step is traced on the CPU and counted without the CPU's copies.
-        settings: What else `compile` takes: ``semantics``, ``batch``, ``placements``, ``bucket_mb``, ``prefetch``,
+            If torch is not built for it, the step is traced on the CPU and counted without the CPU's copies.
+        settings: Other arguments of `compile`: ``semantics``, ``batch``, ``placements``, ``bucket_mb``, ``prefetch``,
             ``reshard_after_forward``, ``accumulate``, ...
 
     Raises:
-        PlanError: Where `compile` or its first call would.
+        PlanError: As by `compile` or its first call.
     """
     _check_request(world, rank, device, settings)
     name = getattr(train_step, "__name__", "train_step")
@@ -220,7 +220,7 @@ def _check_request(world: int | tuple[int, int], rank: int, device: str | None, 
 
 
 def _is_built(device: str) -> bool:
-    """Return whether tensors on a device can be traced here; autograd ends the process where they cannot."""
+    """Return True if tensors on a device can be traced here; otherwise autograd would end the process."""
     kind = device.split(":")[0]
     if kind == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
@@ -268,7 +268,7 @@ def _traffic(cost: Estimate) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]], right: tuple[int, ...]) -> str:
-    """Return columns as wide as their widest cell; those in ``right`` are aligned to the right."""
+    """Return columns of the width of their widest cell; those in ``right`` are right-aligned."""
     cells = [head, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
 

@@ -1,6 +1,6 @@
-"""Average the reference's gradients over the ranks, as the graph does: at the end of each backward pass.
+"""Average the reference's gradients over the ranks, as the graph does: after each backward pass.
 
-The order is that of parameters and not that in which gradients arrive: ranks whose batches take other paths would
+The order is that of parameters, not of arrival: ranks with batches on other code paths would
 otherwise fill each other's tensors.
 """
 
@@ -26,11 +26,11 @@ RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
 
 
 class PeerStoppedError(BaseException):
-    """Another rank's reference has stopped. No `Exception`: the step's own handlers must not catch it."""
+    """Another rank's reference has stopped. Not an `Exception`: the step's own handlers must not catch it."""
 
 
 class NotComparableError(BaseException):
-    """The reference cannot be what the graph is to be compared with; says why."""
+    """The reference is not comparable with the graph; holds the reason."""
 
 
 class GradientAverage:
@@ -39,13 +39,13 @@ class GradientAverage:
     Args:
         params: The copied parameters by name.
         mesh: The ranks.
-        comm: How gradients are reduced.
-        averages: Whether the ranks' gradients are averaged; otherwise they stay as they are.
+        comm: Settings of the reduction.
+        averages: Average the ranks' gradients; otherwise they stay as they are.
 
     Attributes:
-        stopped: Why no rank may communicate any more; None while all run.
-        noted: Complete gradients by name, as the first backward pass that makes one leaves it; None for one that
-            another pass adds to.
+        stopped: Reason against any further communication; None while all ranks run.
+        noted: Complete gradients by name, from the first backward pass with one; None if another
+            pass adds to it.
     """
 
     def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, comm: CommConfig, averages: bool) -> None:
@@ -63,7 +63,7 @@ class GradientAverage:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within the block every outermost backward pass ends with the average."""
+        """Average at the end of every outermost backward pass within the block."""
         backward, grad = torch.autograd.backward, torch.autograd.grad
         with ExitStack() as stack:
             for name, param in self.params.items():
@@ -145,7 +145,7 @@ class GradientAverage:
                 return {}
         if not self.meets:
             return {name: one for name, one in gradients.items() if one is not None}
-        present = self.meet(RUNNING, [one is not None for one in gradients.values()])
+        present = self.meet(RUNNING, [one is not None for one in gradients.values()])  # on any rank
         full = {
             name: torch.zeros_like(self.params[name]) if one is None else one
             for (name, one), anywhere in zip(gradients.items(), present, strict=True)
@@ -164,7 +164,7 @@ class GradientAverage:
     def _over_micro_batches(
         self, gradients: dict[str, torch.Tensor | None], before: dict[str, torch.Tensor | None]
     ) -> dict[str, torch.Tensor | None]:
-        """Mean over the micro-batches of what this pass added to the gradients."""
+        """Return the mean over the micro-batches of this pass's addition to the gradients."""
         if self.passes == len(self.sums):
             self.sums.append({})
         sums = self.sums[self.passes]
@@ -189,30 +189,30 @@ class GradientAverage:
             for group in all_groups(self.mesh):
                 dist.all_reduce(sent, group=group)
             return (sent / after).to(flat.dtype)
-        for group in all_groups(self.mesh):  # the average of each axis, as the graph's collectives take it
+        for group in all_groups(self.mesh):  # the average of each axis, as in the graph's collectives
             dist.all_reduce(sent, group=group)
             sent = sent / dist.get_world_size(group)
         return sent.to(flat.dtype)
 
     def meet(self, status: int, present: list[bool] | None = None) -> list[bool]:
-        """Exchange what the ranks' references are about to do.
+        """Exchange the next action of the ranks' references.
 
         Args:
-            status: ``RUNNING`` before an average, otherwise why this rank's reference has come to its end.
-            present: Which parameters have a gradient here.
+            status: ``RUNNING`` before an average, otherwise the reason for the end of this rank's reference.
+            present: True for each parameter with a gradient here.
 
         Returns:
-            Which have one on any rank.
+            True for each parameter with a gradient on any rank.
 
         Raises:
-            PeerStoppedError: Where another rank does something else.
+            PeerStoppedError: Another rank does something else.
         """
         if not self.meets:
             return present or []
         if self.stopped is not None:
             raise PeerStoppedError
         flags = present or [False] * len(self.params)
-        row = torch.tensor([status, -status, *flags], dtype=torch.float32)
+        row = torch.tensor([status, -status, *flags], dtype=torch.float32)  # maximum and minimum in one message
         row = row.to(group_device(all_groups(self.mesh)[0]))
         for group in all_groups(self.mesh):
             dist.all_reduce(row, op=dist.ReduceOp.MAX, group=group)
