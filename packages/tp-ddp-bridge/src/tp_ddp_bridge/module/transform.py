@@ -1,6 +1,6 @@
 """Bridging a module and undoing it.
 
-Both work in two steps: everything that can go wrong is found first, by reading; then objects are exchanged.
+Both work in two steps: first all problems are found, by reading; then objects are exchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def is_bridged(module: nn.Module) -> bool:
-    """Return whether ``module``, or the module inside a DDP, was bridged (and not undone)."""
+    """Return True if ``module``, or the module inside a DDP, was bridged (and not undone)."""
     return any(isinstance(submodule, BridgedModule) for submodule in module.modules())
 
 
@@ -45,7 +45,7 @@ def transform(module: M, optimizers: list[Optimizer]) -> M:
 
 
 def bridging_problems(surveyed: Survey, optimizers: list[Optimizer]) -> list[Problem]:
-    """Return all problems of a module and of the optimizers that are to be re-pointed; communicates nothing."""
+    """Return all problems of a module and of optimizers to re-point; communicates nothing."""
     targets = {id(each.tensor): each for each in surveyed.bridgeable if not each.is_leaf}
 
     def is_replaced(parameter: torch.Tensor) -> bool:
@@ -92,7 +92,7 @@ def _register(registration: Registration, kind: str, tensor: torch.Tensor) -> No
 
 
 def _make_root(module: nn.Module, surveyed: Survey) -> None:
-    """Let one call of ``module`` span a forward, and tag its plain parameters as replicated."""
+    """Make one call of ``module`` span a forward, and tag its plain parameters as replicated."""
     if not isinstance(module, BridgedModule):
         set_views(module, {})
     if not surveyed.meshes:
@@ -108,14 +108,14 @@ def _make_root(module: nn.Module, surveyed: Survey) -> None:
 
 
 def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = ()) -> M:
-    """Give a bridged module its DTensor parameters back, with their gradients, attributes and hooks.
+    """Restore a bridged module's DTensor parameters, with their gradients, attributes and hooks.
 
     Args:
-        module: The module that was bridged, not the DDP around it; that DDP must not be used any more.
-        optimizers: Optimizers that hold leaves of ``module``; re-pointed in place, their state is kept.
+        module: The bridged module, not the DDP around it; that DDP must not be used any more.
+        optimizers: Optimizers with leaves of ``module``; re-pointed in place, their state is kept.
 
     Returns:
-        ``module``, with the classes it had.
+        ``module``, with its former classes.
 
     Raises:
         PlanError: A hook was registered on a leaf, or an optimizer cannot be re-pointed; nothing was changed.
