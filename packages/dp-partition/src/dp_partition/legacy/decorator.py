@@ -32,9 +32,9 @@ class DataParallel:
 
 
 def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a train step so that it trains data-parallel on all ranks, each with its own rows of the batch.
+    """Decorate a train step to train data-parallel on all ranks, each with its own rows of the batch.
 
-    A decorated function takes ``last_train_step=`` as well, which changes nothing, and has its `Step` as ``.step``.
+    A decorated function takes ``last_train_step=`` as well, without effect, and has its `Step` as ``.step``.
 
     Raises:
         PlanError: At the first call, before ``torch.distributed`` was initialised (code ``no-process-group``).
