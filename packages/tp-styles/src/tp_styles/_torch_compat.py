@@ -101,7 +101,7 @@ class GradientDTensor(DTensor):
         """Run as a DTensor's, except for `detach`."""
         if func is _DETACH:
             return _arrived(args[0])
-        args, kwargs = tree_map(_arrived, (args, kwargs or {}))
+        args, kwargs = tree_map(_arrived, (args, kwargs or {}))  # plain DTensors from here on
         return func(*args, **kwargs)
 
 
@@ -110,7 +110,7 @@ _DETACH = torch.ops.aten.detach.default
 
 def _arrived(x: Any) -> Any:
     if type(x) is GradientDTensor:
-        return DTensor.__new__(DTensor, x._local_tensor, x._spec, requires_grad=False)
+        return DTensor.__new__(DTensor, x._local_tensor, x._spec, requires_grad=False)  # the same memory
     return x
 
 

@@ -93,7 +93,7 @@ def apply_staged(
     In a staged call `src_data_rank=None` communicates nothing, as in torch.
     """
     check_mesh(mesh)
-    axis = TPGroup(mesh)
+    axis = TPGroup(mesh)  # no process group is made
     compares = check != "never" and not (is_staged and src_data_rank is None)
     arguments = (f"src_data_rank={src_data_rank!r}", f"check={check!r}", f"rest={rest!r}")
     decided, fault = _decided(model, plan, axis, src_data_rank, strict, check, is_staged, rest)
@@ -127,8 +127,8 @@ def apply_staged(
     except BaseException:
         restore(changes)  # all of the plan or nothing
         raise
-    settle(model, changes)
-    watch_registrations()
+    settle(model, changes)  # nothing can fail any more
+    watch_registrations()  # for DDP around shards
     if check != "never":
         check_optimizers()
     return TPHandle(model, decided, axis, changes, checker)
@@ -236,7 +236,7 @@ def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool)
     problems = list(_not_sharded_elsewhere(model, plan, axis, is_staged))
     for found in plan.modules:
         try:
-            module = model.get_submodule(found.name)
+            module = model.get_submodule(found.name)  # of the model now, not of the planned one
             parameters = list(parameters_of(found, module))
         except (AttributeError, KeyError):
             problems.append(_other_model(found.name, "it has no such module or parameter"))
@@ -326,7 +326,7 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
 
 
 def _is_same_everywhere(value: torch.Tensor, axis: TPGroup) -> bool:
-    reference = value.clone(memory_format=torch.contiguous_format)
+    reference = value.clone(memory_format=torch.contiguous_format)  # broadcasts write in place
     dist.broadcast(reference, group=axis.group, group_src=0)
     found = axis.all_gather_objects(bool(torch.equal(reference, value)), "apply_plan")
     return all(found)
@@ -345,7 +345,7 @@ def _apply_own(
     for name, value in found.spec.attributes:
         path, _, attribute = name.rpartition(".")
         change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
-        before = change.attributes[attribute] = getattr(change.module, attribute)
+        before = change.attributes[attribute] = getattr(change.module, attribute)  # for undo
         if isinstance(value, Split):
             value = value.local_size(axis.rank, axis.size)
         setattr(change.module, attribute, before // axis.size if isinstance(value, PerRank) else value)

@@ -77,7 +77,7 @@ class TPHandle:
             for name in change.replaced
         ]
         names = {module: name for name, module in self.model.named_modules()}
-        for module, name, parameter in restored:
+        for module, name, parameter in restored:  # no communication from here on
             part, path = module._parameters.get(name), names.get(module, "")
             module._parameters[name] = parameter
             if part is not None:
@@ -85,7 +85,7 @@ class TPHandle:
                 fqn = f"{path}.{name}" if path else name
                 mark_stale(part, Problem("parameter-replaced", fqn, found=found, hint="build the optimizer again"))
         take_back(self._changes)
-        self._changes = []
+        self._changes = []  # a second undo() raises
         return self.model
 
     def _parts(self) -> list[str]:
@@ -116,7 +116,7 @@ def _whole(
         return None
     if id(current) not in memo:
         parameter = nn.Parameter(_gathered(current, split, axis), current.requires_grad)
-        attributes = {key: value for key, value in vars(current).items() if key != "_sharding_info"}
+        attributes = {key: value for key, value in vars(current).items() if key != "_sharding_info"}  # full now
         parameter.__dict__.update(attributes)
         if current.grad is not None:
             parameter.grad = _gathered(current.grad, split, axis)

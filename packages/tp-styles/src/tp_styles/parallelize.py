@@ -77,5 +77,5 @@ def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
         )
     dim %= mesh.ndim
     if mesh.mesh_dim_names is not None:
-        return mesh[mesh.mesh_dim_names[dim]]
+        return mesh[mesh.mesh_dim_names[dim]]  # stays a slice of its root mesh
     return DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type)

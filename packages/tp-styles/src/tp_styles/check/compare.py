@@ -58,7 +58,7 @@ class Comparison:
         """Return differences of outputs, and of tensors written to modules; and outputs to start backward from."""
         ours, wanted = [*tensors_in(sharded.output)], [*tensors_in(reference.output)]
         count = len(ours)
-        if set(self.axis.all_gather_objects(count, "the check")) != {len(wanted)}:
+        if set(self.axis.all_gather_objects(count, "the check")) != {len(wanted)}:  # on any rank
             return [Difference("output", "structure", math.inf, f"{count} tensors, {len(wanted)} originally")], []
         written = [name for name in sharded.written if name in reference.written]
         names = self.axis.all_gather_objects(written, "the check")
@@ -154,7 +154,7 @@ class Comparison:
 
     def _gradients(self, shard: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's gradient, and the original's for the same elements."""
-        wanted = copy.grad if copy.grad is not None else torch.zeros_like(copy)
+        wanted = copy.grad if copy.grad is not None else torch.zeros_like(copy)  # unused here: zero
         wanted = wanted.full_tensor() if isinstance(wanted, DTensor) else wanted
         gradient = shard.grad if shard.grad is not None else torch.zeros_like(shard)
         if isinstance(gradient, DTensor):

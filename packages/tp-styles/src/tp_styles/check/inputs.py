@@ -53,7 +53,7 @@ class Place:
 
 def tensors_in(value: Any, path: str = "", depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[Place, Any]]:
     """Yield tensors within an argument or an output, in mappings, sequences, dataclasses and plain objects."""
-    seen = set() if seen is None else seen
+    seen = set() if seen is None else seen  # one set for the full walk
     if isinstance(value, torch.Tensor):
         yield Place(path, depth), value
     elif not (isinstance(value, (*PLAIN, *SHARED)) or callable(value) or depth >= DEPTH or id(value) in seen):
@@ -160,7 +160,7 @@ class Inputs:
             )
             hint = "call train(), eval() and no_grad() alike on all ranks of a tensor-parallel group"
             raise StyleInputError(Problem("ranks-disagree", "mode", found=modes, hint=hint))
-        if len({len(other) for _, other in everyone}) > 1:
+        if len({len(other) for _, other in everyone}) > 1:  # no comparison by position
             raise NotReady("ranks pass another number of tensors")
         equal = []
         for index, leaf in enumerate(self.leaves):
@@ -170,7 +170,7 @@ class Inputs:
             if same and not isinstance(leaf.value, DTensor):  # same metadata: all ranks broadcast
                 same = is_close(leaf.value.detach(), agreed_values(leaf.value.detach(), self.axis, 0))
             equal.append(same)
-        verdicts = self.axis.all_gather_objects(equal, "the check")
+        verdicts = self.axis.all_gather_objects(equal, "the check")  # one verdict on all ranks
         for index, leaf in enumerate(self.leaves):
             leaf.is_equal = all(verdict[index] for verdict in verdicts)
         for leaf in self.differ:
@@ -222,7 +222,7 @@ class Inputs:
         if isinstance(value, DTensor):
             if full:
                 return value.full_tensor().clone()
-            local = local_of(value).clone()
+            local = local_of(value).clone()  # no gradient, no shared memory
             return as_dtensor(local, value.device_mesh, value.placements, value.shape, value.stride())
         if not isinstance(leaf.layout, Shard):
             return agreed_values(value, self.axis, 0).clone()  # equal, but for rounding
@@ -253,11 +253,11 @@ def _share(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
 def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
     """True if two tensors of one shape have equal values up to rounding."""
     if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
+        return torch.equal(one, other)  # ids and masks have no rounding
     return relative_error(one, other, norm=float("inf")) <= tolerance
 
 
 def varied(like: torch.Tensor) -> torch.Tensor:
     """Return numbers without a pattern, equal on every rank; not drawn: random operations give constants here."""
-    place = torch.arange(like.shape.numel(), dtype=torch.float64)
+    place = torch.arange(like.shape.numel(), dtype=torch.float64)  # on the CPU: equal for all devices
     return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(like.shape).to(like.device, like.dtype)

@@ -61,7 +61,7 @@ def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
             splits[name] = split
     if problems:
         raise PlanError(dict.fromkeys(problems), "no style can express parts of this plan:")
-    return AxisCuts(axis, next(iter(sizes), 1), splits)
+    return AxisCuts(axis, next(iter(sizes), 1), splits)  # 1: nothing is sharded
 
 
 def _beside_layouts(plan: ShardingPlan, resolution: Any) -> list[Problem]:
@@ -87,14 +87,14 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
     if axis not in layout.mesh.axis_names:
         return None, None
     term: Any = layout.specs[layout.mesh.axis_names.index(axis)]
-    if str(term) == "R":
+    if str(term) == "R":  # replicated on this axis
         return None, None
     hint = "styles know Shard, BlockShard and InterleavedShard"
     if term.dim is None:
         return None, Problem("layout-mismatch", name, axis=axis, found=str(layout), hint=hint)
     dim = term.dim % len(shape)
     cutting = layout.sharded_axes
-    order = layout.order or tuple(cutting)
+    order = layout.order or tuple(cutting)  # default: the order of the mesh
     before = [other for other in order[: order.index(axis)] if cutting[other] % len(shape) == dim]
     if before:
         found = f"{layout}: {before[0]} cuts dim {dim} before {axis}"

@@ -62,7 +62,7 @@ def from_sharding_plan(
         raise PlanError(Problem("invalid-argument", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
     cuts = cuts_on_axis(plan, module, axis)
     conversion = _Conversion(module, cuts, unproven)
-    if getattr(plan, "certificate", None) is not None:
+    if getattr(plan, "certificate", None) is not None:  # an optimised plan
         conversion.refuse_mixtures()
     return conversion.styles()
 
@@ -81,7 +81,7 @@ def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> d
     units = [unit for unit in planner.analyse(module).units if unit.rows and unit.columns]
     units = [unit for unit in units if {*(cut.name for cut in unit.cuts), *unit.replicated} <= free]
     chosen = {cut.name for unit in units for cut in unit.cuts}
-    cuts = cuts_on_axis(planner.build_plan(module), module, "tp")
+    cuts = cuts_on_axis(planner.build_plan(module), module, "tp")  # of all blocks, filtered below
     chosen_cuts = replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen})
     return _Conversion(module, chosen_cuts, "leave").styles()
 
@@ -92,7 +92,7 @@ class _Conversion:
     def __init__(self, module: nn.Module, cuts: AxisCuts, unproven: Choice) -> None:
         self.module, self.cuts, self.unproven = module, cuts, unproven
         self.found: dict[str, ParallelStyle] = {}
-        self.problems: list[Problem] = []
+        self.problems: list[Problem] = []  # raised together at the end
 
     def refuse_mixtures(self) -> None:
         """Refuse unsharded blocks of an optimised plan: it splits their batch or sequence along the axis."""
@@ -114,7 +114,7 @@ class _Conversion:
             if not reason or self.unproven != "gather":
                 explained |= {id(self.module.get_parameter(name)) for name in region.parameters}
         self._alone({n for n in self.cuts.splits if id(self.module.get_parameter(n)) not in explained})
-        self._tied()
+        self._tied()  # last: it needs the styles of the other names
         if self.problems:
             raise PlanError(dict.fromkeys(self.problems), "the plan cannot be carried out by styles:")
         ordered = [name for name, _ in self.module.named_modules(remove_duplicate=False)]
@@ -129,7 +129,7 @@ class _Conversion:
         if region.kind == "experts":
             self._experts(region)
             return
-        inner = bool(region.row) and bool(region.columns)
+        inner = bool(region.row) and bool(region.columns)  # otherwise outputs are gathered
         for name, split in region.columns.items():
             self.found[name] = column(split, Shard(-1) if inner else Replicate())
         for name, split in region.picked.items():
@@ -156,7 +156,7 @@ class _Conversion:
         for name in learned_activations(self.module, region):
             for key, _ in self.module.get_submodule(name).named_parameters():
                 summed.setdefault(name, []).append(key)
-        for owner in dict.fromkeys((*counts, *cut, *summed)):
+        for owner in dict.fromkeys((*counts, *cut, *summed)):  # one style for each module
             module = self.module.get_submodule(owner)
             known = self.found.get(owner)  # a module with two blocks
             before = known.attributes if isinstance(known, BlockParallel) and isinstance(known.attributes, dict) else {}
@@ -185,7 +185,7 @@ class _Conversion:
 
     def _alone(self, names: set[str]) -> None:
         """Style sharded layers outside of all regions."""
-        if self.unproven == "leave":
+        if self.unproven == "leave":  # only recognised blocks get styles
             return
         for name in dict.fromkeys(n.rpartition(".")[0] for n in self.cuts.splits if n in names):
             module = self.module.get_submodule(name)
@@ -244,7 +244,7 @@ def learned_activations(module: nn.Module, region: Region) -> list[str]:
     if region.kind != "mlp":
         return []
     below = [(region.scope + "." + name).lstrip(".") for name, _ in module.get_submodule(region.scope).named_modules()]
-    found = [(name, module.get_submodule(name)) for name in below[1:]]
+    found = [(name, module.get_submodule(name)) for name in below[1:]]  # without the block itself
     usual = ("act", "act_fn", "activation", "activation_fn")
     return [
         name
@@ -306,7 +306,7 @@ def gathering(
     weight, bias = (cuts.splits.get(below(name, key)) for key in ("weight", "bias"))
     shape = linear_shape(info)
     if shape is not None and weight is not None:
-        by_rows = weight.dim == shape.out_dim
+        by_rows = weight.dim == shape.out_dim  # of the weight: output features
         has_bias = module._parameters.get("bias") is not None
         if has_bias and (not cuts.agree(below(name, "bias"), replace(weight, dim=0)) if by_rows else bias):
             hint = "shard the bias with the rows of its weight, and replicate it with the columns"

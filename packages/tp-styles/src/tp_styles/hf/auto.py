@@ -39,7 +39,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     Raises:
         PlanError: Nothing was recognised.
     """
-    styles = _without_broken_ties(model, _styles(model, tp_size))
+    styles = _without_broken_ties(model, _styles(model, tp_size))  # tied weights: all or none
     share, largest = sharded_share(model, plan_styles(model, styles, tp_size))
     if not share:
         hint = "write a plan; or install tp-styles[shard-spec] for its planner"
@@ -68,7 +68,7 @@ def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
 
 
 def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
-    has_planner = importlib.util.find_spec("shard_spec") is not None
+    has_planner = importlib.util.find_spec("shard_spec") is not None  # without importing it
     plan = getattr(model, "tp_plan", None) or {}
     if any("*" in pattern for pattern in plan):  # some models plan only their head
         styles = from_hf_tp_plan(model)
@@ -84,7 +84,7 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
             for name, module in model.named_modules()
             if isinstance(module, nn.MultiheadAttention) and not any(name.startswith(f"{b}.") or not b for b in blocks)
         ]
-        return styles | {name: MultiheadAttentionParallel() for name in alone}
+        return styles | {name: MultiheadAttentionParallel() for name in alone}  # outside of layers
     if not has_planner:
         return {}
     from shard_spec.planners import MegatronPlanner

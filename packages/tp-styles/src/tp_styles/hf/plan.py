@@ -110,7 +110,7 @@ def from_hf_tp_plan(
         plan = _with_experts(model, plan or {}, ep_implementation)
     if not plan:
         raise PlanError(Problem("missing-argument", type(model).__name__, found="no tp_plan", hint="pass plan="))
-    named = _entries(model, todays_names(plan))
+    named = _entries(model, todays_names(plan))  # raises all unknown names at once
     found_styles = {name: _style(model, name, named) for name in _modules(model, named)}
     styles = {name: _beside_adapter(model.get_submodule(name), style) for name, style in found_styles.items()}
     if not styles:
@@ -124,7 +124,7 @@ def from_hf_tp_plan(
 
 def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
     """Return the style of a linear layer, with peft's low-rank update if there is one."""
-    if not isinstance(getattr(module, "base_layer", None), nn.Linear):
+    if not isinstance(getattr(module, "base_layer", None), nn.Linear):  # no adapter
         return style
     if style == ColwiseParallel():
         return LoRAParallel("column")
@@ -160,7 +160,7 @@ def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         PlanError: ``ambiguous-pattern`` if two globs give one name different styles.
     """
     names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
-    patterns = [Pattern(text) for text in plan]
+    patterns = [Pattern(text) for text in plan]  # raises for unreadable ones
     found = {}
     for name in names:
         matching = [pattern for pattern in patterns if pattern.matches(name)]
@@ -182,7 +182,7 @@ def _modules(model: nn.Module, named: Mapping[str, str]) -> list[str]:
 
 def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelStyle:
     module = model.get_submodule(name)
-    kind = named.get(name, "local_params")
+    kind = named.get(name, "local_params")  # only its parameters are named
     own = {key: named[f"{name}.{key}"] for key in module._parameters if f"{name}.{key}" in named}
     if own or kind in ("moe_tp_experts", "ep_dispatch_experts", "local_params"):
         return ParametersParallel(own, role=ROLES.get(kind, "local"))
@@ -192,13 +192,13 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
         raise PlanError(
             Problem("invalid-argument", name, found=repr(kind), hint="it has a meaning for parameters only")
         )
-    return STYLES[kind]()
+    return STYLES[kind]()  # a new style for each module
 
 
 def _rope_features(model: nn.Module) -> int:
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(text.qk_rope_head_dim)
+    return int(text.qk_rope_head_dim)  # of each head's key
 
 
 def _keep_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:

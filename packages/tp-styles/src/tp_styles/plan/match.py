@@ -47,8 +47,8 @@ def match_plan(
         used.update(matching)
         if not matching:
             continue
-        first, *others = most_specific(matching)
-        rivals = [other for other in others if plan[other.text] != plan[first.text]]
+        first, *others = most_specific(matching)  # one exact name, or all globs
+        rivals = [other for other in others if plan[other.text] != plan[first.text]]  # equal styles do not conflict
         if rivals:
             problems.append(
                 Problem(
@@ -80,7 +80,7 @@ def _not_a_style(pattern: str, style: object) -> Problem:
 
 
 def _unmatched(pattern: str, names: list[str]) -> Problem:
-    import difflib
+    import difflib  # only for the hint
 
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
     near = near or [name for name in names if name and name.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]

@@ -149,7 +149,7 @@ def plan_module(
     if rest == "replicated":  # last: only parameters left by all styles
         for name, style in _replicated(modules, planned).items():
             planned[name] = next(_expanded(modules, name, 'rest="replicated"', style, tp_size))
-    ordered = [planned[name] for name in modules if name in planned]
+    ordered = [planned[name] for name in modules if name in planned]  # the model's order on all ranks
     ordered = _without_shared(ordered, modules, problems)
     for found in ordered:
         problems += found.spec.problems
@@ -324,7 +324,7 @@ def _tied_problems(
     foreign = [found for found in ordered if found.spec.compute == "foreign"]
     problems = []
     for tied in names_of_parameters(model):
-        if len(tied) < 2 or _same_module(model, tied):
+        if len(tied) < 2 or _same_module(model, tied):  # not tied
             continue
         splits = {}
         for name in tied:

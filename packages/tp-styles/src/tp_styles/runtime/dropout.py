@@ -25,7 +25,7 @@ def is_rate(module: nn.Module, name: str, value: Any) -> bool:
     """True for a dropout rate: `p` of `nn.Dropout`, `rate`, numbers with "drop" in their names."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, nn.modules.dropout._DropoutNd):  # its other numbers are no rates
         return name == "p"
     return name == "rate" or ("drop" in name and "path" not in name and "layer" not in name)  # drop-path: equal draws
 
@@ -117,8 +117,8 @@ class Region:
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
         """Hook of a column-wise layer."""
         if self.random.draws:
-            self.missing = [one for one in self.missing if one is not column]
-            if not self.missing:
+            self.missing = [one for one in self.missing if one is not column]  # not in place, see `__init__`
+            if not self.missing:  # all outputs are sharded from here on
                 self.random.enter()
 
     def leave(self, row: nn.Module, args: Any) -> None:
@@ -215,5 +215,5 @@ def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[
             groups[-1].append(name)
         elif groups[-1]:
             groups.append([])
-    complete = not groups[-1] and len(groups) - 1 == len(rows)
+    complete = not groups[-1] and len(groups) - 1 == len(rows)  # each group ends with a row
     return groups[:-1] if complete else [list(columns)]

@@ -74,7 +74,7 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
         if spec.outputs:
             removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
         return removers
-    vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)
+    vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)  # hooks still run around it
     # On the layer itself: code that reads its weight directly may be in a module outside of the plan.
     handle = module.register_forward_pre_hook(DisableFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
@@ -106,7 +106,7 @@ class MoveInputs:
         self.names = describe(module).arguments or tuple(name for name, _ in spec.inputs)
         self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
         self.name = name
-        self.num_positional = spec.num_positional
+        self.num_positional = spec.num_positional  # None: any number
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the inputs in their layouts.
@@ -139,7 +139,7 @@ class InputMove:
         source = normalized(self.flow.src, x.dim())
         if isinstance(source, Shard):
             self.move.even(x.shape[source.dim], source.dim)  # `from_local` assumes even shards
-        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)
+        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)  # no collective per call
         return self.move.redistributed(wrapped)
 
 
@@ -170,7 +170,7 @@ class PrepareInput:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return all inputs, the first one prepared, by position or by name."""
         if args:
-            prepared = self.function(args, self.mesh)
+            prepared = self.function(args, self.mesh)  # as the first styles' hooks did
             return (prepared if isinstance(prepared, tuple) else (prepared, *args[1:])), kwargs
         name = next((name for name in self.names if name in kwargs), None)
         if name is None:

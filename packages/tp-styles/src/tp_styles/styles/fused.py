@@ -42,7 +42,7 @@ class FusedColwiseParallel(ColwiseParallel):
         use_local_output: bool | None = None,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.sections = sections if isinstance(sections, int) else tuple(sections)
+        self.sections = sections if isinstance(sections, int) else tuple(sections)  # as given, for the repr
         self.unit = unit if isinstance(unit, int) else tuple(unit)
         numbers = [self.sections] if isinstance(self.sections, int) else [*self.sections]
         self.copies = copies if isinstance(copies, int) else tuple(copies)
@@ -82,7 +82,7 @@ class FusedColwiseParallel(ColwiseParallel):
                     hint="a section must hold full units",
                 )
             )
-        elif unfit := [count for count in copies if tp_size % count]:
+        elif unfit := [count for count in copies if tp_size % count]:  # copies are equal groups of neighbours
             hint = "the number of copies divides the tp size"
             problems.append(
                 Problem(

@@ -60,7 +60,7 @@ def divide_heads(
         return Heads(queries, keys, tp_size), None
     if queries % tp_size == 0 and tp_size % keys == 0 and kv_replicate:
         return Heads(queries, keys, tp_size, copies=tp_size // keys), None
-    whole = [size for size in range(1, queries + 1) if queries % size == 0 and keys % size == 0]
+    whole = [size for size in range(1, queries + 1) if queries % size == 0 and keys % size == 0]  # for the hint
     copied = [size for size in range(1, queries + 1) if queries % size == 0 and size % keys == 0]
     could = queries % tp_size == 0 and tp_size % keys == 0
     label = f"num_key_value_heads={keys}" if queries % tp_size == 0 else f"num_heads={queries}"
@@ -118,7 +118,7 @@ class GQAParallel(ParallelStyle):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return the styles of the projections; see `ParallelStyle.spec`."""
-        queries = self.num_heads or _first(info, QUERY_HEADS)
+        queries = self.num_heads or _first(info, QUERY_HEADS)  # by usual names
         keys = self.num_kv_heads or _first(info, KEY_HEADS) or queries
         names = (self.qkv, self.o) if self.qkv else (self.q, self.k, self.v, self.o)
         missing = [name for name in names if name and info.parameter(f"{name}.weight") is None]
@@ -142,7 +142,7 @@ class GQAParallel(ParallelStyle):
     def _projections(self, info: ModuleInfo, heads: Heads) -> tuple[list[tuple[str, object]], list[Problem]]:
         out = info.parameter(f"{self.o}.weight")
         assert out is not None
-        size = out.shape[1] // heads.queries
+        size = out.shape[1] // heads.queries  # features of one head
         problems = []
         if out.shape[1] % heads.queries:
             problems.append(
@@ -173,7 +173,7 @@ class GQAParallel(ParallelStyle):
         values = {"heads": heads.local_queries, "kv_heads": heads.local_keys, "groups": heads.local_groups}
         if self.attributes is not None:
             return tuple((name, values[kind]) for name, kind in self.attributes.items())
-        known = dict.fromkeys(QUERY_HEADS, ("heads", heads.queries))
+        known = dict.fromkeys(QUERY_HEADS, ("heads", heads.queries))  # name -> kind, global value
         known |= dict.fromkeys(KEY_HEADS, ("kv_heads", heads.keys))
         known |= dict.fromkeys(GROUPS, ("groups", heads.queries // heads.keys))
         return tuple((name, values[kind]) for name, (kind, value) in known.items() if info.size(name) == value)

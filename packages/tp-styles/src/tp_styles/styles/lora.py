@@ -59,7 +59,7 @@ class LoRAParallel(ParallelStyle):
         children += [(name, first) for name in found[self.a]] + [(name, second) for name in found[self.b]]
         if not column:  # the input of A is sharded, so dropout differs by rank
             children += [(name, NoParallel(sum_gradient=True)) for name in _below(info, self.dropout, nn.Dropout)]
-        problems = [
+        problems = [  # other parameters, like DoRA's magnitude
             Problem(
                 "lora-mismatch", info.where(p.name), found=str(p.shape), hint="only A and B are known beside the base"
             )

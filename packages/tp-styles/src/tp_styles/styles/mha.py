@@ -57,7 +57,7 @@ class MultiheadAttentionParallel(ParallelStyle):
             compute="multihead-attention",
             parameters=_parameters(info, width, width // count, sharded=not isinstance(leave.dst, Replicate)),
             inputs=tuple(zip(INPUTS, enter, strict=True)),
-            outputs=(leave, None),
+            outputs=(leave, None),  # the forward gathers attention weights
             problems=tuple(problems),
         )
 
@@ -71,7 +71,7 @@ def _parameters(info: ModuleInfo, width: int, unit: int, *, sharded: bool) -> tu
         "q_proj_weight": by_heads,
         "k_proj_weight": by_heads,
         "v_proj_weight": by_heads,
-        "bias_k": Split.along(2, width, unit=unit),
+        "bias_k": Split.along(2, width, unit=unit),  # [1, 1, embed_dim]
         "bias_v": Split.along(2, width, unit=unit),
         "out_proj.weight": Split.along(1, width, unit=unit),
         "out_proj.bias": Split.replicated(),

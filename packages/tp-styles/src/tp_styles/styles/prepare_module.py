@@ -45,7 +45,7 @@ class PrepareModuleInput(ParallelStyle):
         self.desired_input_layouts = _several(desired_input_layouts, "desired_input_layouts")
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
-        self.with_kwargs = input_kwarg_layouts is not None
+        self.with_kwargs = input_kwarg_layouts is not None  # as in torch
         self.use_local_output = use_local_output
         _check_lengths("input", self.input_layouts, self.desired_input_layouts)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
@@ -77,7 +77,7 @@ class PrepareModuleInput(ParallelStyle):
                 continue
             name = names[index] if index < len(names) else f"args[{index}]"
             wanted = cast("tuple[Placement | None, ...]", self.desired_input_layouts)[index]
-            inputs.append((name, Redistribution(source, source if wanted is None else wanted)))
+            inputs.append((name, Redistribution(source, source if wanted is None else wanted)))  # None: unchanged
         for name, source in self.input_kwarg_layouts.items():
             if name not in (*names, *info.keyword_only) and not info.open_keyword:
                 hint = f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}"
@@ -93,7 +93,7 @@ class PrepareModuleInput(ParallelStyle):
         return StyleSpec(
             compute="hooks",
             inputs=tuple(inputs),
-            num_positional=None if self.input_layouts is None else len(self.input_layouts),
+            num_positional=None if self.input_layouts is None else len(self.input_layouts),  # further inputs raise
             local_input=self.use_local_output,
             problems=tuple(problems),
         )
@@ -183,13 +183,13 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     def _arguments(self) -> dict[str, object]:
         before, after = self.prepare_module_input._arguments(), self.prepare_module_output._arguments()
-        before["use_local_input"] = before.pop("use_local_output")
+        before["use_local_input"] = before.pop("use_local_output")  # its name in the combined style
         return {**before, **after}
 
 
 def _several(layouts: Layouts | None, argument: str) -> tuple[Placement | None, ...] | None:
     if layouts is None:
-        return None
+        return None  # no layouts: inputs are left alone
     found = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
     for placement in found:
         if placement is not None and not isinstance(placement, Placement):

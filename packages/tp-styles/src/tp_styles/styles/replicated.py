@@ -58,7 +58,7 @@ class SequenceParallel(ParallelStyle):
                 "argument-count", info.where(), found="a forward without arguments", hint="name another module"
             )
             return StyleSpec(problems=(problem,))
-        flow = Redistribution(self.sequence_sharding[0], self.sequence_sharding[0])
+        flow = Redistribution(self.sequence_sharding[0], self.sequence_sharding[0])  # plain shards do not move
         return StyleSpec(
             compute="module",
             parameters=tuple(

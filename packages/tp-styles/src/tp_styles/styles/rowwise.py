@@ -71,8 +71,8 @@ class RowwiseParallel(ParallelStyle):
             # On a sharded output each rank has only its shard's contribution to the bias gradient.
             sharded = not isinstance(output, Replicate)
             parameters.append(("bias", ParameterSpec(Split.replicated(), sum_gradient=sharded)))
-        columns = Split.along(0, shape.in_features)
-        plain = info.kind.forward is nn.Linear.forward
+        columns = Split.along(0, shape.in_features)  # of the input's last dim
+        plain = info.kind.forward is nn.Linear.forward  # else its own forward, without the bias
         return StyleSpec(
             compute="row-linear" if plain else "module-row-linear",
             parameters=tuple(parameters),

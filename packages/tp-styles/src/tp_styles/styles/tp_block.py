@@ -44,7 +44,7 @@ class BlockParallel(ParallelStyle):
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """See `ParallelStyle.spec`."""
         problems = []
-        if self.tp_size not in (None, tp_size):
+        if self.tp_size not in (None, tp_size):  # its counts are for one size
             found = f"tp={tp_size}, planned for {self.tp_size}"
             problems.append(
                 Problem("mesh-mismatch", info.where(), found=found, hint="plan again for this number of ranks")
@@ -61,7 +61,7 @@ class BlockParallel(ParallelStyle):
         # Counts are divided when they are set: sizes of modules below are not known here.
         counts = self.attributes if isinstance(self.attributes, dict) else dict.fromkeys(self.attributes, PerRank())
         return StyleSpec(
-            compute="module" if parameters else "none",
+            compute="module" if parameters else "none",  # layers have styles of their own
             parameters=tuple(parameters),
             buffers=tuple(self.buffers.items()),
             attributes=tuple(counts.items()),
@@ -87,7 +87,7 @@ class ColwiseKVReplicated(FusedColwiseParallel):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """See `ParallelStyle.spec`."""
-        made = super().spec(info, tp_size)
+        made = super().spec(info, tp_size)  # its split gives each rank's rows
         problems = made.problems
         if made.compute != "column-linear" and not problems:
             hint = "rows are picked of an nn.Linear; use GQAParallel(kv_replicate=True), or a smaller tp size"

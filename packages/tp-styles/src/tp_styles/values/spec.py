@@ -93,7 +93,7 @@ def describe(module: nn.Module, name: str = "") -> ModuleInfo:
         keyword_only=tuple(key for key, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY),
         open_positional=inspect.Parameter.VAR_POSITIONAL in kinds.values(),
         open_keyword=inspect.Parameter.VAR_KEYWORD in kinds.values(),
-        sizes=tuple(sorted(plain.items())),
+        sizes=tuple(sorted(plain.items())),  # in one order on all ranks
         children=children,
     )
 
@@ -102,7 +102,7 @@ def names_of_parameters(model: nn.Module) -> list[list[str]]:
     """Return all FQNs of each parameter, in the model's order; a tied one has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(name)  # ties by identity
     return list(names.values())
 
 
