@@ -85,7 +85,7 @@ def all_gather_header(where: Where, payload: bytes, subject: str, state: str = N
     rows = torch.tensor([list(payload.ljust(HEADER_BYTES, b"\0"))], dtype=torch.uint8)  # 1 x 64
     for group in _groups(where):
         mine = rows.to(_message_device(group))
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]  # rows of all ranks so far
         with _answered(subject, state):
             dist.all_gather(gathered, mine, group=group)
         rows = torch.cat(gathered).cpu()  # ranks so far x 64
@@ -103,7 +103,7 @@ def all_gather_objects(where: Where, value: Any, subject: str) -> list[Any]:
         rows: list[Any] = [None] * dist.get_world_size(group)
         with _answered(subject):
             dist.all_gather_object(rows, values, group=group)
-        values = [one for row in rows for one in row]
+        values = [one for row in rows for one in row]  # row-major, axis by axis
     return values
 
 
@@ -141,7 +141,7 @@ def assert_consistent(
         PlanError: On every other rank: the problems of all ranks, or ``ranks-disagree`` with the different lines.
         RuntimeError: A peer died.
     """
-    digest = hashlib.sha256("\n".join((subject, *lines)).encode()).digest()
+    digest = hashlib.sha256("\n".join((subject, *lines)).encode()).digest()  # with the subject: other calls differ
     headers = all_gather_header(where, bytes([error is not None]) + digest, subject, state)
     if len(set(headers)) > 1 or error is not None:
         raise_joined(where, subject, lines, error, hint=hint, state=state)

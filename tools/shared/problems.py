@@ -73,7 +73,7 @@ class PlanError(ValueError):
 
 def raise_problems(problems: Iterable[Problem], summary: str = "") -> None:
     """Raise one ``PlanError`` with all of ``problems``; return when there are none."""
-    problems = tuple(problems)
+    problems = tuple(problems)  # a generator is read once
     if problems:
         raise PlanError(problems, summary)
 
@@ -87,6 +87,6 @@ def own_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if type(error).__name__ != "PlanError" or isinstance(error, PlanError):
+        if type(error).__name__ != "PlanError" or isinstance(error, PlanError):  # by name: one class a wheel
             raise
         raise PlanError(vars(error)["problems"], vars(error)["summary"]) from error

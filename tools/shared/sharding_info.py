@@ -38,7 +38,7 @@ class Section(NamedTuple):
         """Return first row and end of a rank's shard, counted from the section's start, chunked as ``torch.chunk``."""
         if num_ranks % self.copies:
             raise ValueError(f"{self}: copies does not divide {num_ranks} ranks")
-        units, count = self.size // self.unit, num_ranks // self.copies
+        units, count = self.size // self.unit, num_ranks // self.copies  # of one copy of the section
         step = -(-units // count)  # rounded up, as in torch.chunk
         start = min(rank // self.copies * step, units)
         return start * self.unit, min(start + step, units) * self.unit

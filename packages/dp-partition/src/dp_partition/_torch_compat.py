@@ -209,7 +209,7 @@ def without_hooks_of(root: torch.nn.Module, *sources: str) -> Iterator[None]:
         yield
     finally:
         for table, hooks in before:
-            new = {key: hook for key, hook in table.items() if key not in hooks}
+            new = {key: hook for key, hook in table.items() if key not in hooks}  # registered within the block
             table.clear()
             table.update(hooks | new)
 

@@ -92,21 +92,21 @@ def compile(
         if reduce_dtype is not None:
             hint = "a step that shares has no gradients; leave them out"
             problems.append(Problem("conflicting-arguments", "share", found="reduce_dtype beside share", hint=hint))
-        mesh, style = base.mesh, base.settings.style
+        mesh, style = base.mesh, base.settings.style  # the parameters are placed already
     if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"
         problems.append(Problem("conflicting-arguments", "batch", found=repr(batch), hint=hint))
-    parsed = DataParallelStyle.DEFAULT
+    parsed = DataParallelStyle.DEFAULT  # to collect further problems
     try:
         parsed = parse_style(style)
     except PlanError as error:
         problems += error.problems
     reshard = reshard_after_forward
     if not isinstance(reshard, bool):
-        if isinstance(reshard, str):
+        if isinstance(reshard, str):  # else a set of letters
             hint = "pass True, False, or a list of full names"
             problems.append(Problem("invalid-argument", "reshard_after_forward", found=repr(reshard), hint=hint))
-        reshard = frozenset(reshard)
+        reshard = frozenset(reshard)  # settings are hashable values
     settings = Settings(
         parsed,
         semantics,
@@ -126,7 +126,7 @@ def compile(
     if isinstance(train_step, torch.nn.Module) or not callable(train_step):
         hint = "pass the function that trains, train_step(model, optimizer, batch); the model is its argument"
         problems.append(Problem("wrong-type", "train_step", found=type(train_step).__name__, hint=hint))
-    if problems or mesh is None:
+    if problems or mesh is None:  # all problems in one error
         raise PlanError(problems, "dp_partition.compile")
     return Step(Runner(train_step, mesh, settings, base))
 
@@ -134,7 +134,7 @@ def compile(
 def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
     if mesh is None:
         return [Problem("missing-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
-    if not hasattr(mesh, "ndim"):
+    if not hasattr(mesh, "ndim"):  # a fake mesh is no DeviceMesh
         hint = "pass a DeviceMesh, from init_device_mesh"
         return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint)]
     if style is DataParallelStyle.HYBRID and mesh.ndim != 2:
@@ -210,7 +210,7 @@ class Step:
         Args:
             writeback: Keep values written to the parameters. A nested block leaves that to the outer one.
         """
-        owner = self._runner.owner
+        owner = self._runner.owner  # a step that shares has no parameters of its own
         if owner.eager is not None:
             return owner.eager.unsharded(writeback=writeback)
         self._runner.bound()  # not before the first call

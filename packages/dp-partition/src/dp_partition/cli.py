@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems: Any = getattr(found, "problems", ())
         if options.json:
             print(json.dumps({"problems": [vars(problem) for problem in problems]}, indent=1))
-        print(found, file=sys.stderr)
+        print(found, file=sys.stderr)  # stdout is for the JSON
         return PROBLEMS
     return _show(found, options)
 
@@ -92,7 +92,7 @@ def _estimate(options: argparse.Namespace) -> Any:
 
 
 def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> Any:
-    from dp_partition.cost_estimate import estimate
+    from dp_partition.cost_estimate import estimate  # late: it imports torch
 
     return estimate(
         step,
@@ -131,7 +131,7 @@ def _load(where: str, what: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{what}: {error}") from None
+        raise UsageError(f"{what}: {error}") from None  # the user's import error is enough
     if not callable(found):
         raise UsageError(f"{what}: {where} is no function")
     return found

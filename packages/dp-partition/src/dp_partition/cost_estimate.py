@@ -127,12 +127,12 @@ class Estimate:
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Write live memory over the nodes of the graph as an SVG picture, one colour for each kind of tensor."""
-        wide, high, peak = 960.0, 320.0, max(self.peak_bytes, 1)
+        wide, high, peak = 960.0, 320.0, max(self.peak_bytes, 1)  # no division by zero
         step, below = wide / max(len(self.memory.live), 1), [0] * len(self.memory.live)
         shapes = [f'<text y="14">{escape(self.name)}, rank {self.rank}: peak {human_bytes(peak)}</text>']
         for number, kind in enumerate(KINDS):
             above = [low + at[number] for low, at in zip(below, self.memory.live, strict=True)]
-            if above == below:
+            if above == below:  # no bytes of this kind
                 continue
             # Along the upper edge and back along the lower one; a column as wide as its node.
             edge = [(x * step, y) for at, y in enumerate(above) for x in (at, at + 1)]
@@ -179,18 +179,18 @@ def estimate(
     name = getattr(train_step, "__name__", "train_step")
     call = read_arguments(name, args, {})
     step_state = find_step_state(train_step, call.args, {})
-    check_traceable(step_state)
+    check_traceable(step_state)  # as in a first call
     tensors = [*step_state.params.values(), *step_state.buffers.values()]
     on_meta = any(tensor.is_meta for tensor in tensors)
     # Meta tensors are traced as the CPU's: every operator has rules for it.
     traced_on = device if device is not None and _is_built(device) else ("cpu" if on_meta or device else None)
     kind = torch.device(traced_on or (tensors[0].device.type if tensors else "cpu")).type
-    mesh = fake_mesh(world, rank, kind)
+    mesh = fake_mesh(world, rank, kind)  # it cannot communicate
     runner = runner_of(compile_step(train_step, mesh=mesh, style=style, **settings))
     plan = runner.plan_for(step_state, shard_world(mesh))
     program = runner.build(step_state, plan, call, traced_on)
-    full = sum(bytes_by_kind(program.module.graph).values())
-    graph = program.with_local_values().graph
+    full = sum(bytes_by_kind(program.module.graph).values())  # before local values replace global ones
+    graph = program.with_local_values().graph  # at this rank's shapes from here on
     memory = live_memory(graph, on_cpu=torch.device(device or kind).type == "cpu")
     sizes = bytes_by_kind(graph)
     trained = [param for param in plan.params if param.info.requires_grad]
@@ -207,11 +207,11 @@ def _check_request(world: int | tuple[int, int], rank: int, device: str | None, 
     except RuntimeError:
         hint = "pass a device as torch names it, for example 'cuda'"
         problems.append(Problem("invalid-argument", "device", found=repr(device), hint=hint))
-    sizes = (world,) if isinstance(world, int) else world
+    sizes = (world,) if isinstance(world, int) else world  # hybrid: replicas, and ranks in each
     if min(sizes) < 1 or not 0 <= rank < math.prod(sizes):
         hint = "world is at least 1, rank from 0 to world - 1"
         problems.append(Problem("invalid-argument", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
-    for name in ("mesh", "share", "backend"):
+    for name in ("mesh", "share", "backend"):  # they need placed parameters, or ranks
         if name in settings:
             hint = "an estimate places nothing; leave it out"
             problems.append(Problem("conflicting-arguments", name, found="passed to estimate", hint=hint))

@@ -41,7 +41,7 @@ def replica_group_name(mesh: DeviceMesh) -> str:
 
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return a group for every axis, the last axis first."""
-    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]  # the same order on all ranks
 
 
 def on_mesh(placement: Placement, mesh: DeviceMesh) -> list[Placement]:
@@ -70,11 +70,11 @@ class _Ranks:
         return math.prod(self.sizes) if axis is None else self.sizes[axis]
 
     def get_local_rank(self, axis: int | None = None) -> int:
-        below = math.prod(self.sizes[(axis or 0) + 1 :])
+        below = math.prod(self.sizes[(axis or 0) + 1 :])  # ranks are row-major
         return self.rank // below % self.sizes[axis or 0]
 
     def get_group(self, axis: int | None = None) -> _Group:
-        return _Group(f"fake{axis or ''}")
+        return _Group(f"fake{axis or ''}")  # only its name is used, in the graph
 
 
 def fake_mesh(world: int | tuple[int, ...], rank: int, device: str) -> DeviceMesh:

@@ -70,7 +70,7 @@ class Lowered:
 
     def __call__(self, *values: Any) -> Any:
         """Run on local inputs; return the graph's values."""
-        table: list[Any] = [*values, *self._constants]
+        table: list[Any] = [*values, *self._constants]  # outputs of pieces follow
         table += [None] * (len(self._places) - len(table))
         result: Any = None
         for call in self._calls:

@@ -140,7 +140,7 @@ def _write_graph(piece: Piece, views: set[fx.Node]) -> None:
     owners = {_owner(source, views) for node in piece.nodes for source in mutated_inputs(node)}
     piece.written = [node for node in piece.inputs if node in owners]
     graph = piece.graph
-    copies: dict[fx.Node, Any] = {}
+    copies: dict[fx.Node, Any] = {}  # views too: a copy in each piece
     for node in piece.inputs:
         copies[node] = graph.placeholder(f"in_{node.name}")
         copies[node].meta["val"] = node.meta.get("val")
@@ -173,7 +173,7 @@ def _needed(piece: Piece, inside: set[fx.Node], views: set[fx.Node]) -> Iterable
             continue
         visited.add(node)
         if node in views:
-            stack += list(reversed(node.all_input_nodes))
+            stack += list(reversed(node.all_input_nodes))  # keeps the order of the graph
         else:
             seen[node] = None
     return seen
@@ -191,7 +191,7 @@ def _owner(node: fx.Node, views: set[fx.Node]) -> fx.Node:
 def _connect(pieces: list[Piece]) -> None:
     """Make every piece return the values used by later ones."""
     wanted: set[fx.Node] = set()
-    for piece in reversed(pieces):
+    for piece in reversed(pieces):  # later needs first
         piece.outputs = [node for node in piece.nodes if node in wanted]
         wanted.update(piece.inputs)
         if piece.nodes[-1].op != "output":

@@ -37,10 +37,10 @@ class _Shell:
 
     def __init__(self, value: Any, keys: tuple[Any, ...]) -> None:
         self.kind, self.keys = type(value), keys
-        self.empty = copy.copy(value)
+        self.empty = copy.copy(value)  # shallow: its values are replaced
         for key in keys:
             _put(self.empty, key, None)
-        self.rest = fingerprint([self.empty])
+        self.rest = fingerprint([self.empty])  # its other attributes are constants
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Shell) and self._key() == other._key()

@@ -197,7 +197,7 @@ def _install_modules(stack: contextlib.ExitStack, step_state: StepState, fakes: 
     for fqn, module, attribute, is_param in list(step_state.slots()):
         name = step_state.aliases.get(fqn, fqn)
         table: dict[str, Any] = module._parameters if is_param else module._buffers
-        stack.callback(table.__setitem__, attribute, table[attribute])
+        stack.callback(table.__setitem__, attribute, table[attribute])  # undone at the end of the trace
         table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
 
 

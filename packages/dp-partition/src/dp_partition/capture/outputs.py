@@ -76,7 +76,7 @@ def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Ph
     values: list[Any] = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
-            leaves[position] = _Position(len(values))
+            leaves[position] = _Position(len(values))  # filled in after each run
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
     kept = chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), _argument_gradients(fakes))
@@ -121,7 +121,7 @@ def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Ten
             for key, value in optimizer.state.get(param, {}).items():
                 old = before.get(key)
                 if isinstance(value, torch.Tensor):
-                    if value is not old:
+                    if value is not old:  # updates in place need no output
                         yield value, Output("state", fqn, key, number)
                 elif value != old and not (old is None and value is None):
                     hint = "keep counters in tensors, as torch.optim does"

@@ -77,7 +77,7 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
             Problem("wrong-type", getattr(function, "__name__", "train_step"), found="no nn.Module", hint=hint)
         )
     if len(modules) == 1:
-        modules = [("", modules[0][1])]
+        modules = [("", modules[0][1])]  # one module: names without a prefix
     step_state = StepState(modules, optimizers)
     index_tensors(step_state)
     _check_optimizers(step_state)
@@ -185,10 +185,10 @@ def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tens
     if init is None:
         return {}
     saved_state, saved_grad = optimizer.state, param.grad
-    optimizer.state = defaultdict(dict)
+    optimizer.state = defaultdict(dict)  # `_init_group` writes into it
     param.grad = torch.zeros_like(param)
     try:
-        names = list(inspect.signature(init).parameters)[1:]
+        names = list(inspect.signature(init).parameters)[1:]  # lists to fill
         init({**group, "params": [param]}, *([] for _ in names))
         return dict(optimizer.state[param])
     finally:

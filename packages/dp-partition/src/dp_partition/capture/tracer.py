@@ -132,7 +132,7 @@ class _Tracing:
         )
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
-        self.written = _WrittenTensors()
+        self.written = _WrittenTensors()  # restored after the trace
 
     @property
     def name(self) -> str:
@@ -235,7 +235,7 @@ def trace_step(
     tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device, marked)
     try:
         module = tracing.record()
-    except PlanError:
+    except PlanError:  # it has its own problem
         raise
     except Exception as error:
         problem = trace_problem(tracing.name, error, tracing.phases.stepping)

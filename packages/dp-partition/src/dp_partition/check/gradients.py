@@ -55,7 +55,7 @@ class GradientAverage:
         self.meets = averages and (mesh.size() > 1 or comm.reduce_dtype is not None)
         self.stopped: int | None = None
         self.depth = self.passes = 0
-        self.fired: set[str] = set()
+        self.fired: set[str] = set()  # parameters with a gradient in this pass
         self.micro_batches, self.is_last = 1, True
         self.sums: list[dict[str, torch.Tensor]] = []
         self.noted: dict[str, torch.Tensor | None] = {}
@@ -146,7 +146,7 @@ class GradientAverage:
         if not self.meets:
             return {name: one for name, one in gradients.items() if one is not None}
         present = self.meet(RUNNING, [one is not None for one in gradients.values()])  # on any rank
-        full = {
+        full = {  # zeros if only other ranks have one
             name: torch.zeros_like(self.params[name]) if one is None else one
             for (name, one), anywhere in zip(gradients.items(), present, strict=True)
             if anywhere
@@ -185,7 +185,7 @@ class GradientAverage:
         world, replicas = shard_world(self.mesh), num_replicas(self.mesh)
         if sent.dtype is not flat.dtype and dtype is torch.float16:
             before, after = division(world * replicas)
-            sent = sent / before
+            sent = sent / before  # within float16's range
             for group in all_groups(self.mesh):
                 dist.all_reduce(sent, group=group)
             return (sent / after).to(flat.dtype)
@@ -209,11 +209,11 @@ class GradientAverage:
         """
         if not self.meets:
             return present or []
-        if self.stopped is not None:
+        if self.stopped is not None:  # peers no longer answer
             raise PeerStoppedError
         flags = present or [False] * len(self.params)
         row = torch.tensor([status, -status, *flags], dtype=torch.float32)  # maximum and minimum in one message
-        row = row.to(group_device(all_groups(self.mesh)[0]))
+        row = row.to(group_device(all_groups(self.mesh)[0]))  # the backend's own device
         for group in all_groups(self.mesh):
             dist.all_reduce(row, op=dist.ReduceOp.MAX, group=group)
         greatest, least, *anywhere = row.tolist()

@@ -87,7 +87,7 @@ def copy_step(
     Raises:
         CannotCopyError: On this rank, after all communication.
     """
-    change = transform or (lambda tensor: tensor)
+    change = transform or (lambda tensor: tensor)  # for the variations of a check
     replaced: dict[int, torch.Tensor] = {}
     for param in binding.params.values():  # collectives: in one order on all ranks
         plain = nn.Parameter(change(full_copy(param)), param.requires_grad)
@@ -97,7 +97,7 @@ def copy_step(
         for value in state.values():
             if isinstance(value, DTensor):
                 replaced[id(value)] = change(full_copy(value))
-    copier = Copier(replaced, transform)
+    copier = Copier(replaced, transform)  # one memo for all: identities are kept
     args, kwargs = arguments
     step_state = binding.step_state
     parts = (function, args, kwargs, step_state.modules, step_state.optimizers)
@@ -108,7 +108,7 @@ def copy_step(
     for optimizer in optimizers:
         choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
     made = StepState(modules, optimizers)
-    index_tensors(made)
+    index_tensors(made)  # the names of the live step
     return StepCopy(new_function, new_args, new_kwargs, made)
 
 
@@ -150,13 +150,13 @@ def run_reference(
     arguments = (copied.args, copied.kwargs)
     before = _locals(copied.step_state, binding, clone=True) | argument_values(arguments, torch.clone)
     constants = FunctionReads(copied.function)
-    python_before = _plain(constants.read())
+    python_before = _plain(constants.read())  # the run must not change it
     try:
         if local:
             result = _run_local(copied, average, settings)
         else:
             result, arguments = _run_global(copied, average, binding, settings)
-        average.meet(FINISHED)
+        average.meet(FINISHED)  # no peer may still wait for an average
     except PeerStoppedError:
         if average.stopped == OUT_OF_MEMORY:
             return Ended(unchecked="out of memory on another rank")
@@ -218,11 +218,11 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
     """Run the step on each micro-batch; only the last one's update counts, with the mean of all gradients."""
     count, dim = settings.accumulate, settings.batch_dim
     average.micro_batches = count
-    values = [param.detach().clone() for param in copied.step_state.params.values()]
+    values = [param.detach().clone() for param in copied.step_state.params.values()]  # start of each micro-batch
     results = []
     for index in range(count):
         average.is_last = index == count - 1
-        kept = [_state_copy(optimizer) for optimizer in copied.step_state.optimizers]
+        kept = [_state_copy(optimizer) for optimizer in copied.step_state.optimizers]  # restored after all but the last
         args, kwargs = pytree.tree_map(partial(_rows, index=index, count=count, dim=dim), (copied.args, copied.kwargs))
         with average.installed():
             results.append(copied.function(*args, **kwargs))
@@ -231,7 +231,7 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
         with torch.no_grad():
             for param, value in zip(copied.step_state.params.values(), values, strict=True):
                 param.copy_(value)  # undoes the update
-                param.grad = None
+                param.grad = None  # summed in `average`
         for optimizer, state in zip(copied.step_state.optimizers, kept, strict=True):
             optimizer.state.clear()
             optimizer.state.update(state)
@@ -267,7 +267,7 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
     def all_rows(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.ndim <= settings.batch_dim or world == 1:
             return value
-        mine = value.detach().contiguous()
+        mine = value.detach().contiguous()  # as collectives need it
         rows = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(rows, mine, group=group)
         full = torch.cat(rows, settings.batch_dim).requires_grad_(value.requires_grad)
@@ -276,7 +276,7 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
         return full
 
     args, kwargs = pytree.tree_map(all_rows, (copied.args, copied.kwargs))
-    before = _generator_states()
+    before = _generator_states()  # to detect draws
     with average.installed():
         result = copied.function(*args, **kwargs)
     if world > 1 and not all(map(torch.equal, before, _generator_states())):
@@ -294,7 +294,7 @@ def _own_rows(value: torch.Tensor, dim: int, binding: Binding) -> torch.Tensor:
 
 
 def _generator_states() -> list[torch.Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # never initialises CUDA
     return [torch.get_rng_state(), *cuda]
 
 

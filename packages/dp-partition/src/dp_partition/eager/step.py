@@ -257,7 +257,7 @@ class EagerStep:
                             plain = nn.Parameter(full.full_tensor(), parameter.requires_grad)
                             if isinstance(parameter.grad, DTensor):
                                 plain.grad = DTensor.full_tensor(parameter.grad)
-                            swap[id(parameter)] = parameter, plain
+                            swap[id(parameter)] = parameter, plain  # tied parameters stay one
                         module._parameters[key] = swap[id(parameter)][1]
             repoint(reach, swap, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
         if self.reducer is not None:

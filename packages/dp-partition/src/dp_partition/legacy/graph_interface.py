@@ -70,7 +70,7 @@ def partition_data_parallel(
     """
     num_params = len(params_buffers)
     num_states = len(pytree.tree_leaves(named_states))
-    if eliminate_dead(graph.graph):
+    if eliminate_dead(graph.graph):  # the code must match the graph
         graph.recompile()
     strategies = build_data_parallel_strategies(graph, num_params, num_states, mesh=mesh, batch_dim=input_batch_dim)
     mark_data_parallel_shardings(graph, num_params, num_states, strategies, parallel_style)
@@ -99,7 +99,7 @@ def place_tensors(
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     names: dict[torch.Tensor, str] = {}
     for name, tensor in list(params_buffers.items()):
-        if tensor not in replaced:
+        if tensor not in replaced:  # tied tensors once
             names[tensor] = name
             placed = place_one(tensor, mesh, choose(tuple(tensor.shape)))
             is_param = isinstance(tensor, nn.Parameter)
@@ -176,7 +176,7 @@ def mark_data_parallel_shardings(
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
         hint = "use dp_partition.compile for it"
         raise PlanError(Problem("conflicting-arguments", "parallel_mode", found=str(parallel_mode), hint=hint))
-    index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1
+    index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1  # a single strategy is both
     for node in train_step_graph.graph.nodes:
         strategies = dp_strategy_map[node].strategies
         meta_of(node)["sharding"] = strategies[index] if strategies else None

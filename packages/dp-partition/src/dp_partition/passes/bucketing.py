@@ -43,7 +43,7 @@ def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: 
         return
     positions = {node: index for index, node in enumerate(graph.nodes)}
     nodes = list(graph.nodes)
-    live = [move for move in moves if move.result.users and move.start in positions]
+    live = [move for move in moves if move.result.users and move.start in positions]  # others are unused or erased
     gathers = [m for m in live if _is_gather(m) and comm.bucket_bytes > 0]
     reductions = [m for m in live if _is_reduction(m)]
     timing = _Timing(nodes, positions)
@@ -51,9 +51,9 @@ def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: 
     reduce_buckets = _group(reductions, timing, comm.bucket_bytes, timing.ready)
     issues: list[tuple[_Bucket, tuple[int, int, int]]] = []
     for index, bucket in enumerate(gather_buckets):
-        ahead = gather_buckets[max(index - comm.prefetch, 0)]
+        ahead = gather_buckets[max(index - comm.prefetch, 0)]  # sent when this one is needed
         earliest = max(bucket.ready + 1, timing.start_of_backward(bucket))
-        sent = min(max(ahead.needed, earliest), bucket.needed)
+        sent = min(max(ahead.needed, earliest), bucket.needed)  # never after its first use
         issues.append((bucket, (sent, bucket.needed, bucket.needed)))
     for index, bucket in enumerate(reduce_buckets):
         awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], comm))
@@ -108,7 +108,7 @@ class _Timing:
     def ready(self, move: Move) -> int:
         """Return the position of the value's last write before the move."""
         start, end = self.positions[move.start], self.positions[move.before]
-        roots = {root_of(move.start), move.start}
+        roots = {root_of(move.start), move.start}  # a write to either changes the value
         if move.start.target is TAG_GRAD:
             tagged = move.start.args[0]
             assert isinstance(tagged, fx.Node)
@@ -145,7 +145,7 @@ def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move
             buckets.append(bucket)
         bucket.moves.append(move)
         bucket.ready, bucket.needed = max(bucket.ready, ready), min(bucket.needed, needed)
-    by_need = order == timing.first_use
+    by_need = order == timing.first_use  # gathers; reductions by readiness
     return sorted(buckets, key=lambda b: b.needed if by_need else b.ready)
 
 
@@ -205,7 +205,7 @@ def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None) -> Stage
 def _all_reduced(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
     like, sizes = moves[0].like, [math.prod(m.shape) for m in moves]
     node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
-    meta_of(node)["packs"] = True
+    meta_of(node)["packs"] = True  # for `send_alone`
     flat = FlatBuffer(node, sum(sizes), like, kind.reduce_op, scatter=False)
     full = yield from reduce_flat(mover, flat, dtype)
     pieces = mover.call(aten.split_with_sizes.default, full, sizes)
@@ -254,7 +254,7 @@ def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
     results = []
     for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True)):
         full = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
-        padded = chunk * world != m.shape[0]
+        padded = chunk * world != m.shape[0]  # the tail is cut off
         results.append(mover.call(aten.slice.Tensor, full, 0, 0, m.shape[0]) if padded else full)
     return results
 

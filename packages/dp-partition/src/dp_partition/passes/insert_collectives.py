@@ -171,7 +171,7 @@ class Inserter:
         if wanted in known and not (again and self.gathered.get(source) == "forward"):
             return known[wanted]
         if again:
-            known.pop(Replicate(), None)
+            known.pop(Replicate(), None)  # forward's copy must not live on
         origin = _best_origin(known, wanted)
         if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
             return known[origin]

@@ -22,7 +22,7 @@ class _Recorder(fx.Interpreter):
             hint = "this is a defect of dp-partition's rule for the operator"
             raise PlanError(Problem("shape-mismatch", f"node {n.name} ({n.target})", found=found, hint=hint)) from error
         n.meta["val"] = value
-        n.meta.pop("tensor_meta", None)
+        n.meta.pop("tensor_meta", None)  # of the global value
         return value
 
 

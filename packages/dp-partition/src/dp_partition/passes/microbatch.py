@@ -35,8 +35,8 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
     last = max((position for position, node in enumerate(nodes) if node.target is TAG_GRAD), default=-1)
     if last < 0:
         raise PlanError(Problem("cannot-accumulate", "accumulate", found="the step has no backward pass"))
-    body = [n for n in nodes[: last + 1] if n.op != "placeholder"]
-    rest = nodes[last + 1 :]
+    body = [n for n in nodes[: last + 1] if n.op != "placeholder"]  # forward and backward
+    rest = nodes[last + 1 :]  # optimizer and outputs
     crossing = _crossing(body, set(rest))
     slices = _slice_batch(graph, nodes, body[0], count, dim)
     copies: list[dict[fx.Node, fx.Node]] = [{node: node for node in body}]  # first: the original
@@ -104,7 +104,7 @@ def _slice_batch(
         value: Any = node.meta.get("val")
         if kind_of(node) != "arg" or value is None or value.ndim <= dim:
             continue
-        size = value.shape[dim]
+        size = value.shape[dim]  # of one micro-batch
         slices[node] = []
         for i in range(count):
             with graph.inserting_before(before):

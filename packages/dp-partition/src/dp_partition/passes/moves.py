@@ -132,7 +132,7 @@ class Mover:
     def reduce_scatter(self, node: fx.Node, kind: Partial, dim: int, shape: tuple[int, ...]) -> fx.Node:
         """Partial -> shard."""
         front = self.call(aten.transpose.int, node, 0, dim) if dim else node
-        padded = self.pad(front, shape[dim])
+        padded = self.pad(front, shape[dim])  # equal chunks for all ranks
         target = collectives.reduce_scatter_tensor.default
         result = self.issue(target, padded, kind.reduce_op, self.world, self.group)
         mine = self.unpad(self.over_replicas(self.wait(result), kind), shape[dim])
@@ -157,7 +157,7 @@ class Mover:
     def all_gather(self, node: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
         """Shard -> replicated."""
         size = shape[dim]
-        step = -(-size // self.world)
+        step = -(-size // self.world)  # rows of a full chunk
         front = self.call(aten.transpose.int, node, 0, dim) if dim else node
         start, end = chunk_bounds(size, self.world, self.rank)
         if end - start != step:

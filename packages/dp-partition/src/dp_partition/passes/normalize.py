@@ -51,13 +51,13 @@ def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, 
     for node in graph.nodes:
         if not is_op(node) or not node.target._schema.name.startswith("aten::_fused_"):
             continue
-        first = pytree.tree_leaves(node.args[0])
+        first = pytree.tree_leaves(node.args[0])  # the kernel's parameters
         group = owner.get(first[0]) if first else None
         if group is None:
             continue
         for argument, value in arguments(node):
             if argument.name in FUSED_ARGUMENTS and isinstance(value, float | int):
-                beta = argument.name.startswith("beta")
+                beta = argument.name.startswith("beta")  # one element of `betas`
                 key = ("betas", int(argument.name[-1]) - 1) if beta else (argument.name, None)
                 source = hyperparameters.get(Hyperparameter(*group, *key))
                 if source is not None:

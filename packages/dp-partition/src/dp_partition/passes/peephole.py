@@ -67,7 +67,7 @@ def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
     for node in list(graph.nodes):
         equal = _equal_before(node, traced)
         if equal is not None:
-            if "gradient" not in meta_of(equal):
+            if "gradient" not in meta_of(equal):  # it keeps its own note
                 copy_notes(node, equal, "gradient")
             node.replace_all_uses_with(equal, lambda user: user.op != "output")
     for node in reversed(list(graph.nodes)):
@@ -107,7 +107,7 @@ def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
         members = list(value)
         for index in indices:
             with graph.inserting_before(node):
-                copied = graph.call_function(
+                copied = graph.call_function(  # fused kernels go by memory, not by strides
                     aten.clone.default, (members[index],), {"memory_format": torch.contiguous_format}
                 )
             copy_notes(members[index], copied, "node_type")
@@ -118,7 +118,7 @@ def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
         set_argument(node, argument.name, members)
     with graph.inserting_after(node):
         for original, copied in reversed(written):  # each goes right after the kernel
-            back = graph.call_function(aten.copy_.default, (original, copied))
+            back = graph.call_function(aten.copy_.default, (original, copied))  # results, in the old strides
             copy_notes(node, back, "phase")
 
 

@@ -59,7 +59,7 @@ def reduce_flat(mover: Mover, flat: FlatBuffer, dtype: torch.dtype | None) -> St
         work = mover.issue(collectives.all_reduce_.default, node, op, mover.group)
     yield
     node = mover.wait(work)
-    if averaged and mover.replica_group:
+    if averaged and mover.replica_group:  # second: a shard is smaller to send
         work = mover.issue(collectives.all_reduce_.default, node, op, mover.replica_group, ranks=mover.replicas)
         yield
         node = mover.wait(work)

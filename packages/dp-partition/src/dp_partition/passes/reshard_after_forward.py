@@ -81,7 +81,7 @@ def _follows(node: fx.Node) -> bool:
 def _views_for_backward(graph: fx.Graph, one: Idle) -> None:
     """Copy forward's views and casts for their users in backward."""
     late = {n for n in one.derived if any(meta_of(user).get("phase") == "backward" for user in n.users)}
-    needed = set(late)
+    needed = set(late)  # and the views that these are taken of
     for node in reversed(one.derived):
         if node in needed:
             needed.update(source for source in node.all_input_nodes if source in one.derived)
@@ -89,7 +89,7 @@ def _views_for_backward(graph: fx.Graph, one: Idle) -> None:
     if not users:
         return
     copies: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(min(users)):
+    with graph.inserting_before(min(users)):  # fx orders nodes by position
         for node in one.derived:
             if node in needed:
                 copies[node] = graph.node_copy(node, substitution(copies))

@@ -31,9 +31,9 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
     """Make all nodes after the last gradient work on the rank's rows of the named parameters."""
     nodes = list(graph.nodes)
     last = max((position for position, node in enumerate(nodes) if is_gradient(node)), default=-1)
-    if last < 0:
+    if last < 0:  # no gradient, so no update
         return
-    late = dict.fromkeys(node for node in nodes[last + 1 :] if node.op != "output")
+    late = dict.fromkeys(node for node in nodes[last + 1 :] if node.op != "output")  # ordered, for the insertion point
     output = nodes[-1]
     for node in nodes:
         if kind_of(node) != "param" or meta_of(node)["input"].name not in names:

@@ -92,7 +92,7 @@ class TupleStrategy:
     """The strategies of a node with several outputs, one child per output."""
 
     def __init__(self, childs: Sequence[DataParallelStrategy], strategies: Sequence[PlacementStrategy] = ()) -> None:
-        self.childs = tuple(childs)
+        self.childs = tuple(childs)  # torch's spelling
         self.strategies = list(strategies)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def describe(spec: Outputs | Placement) -> str:
     if isinstance(spec, tuple):
         return "(" + ", ".join(describe(one) for one in spec) + ")"
     placements = spec.placements if isinstance(spec, PlacementSpec) else (spec,)
-    return "x".join(_describe_one(placement) for placement in placements)
+    return "x".join(_describe_one(placement) for placement in placements)  # one for each axis
 
 
 def _describe_one(placement: Placement) -> str:
@@ -180,7 +180,7 @@ def parse_style(style: str | DataParallelStyle) -> DataParallelStyle:
 
 def chunk_bounds(size: int, world: int, rank: int) -> tuple[int, int]:
     """Return start and end of a rank's chunk of a dim, as in ``torch.chunk``."""
-    step = -(-size // world)
+    step = -(-size // world)  # rounded up
     return min(rank * step, size), min((rank + 1) * step, size)  # the last chunks may be empty
 
 

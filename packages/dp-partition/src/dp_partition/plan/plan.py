@@ -84,7 +84,7 @@ class PartitionPlan:
 
     def __getitem__(self, name: str) -> ParamPlan:
         for param in self.params:
-            if name == param.info.name or name in param.aliases:
+            if name == param.info.name or name in param.aliases:  # tied: any of its names
                 return param
         raise KeyError(name)
 
@@ -145,7 +145,7 @@ class PartitionPlan:
                 ],
                 "problems": [str(problem) for problem in self.problems],
             },
-            sort_keys=True,
+            sort_keys=True,  # the digest compares ranks
         )
 
     @property
@@ -177,8 +177,8 @@ def plan_placements(
         replicas: Number of replicas of these ranks, recorded in the plan.
         reduction: Reduction of gradients, likewise.
     """
-    patterns = dict(overrides or {})
-    used: set[str] = set()
+    patterns = dict(overrides or {})  # in order: the first match counts
+    used: set[str] = set()  # all matches, not only the first ones
     problems: list[Problem] = []
     planned = []
     others: dict[str, list[str]] = {}
@@ -191,7 +191,7 @@ def plan_placements(
             used.update(p for p in patterns if any(fnmatch.fnmatchcase(n, p) for n in names))
             problems += _check_override(info, patterns[pattern])
             placement = patterns[pattern]
-            homes = (placement, placement, placement, f"placements[{pattern!r}]")
+            homes = (placement, placement, placement, f"placements[{pattern!r}]")  # parameter, gradient, state
         else:
             homes = _home_by_style(info, style, world)
         planned.append(ParamPlan(info, *homes, aliases=tuple(others.get(info.name, ()))))
@@ -205,7 +205,7 @@ def plan_placements(
 def _check_override(info: TensorInfo, placement: Placement) -> list[Problem]:
     if isinstance(placement, Replicate):
         return []
-    if isinstance(placement, Shard) and placement.dim == 0 and info.shape:
+    if isinstance(placement, Shard) and placement.dim == 0 and info.shape:  # passes shard dim 0 only
         return []
     hint = "use Replicate() or Shard(0)"
     return [Problem("invalid-layout", info.name, found=f"{placement!r} for shape {list(info.shape)}", hint=hint)]
@@ -215,13 +215,13 @@ def _home_by_style(
     info: TensorInfo, style: DataParallelStyle, world: int
 ) -> tuple[Placement, Placement, Placement, str]:
     full, shard = Replicate(), Shard(0)
-    if not info.shape:
+    if not info.shape:  # no dim to shard
         return full, full, full, "a scalar cannot be sharded"
     if style is DataParallelStyle.REPLICATE:
         return full, full, full, "style"
-    if style is DataParallelStyle.ZERO1:
+    if style is DataParallelStyle.ZERO1:  # gradients are all-reduced
         return full, full, shard, "style"
-    if style is DataParallelStyle.ZERO2:
+    if style is DataParallelStyle.ZERO2:  # gradients are reduce-scattered
         return full, shard, shard, "style"
     if style is DataParallelStyle.DEFAULT and info.shape[0] % world:
         return full, full, full, f"dim 0 of size {info.shape[0]} does not divide by {world}"

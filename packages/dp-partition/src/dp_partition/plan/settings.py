@@ -106,7 +106,7 @@ class Settings:
 
     def problems(self) -> list[Problem]:
         """Return the problems of the choices, by themselves and together."""
-        found = [
+        found = [  # every choice, not only the first wrong one
             *_choice("semantics", self.semantics, ("local", "global")),
             *_choice("backend", self.backend, ("eager", "inductor")),
             *_choice("check", self.check, ("sampled", "first", "never")),
@@ -116,7 +116,7 @@ class Settings:
         if self.semantics == "global" and self.accumulate > 1:
             text = f"accumulate={self.accumulate}, global semantics"
             found.append(Problem("cannot-accumulate", "accumulate", found=text, hint="use semantics='local'"))
-        if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:
+        if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:  # rules know one axis
             text = "hybrid, global semantics"
             found.append(Problem("conflicting-arguments", "style", found=text, hint="use semantics='local'"))
         if self.capture == "never" and self.needs_graph():
@@ -129,7 +129,7 @@ class Settings:
             hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
             found_ = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
             found.append(Problem("conflicting-arguments", "mark_dynamic", found=found_, hint=hint))
-        dtype: object = self.comm.reduce_dtype
+        dtype: object = self.comm.reduce_dtype  # not checked yet
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"
             found.append(Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint))

@@ -90,7 +90,7 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
     until = time.monotonic() + _PATIENCE_S * waits
     keys, verdict = [f"{label}/{rank}" for rank in ranks], f"{label}/all"
     while not (is_complete := store.check(keys)) and not store.check([verdict]) and time.monotonic() < until:
-        time.sleep(0.01)
+        time.sleep(0.01)  # a store cannot wait for either of two keys
     return bool(store.compare_set(verdict, "", "yes" if is_complete else "no") == b"yes")  # the first verdict stays
 
 

@@ -109,7 +109,7 @@ class Program:
     def for_backend(self) -> fx.Graph:
         """Return a copy of the partitioned graph with the best collectives for the backend."""
         graph = fx.Graph()
-        graph.output(graph.graph_copy(self.module.graph, {}))
+        graph.output(graph.graph_copy(self.module.graph, {}))  # a copy: rewrites leave the original
         if is_gloo(shard_group(self.mesh), self.mesh.device_type):
             reduce_scatter_as_all_to_all(graph)
         return graph
@@ -124,7 +124,7 @@ class Program:
         """Return the partitioned graph, with this rank's shapes in ``meta["val"]``; computed at the first call."""
         if self.local_fakes is not None:
             record_local_values(self.module, self.local_fakes, self.capture.mode)
-            self.local_fakes = None
+            self.local_fakes = None  # computed once
         return self.module
 
     def sizes_of(self, leaves: list[Any]) -> tuple[int, ...]:

@@ -196,7 +196,7 @@ class Binding:
                     state[params[fqn]] = entries
             for group in optimizer.param_groups:
                 group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
-            optimizer.state = state
+            optimizer.state = state  # keyed by the new parameters
         self.install_modules(params)
         found = "another parameter has replaced it in the model: no gradient reaches this one"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
@@ -254,7 +254,7 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
         return
     binding.check_in_place()
     full = {fqn: nn.Parameter(full_tensor(p), p.requires_grad) for fqn, p in binding.params.items()}
-    made = list(full.items())
+    made = list(full.items())  # before a load may replace some
     binding.install_modules(full)
     binding.is_unsharded = True
     try:
@@ -287,7 +287,7 @@ def release(binding: Binding) -> None:
     for handle in binding.hints:
         handle.remove()
     for _, root in binding.step_state.modules:
-        _bindings.pop(root, None)
+        _bindings.pop(root, None)  # later loads are not sharded
 
 
 def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
@@ -308,7 +308,7 @@ _bindings: weakref.WeakKeyDictionary[nn.Module, tuple[Binding, str]] = weakref.W
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Shard full plain tensors of a state dict for a placed module, as its parameters are."""
     binding, root = _bindings.get(module, (None, ""))
-    if binding is None or binding.is_unsharded:
+    if binding is None or binding.is_unsharded:  # full parameters take full tensors
         return
     for fqn, *_, name in binding.param_slots:
         key, param = prefix + fqn.removeprefix(root), binding.params[name]

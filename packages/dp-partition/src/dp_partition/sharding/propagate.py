@@ -84,7 +84,7 @@ def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: b
     walk = _Walk(graph, homes, world, local)
     for position, node in enumerate(graph.nodes):
         walk.visit(position, node)
-    if walk.problems:
+    if walk.problems:  # all of them in one error
         raise PlanError(walk.problems, "the step cannot be partitioned")
     return walk.plans
 
@@ -100,7 +100,7 @@ class _Walk:
         self.plans: dict[fx.Node, NodePlan] = {}
         self.problems: list[Problem] = []
         tags = [position for position, node in enumerate(graph.nodes) if is_gradient(node)]
-        self.last_tag = max(tags, default=-1)
+        self.last_tag = max(tags, default=-1)  # gradients may stay partial until here
         self.from_gradient: dict[fx.Node, str] = {}  # node that depends on a gradient -> parameter of the gradient
 
     def visit(self, position: int, node: fx.Node) -> None:
@@ -264,7 +264,7 @@ class _Walk:
         kinds = {self.types.get(n) for n in sources}
         meets_activation = NodeType.ACT in kinds
         viewed = viewed_input(node)
-        self.param_gathers = {
+        self.param_gathers = {  # checked by `may_write`
             n for n in sources if self.types.get(n) == NodeType.PARAM and (meets_activation or n is viewed)
         }
 

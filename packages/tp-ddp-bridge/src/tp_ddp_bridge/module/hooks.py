@@ -34,7 +34,7 @@ class GradHooks:
 def forward_hooks_to_leaf(parameter: torch.Tensor, leaf: torch.Tensor, layout: Layout) -> None:
     """Run the hooks of a DTensor ``parameter`` for its ``leaf``."""
     if hooks := getattr(parameter, GRAD_HOOKS):
-        leaf.register_hook(GradHooks(hooks, layout))
+        leaf.register_hook(GradHooks(hooks, layout))  # one for all: the dict may still change
 
 
 def return_hooks(leaf: torch.Tensor, parameter: torch.Tensor) -> None:

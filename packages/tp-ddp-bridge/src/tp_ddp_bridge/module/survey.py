@@ -70,11 +70,11 @@ class Survey:
 
 def survey(module: nn.Module) -> Survey:
     """Collect every DTensor of ``module``, every leaf, and every problem."""
-    bridgeable: dict[int, SurveyedTensor] = {}
+    bridgeable: dict[int, SurveyedTensor] = {}  # by id: ties are one
     meshes: list[DeviceMesh] = []
     plain: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules():
-        views: dict[str, View] = owner.__dict__.get("_dp_views", {})
+        views: dict[str, View] = owner.__dict__.get("_dp_views", {})  # of an earlier bridge
         tables = {"parameter": owner._parameters, "buffer": owner._buffers}
         for kind, name, tensor in ((kind, *item) for kind, table in tables.items() for item in table.items()):
             if tensor is None:

@@ -63,7 +63,7 @@ def _bridge(surveyed: SurveyedTensor) -> None:
     """Exchange one DTensor for its leaf, under all its names."""
     tensor, layout = surveyed.tensor, surveyed.layout
     assert isinstance(tensor, DTensor)
-    leaf = local_of(tensor).detach()
+    leaf = local_of(tensor).detach()  # the same memory
     is_parameter = surveyed.kind == "parameter"
     if is_parameter:
         leaf = nn.Parameter(leaf, requires_grad=tensor.requires_grad)
@@ -99,7 +99,7 @@ def _make_root(module: nn.Module, surveyed: Survey) -> None:
         return
     if "_dp_replicated_on" not in module.__dict__:
         module.register_load_state_dict_post_hook(tag_after_load)
-    mesh = max(surveyed.meshes, key=lambda mesh: mesh.size())
+    mesh = max(surveyed.meshes, key=lambda mesh: mesh.size())  # the most ranks to hold equal values
     module.__dict__["_dp_replicated_on"] = Layout(mesh, (Replicate(),) * mesh.ndim, torch.Size(), ())
     tag_all(module)
     for submodule in module.modules():
@@ -141,7 +141,7 @@ def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer 
 def _unbridge(surveyed: SurveyedTensor) -> None:
     """Exchange one leaf for its DTensor, under all its names."""
     leaf, layout = surveyed.tensor, surveyed.layout
-    dtensor: torch.Tensor = layout.wrap(leaf)
+    dtensor: torch.Tensor = layout.wrap(leaf)  # the same memory
     if surveyed.kind == "parameter":
         dtensor = nn.Parameter(dtensor, requires_grad=leaf.requires_grad)
         return_hooks(leaf, dtensor)

@@ -55,7 +55,7 @@ def repoint(optimizer: Optimizer) -> None:
     """Exchange every replaced parameter of ``optimizer`` for the current one and move its state along."""
     successors: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
-        old: list[torch.Tensor] = list(group["params"])
+        old: list[torch.Tensor] = list(group["params"])  # overwritten below
         new = [current_parameter(parameter) for parameter in old]
         successors.update({id(before): after for before, after in zip(old, new, strict=True)})
         group["params"][:] = new  # the same list: others may hold it
@@ -109,7 +109,7 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
         for index, parameter in enumerate(parameters)
         if is_stale(parameter)
     ]
-    ids = {id(parameter) for parameter in parameters}
+    ids = {id(parameter) for parameter in parameters}  # == on tensors is elementwise
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     reason, hint = "it trains, but the optimizer does not hold it", "add it to a group, or freeze it"
     problems += [

@@ -100,7 +100,7 @@ def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict
         if fqn is not None and fqn not in without_state:
             problems += _shape_problems(fqn, parameter, saved[fqn])
             states[index] = saved[fqn]
-    raise_problems(problems, "the optimizer state does not fit")
+    raise_problems(problems, "the optimizer state does not fit")  # before any change
     local = {
         index: {key: _locally(parameters[index], value) for key, value in values.items()}
         for index, values in states.items()
@@ -115,7 +115,7 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
         reason = "each rank has the state of its own shard only"
         hint = "consolidate_state_dict() it, or checkpoint a plain optimizer"
         problems.append(Problem("unsupported-wrapper", "optimizer: ZeroRedundancyOptimizer", found=reason, hint=hint))
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    inner = module.module if isinstance(module, DistributedDataParallel) else module  # names without DDP's prefix
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -189,7 +189,7 @@ def _group_problems(
 
 def _numbered(optimizer: Optimizer, saved: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups' settings with this optimizer's own numbering."""
-    numbers = count()
+    numbers = count()  # torch numbers parameters over all groups
     return [
         {key: value for key, value in other.items() if key != HAS_STATE}
         | {"params": [next(numbers) for _ in own["params"]]}
@@ -206,7 +206,7 @@ def _first_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> d
         {**group, "params": [zeros[each] for each in group["params"] if each in zeros]}
         for group in optimizer.param_groups
     ]
-    twin = type(optimizer).__new__(type(optimizer))
+    twin = type(optimizer).__new__(type(optimizer))  # no __init__: its settings are copied
     vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
     if zeros:
         type(optimizer).step(twin)  # not optimizer.step: a scheduler counts it

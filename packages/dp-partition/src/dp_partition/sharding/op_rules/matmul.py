@@ -15,7 +15,7 @@ from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, R, rule
 def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[tuple[Placement, Placement, Placement]]:
     """Yield ``(left, right, output)`` placements of a product of matrices with ``batched`` leading batch dims."""
     rows, inner, columns = batched, batched + 1, batched + 1
-    for dim in range(batched):
+    for dim in range(batched):  # independent products
         yield Shard(dim), Shard(dim), Shard(dim)
     yield Shard(rows), R, Shard(rows)
     yield R, Shard(columns), Shard(columns)
@@ -62,7 +62,7 @@ def product_plus(call: Call) -> Iterator[Candidate]:
         if not _worth(call, [left, right], [a, b]):
             continue
         if isinstance(out, Shard):
-            own = out.dim - (ndim - len(call.shape(bias)))
+            own = out.dim - (ndim - len(call.shape(bias)))  # the bias broadcasts from the last dim
             broadcast = own < 0 or call.shape(bias)[own] == 1
             yield Candidate({bias: R if broadcast else Shard(own), left: a, right: b}, out)
         elif out == SUM and call.placement_of(bias) == R and call.shape(bias) == call.shape(call.node):

@@ -99,7 +99,7 @@ def stack_scalars(call: Call) -> Iterator[Candidate]:
     """Stacks keep the members' common placement: a shard (its dim moves up) or a kind of partial value."""
     nodes = call.tensors()
     position = int(call.arg(1, 0))
-    position += (len(call.shape(nodes[0])) + 1) if position < 0 else 0
+    position += (len(call.shape(nodes[0])) + 1) if position < 0 else 0  # the result has one dim more
     for kind in dict.fromkeys(call.placement_of(node) for node in nodes):
         if isinstance(kind, Partial):
             yield Candidate(dict.fromkeys(nodes, kind), kind)

@@ -19,7 +19,7 @@ def follow_dim(before: Sequence[int], after: Sequence[int], dim: int, world: int
     """
     if before[dim] % world or before[dim] == 0:
         return None
-    outer = math.prod(before[:dim])
+    outer = math.prod(before[:dim])  # a chunk of the dim repeats so often
     for candidate, size in enumerate(after):
         if math.prod(after[:candidate]) == outer and size > 1 and size % world == 0:
             return candidate
@@ -66,7 +66,7 @@ def view(call: Call, dim: int) -> int | None:
 
 @follows("expand")
 def expand(call: Call, dim: int) -> int | None:
-    after = dim + len(call.shape(call.node)) - _ndim(call)
+    after = dim + len(call.shape(call.node)) - _ndim(call)  # new dims come first
     return after if call.shape(call.arg(0))[dim] == call.shape(call.node)[after] else None
 
 
@@ -119,20 +119,20 @@ def split(call: Call, dim: int) -> int | None:
 @follows("slice_backward", "select_backward")
 def scatter_into_zeros(call: Call, dim: int) -> int | None:
     """Gradient of ``slice``/``select``: zeros of the input's shape around the values."""
-    touched = int(call.arg(2))
+    touched = int(call.arg(2))  # dim of the slice or selection
     after = dim + 1 if call.name == "select_backward" and dim >= touched else dim
     return None if after == touched else after
 
 
 @follows("constant_pad_nd", partial=False)
 def pad(call: Call, dim: int) -> int | None:
-    padded = {_ndim(call) - 1 - i // 2 for i, amount in enumerate(call.arg(1)) if amount}
+    padded = {_ndim(call) - 1 - i // 2 for i, amount in enumerate(call.arg(1)) if amount}  # pads start at the last dim
     return None if dim in padded else dim
 
 
 @follows("repeat", partial=False)
 def repeat(call: Call, dim: int) -> int | None:
-    after = dim + len(call.arg(1)) - _ndim(call)
+    after = dim + len(call.arg(1)) - _ndim(call)  # new dims come first
     return after if call.arg(1)[after] == 1 else None
 
 
