@@ -35,7 +35,7 @@ class Section(NamedTuple):
     copies: int = 1
 
     def bounds(self, rank: int, num_ranks: int) -> tuple[int, int]:
-        """Return first row and end of a rank's shard, counted from the section's start, chunked as ``torch.chunk``."""
+        """Return start and end of a rank's shard within the section, chunked as ``torch.chunk``."""
         if num_ranks % self.copies:
             raise ValueError(f"{self}: copies does not divide {num_ranks} ranks")
         units, count = self.size // self.unit, num_ranks // self.copies  # of one copy of the section

@@ -121,7 +121,7 @@ def without_autocast() -> contextlib.AbstractContextManager[Any]:
 
 
 def global_modes() -> tuple[Any, ...]:
-    """Return torch's modes and defaults in this thread, as far as a step may leave them changed."""
+    """Return torch's modes and defaults in this thread that a step may change."""
     flags = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())
     casts = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
     stack = [id(mode) for mode in _get_current_dispatch_mode_stack()]

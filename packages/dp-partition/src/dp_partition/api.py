@@ -202,7 +202,7 @@ class Step:
         return "\n".join([text, *explain_messages(messages, self.plan[name].info.name)])
 
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
-        """Hold full plain parameters in the model within the block, for eager code on every rank alike.
+        """Hold full plain parameters in the block, for eager code on every rank alike.
 
         The parameters are valid in the block only: optimizers and lists of them are stale afterwards, and
         raise errors. A step that shares another's parameters unshards the same ones.

@@ -94,7 +94,7 @@ class Estimate:
         return sum(kind is None or message.kind == kind for message in self.messages)
 
     def sent_bytes(self, kind: str | None = None) -> int:
-        """Return the bytes sent by the rank in a step, by the meaning of its collectives (see `Message`)."""
+        """Return the bytes sent by the rank in a step (see `Message`)."""
         return sum(message.sent_bytes for message in self.messages if kind is None or message.kind == kind)
 
     def explain(self, name: str | None = None) -> str:
@@ -126,7 +126,7 @@ class Estimate:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Write live memory over the nodes of the graph as an SVG picture, one colour for each kind of tensor."""
+        """Write live memory over the graph's nodes as an SVG picture, coloured by kind of tensor."""
         wide, high, peak = 960.0, 320.0, max(self.peak_bytes, 1)  # no division by zero
         step, below = wide / max(len(self.memory.live), 1), [0] * len(self.memory.live)
         shapes = [f'<text y="14">{escape(self.name)}, rank {self.rank}: peak {human_bytes(peak)}</text>']

@@ -78,5 +78,5 @@ class _Ranks:
 
 
 def fake_mesh(world: int | tuple[int, ...], rank: int, device: str) -> DeviceMesh:
-    """Return a mesh of ``world`` ranks, or of as many along each axis, as seen by ``rank``. It cannot communicate."""
+    """Return a mesh of ``world`` ranks (or sizes by axis), as seen by ``rank``. It cannot communicate."""
     return cast(DeviceMesh, _Ranks((world,) if isinstance(world, int) else world, rank, device))

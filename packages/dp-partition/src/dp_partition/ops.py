@@ -23,7 +23,7 @@ _RUNNING_STATISTICS = {
 
 
 def is_op(node: fx.Node) -> bool:
-    """Return True if the node calls an operator of a library (rather than Python arithmetic or getitem)."""
+    """Return True for calls of library operators, not of Python arithmetic or getitem."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 

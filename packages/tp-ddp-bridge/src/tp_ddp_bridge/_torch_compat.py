@@ -70,7 +70,7 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], o
 
 
 def default_axis_order(tensor: DTensor) -> bool:
-    """Return True if axes on one tensor dim shard it in mesh order, the only one for ``from_local``."""
+    """Return True if axes on one dim shard it in mesh order, as ``from_local`` assumes."""
     spec = tensor._spec
     order: Any = getattr(spec, "shard_order", None)  # absent in 2.11 builds without ordered shards
     return order is None or bool(DTensorSpec.is_default_device_order(order))

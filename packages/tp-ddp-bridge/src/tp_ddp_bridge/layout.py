@@ -55,7 +55,7 @@ class Layout(ShardingInfo):
         return tuple(axis for axis in sharded if self.mesh.size(axis) > 1)
 
     def section_views(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return for each section the first global row and this rank's rows, possibly none, as views of ``local``."""
+        """Return each section's first global row and this rank's rows: views of ``local``, possibly empty."""
         axis, dim = self.section_axis()
         offset, views = 0, []
         for start, stop in self.ranges(self.mesh.get_local_rank(axis)):

@@ -316,7 +316,7 @@ def _new_parameters(
 
 
 def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
-    """Yield name below the module, parameter and spec of all parameters sharded or made equal by a style."""
+    """Yield name below the module, parameter and spec of a style's parameters."""
     for name, spec in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         original = module.get_submodule(path)._parameters[attribute]

@@ -49,7 +49,7 @@ class Message:
 
 
 def messages_of(graph: fx.Graph, world: int) -> tuple[Message, ...]:
-    """Return every collective of a rank's graph with local values in ``meta["val"]``, in the order of issue."""
+    """Return every collective of a graph with local values in ``meta["val"]``, in issue order."""
     positions = {node: index for index, node in enumerate(graph.nodes)}
     phases = zip(graph.nodes, phases_of(graph), strict=True)
     return tuple(_message(node, world, positions, phase) for node, phase in phases if is_collective(node))

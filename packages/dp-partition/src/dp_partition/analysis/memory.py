@@ -1,4 +1,4 @@
-"""Live memory of a rank during its graph, node by node, from the fake values in the graph.
+"""Live memory of a rank at every node of its graph, from fake values.
 
 A tensor's memory begins at its first node and ends after the last use of any view of it: fx
 deletes names after their last use. A collective's payload is held until its wait. Gloo, the backend of CPU

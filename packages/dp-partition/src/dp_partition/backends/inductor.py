@@ -142,7 +142,7 @@ def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any
 
 
 def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> Callable[..., Any]:
-    """Make a compiled piece return tensors as in the trace, assumed by the compiled pieces after it.
+    """Make a compiled piece return tensors as in the trace, as later pieces assume.
 
     Inductor keeps strides without gaps; a part of a wider tensor it returns without them. A dtype differs if torch's
     fake kernel of an operator is wrong about it; compiled code would misread such memory.

@@ -74,7 +74,7 @@ def _bring_items_home(graph: fx.Graph) -> None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return True if the node's value shares the memory of one of its inputs, or is a list of such values."""
+    """Return True if the node's values share memory with one of its inputs."""
     source = _looked_at(node)
     if source is None:
         return False

@@ -65,7 +65,7 @@ class Returned:
 
 
 def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
-    """Return the step's result, then every buffer and state entry installed by it, and gradients of arguments.
+    """Return the step's result, then its new buffers, state entries and gradients of arguments.
 
     Raises:
         PlanError: ``python-state`` for remaining gradients, ``parameter-replaced``, and ``python-state`` for

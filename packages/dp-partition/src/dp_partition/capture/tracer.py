@@ -1,4 +1,4 @@
-"""Trace a train step to one fx graph on fake tensors, without changes of the caller's objects."""
+"""Trace a train step to one fx graph, without changes of the caller's objects."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class _Nothing:
 
 
 def is_importable(function: types.FunctionType) -> bool:
-    """Return True if a module holds the function under its name, or the function has no state of its own."""
+    """Return True for a function under its name in a module, or without state."""
     found: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)

@@ -390,7 +390,7 @@ def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def numbers_of(step_state: StepState) -> dict[str, Any]:
-    """Return plain values of optimizer state and parameter groups, and modes of modules and parameters, by name."""
+    """Return plain values of optimizers, and modes of modules and parameters, by name."""
     found: dict[str, Any] = {f"{name} requires_grad": p.requires_grad for name, p in step_state.params.items()}
     for prefix, root in step_state.modules:
         found |= {f"{path}.training": module.training for path, module in root.named_modules(prefix=prefix)}

@@ -118,7 +118,7 @@ class GradientReducer:
         return row, work
 
     def _check(self, message: _Message) -> None:
-        """Raise on every rank unless all ranks are in the same pass, or at the end of the call.
+        """Raise on every rank unless all are in the same pass or all at the end.
 
         Raises:
             PlanError: ``rank-failed`` or ``ranks-diverge``.
@@ -137,7 +137,7 @@ class GradientReducer:
             raise PlanError(Problem("ranks-diverge", self.name, found=found, hint=hint))
 
     def _leave(self, error: Exception) -> None:
-        """Meet the peers once more, in this pass or at the next meeting, to make them raise too."""
+        """Meet the peers once more, at their next exchange, to make them raise too."""
         current = self._current()
         try:
             if self._entry is not None:

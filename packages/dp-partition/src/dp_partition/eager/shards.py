@@ -45,7 +45,7 @@ class Units:
 def together(
     reasons: dict[str, str], reach: Reach, parameters: dict[str, nn.Parameter], combined: Iterable[Iterable[str]]
 ) -> dict[str, str]:
-    """Extend the reasons to parameters that share an optimizer, a model or an operation with a full one."""
+    """Extend the reasons to parameters that share an optimizer, model or operation with one."""
     names = {id(p): name for name, p in parameters.items()}
     families = [[names[id(p)] for g in o.param_groups for p in g["params"] if id(p) in names] for o in reach.optimizers]
     families += [[names[id(p)] for p in module.parameters() if id(p) in names] for module in reach.modules]
@@ -99,7 +99,7 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
 
 
 def _is_closed(module: nn.Module, root: nn.Module, names: dict[int, str], watch: Watch) -> bool:
-    """Return True if a module runs at every use of its parameters, and shares none with others."""
+    """Return True if a module runs at every use of its parameters, all its own."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
         return False
     own = list(module.parameters())
@@ -238,7 +238,7 @@ def _raise_retired(name: str) -> NoReturn:
 
 
 def placement_of(mesh: DeviceMesh) -> Place:
-    """Return a function that converts a full tensor, equal on all ranks, to the layout of FSDP2's parameters."""
+    """Return a function from full tensors, equal on all ranks, to FSDP2's layout."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     return lambda x: distribute_tensor(x.detach(), mesh, placements, src_data_rank=None) if x.ndim else x
 
@@ -263,7 +263,7 @@ def _refuse_writes(unit: FSDPModule) -> None:
 
 
 class ClosedTraps(TorchFunctionMode):
-    """Mode to correct or refuse reads, writes and hooks with silently wrong results on DTensors, in one thread.
+    """Mode against silently wrong reads, writes and hooks on DTensors, in one thread.
 
     ``item()`` and its like read one rank's summand of a partial sum, ``.data =`` changes nothing, and a gradient hook
     never runs, since FSDP2 writes ``.grad`` itself.

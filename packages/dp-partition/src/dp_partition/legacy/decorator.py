@@ -32,7 +32,7 @@ class DataParallel:
 
 
 def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a train step to train data-parallel on all ranks, each with its own rows of the batch.
+    """Decorate a train step to run data-parallel, each rank with its own rows.
 
     A decorated function takes ``last_train_step=`` as well, without effect, and has its `Step` as ``.step``.
 

@@ -230,7 +230,7 @@ def _scattered(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtyp
 
 
 def _chunks_of(world: int, moves: list[Move]) -> tuple[list[int], list[int]]:
-    """Return the rows of each tensor on a rank, padding included, and the number of their elements."""
+    """Return each tensor's rows on a rank, padding included, and their elements."""
     chunks = [-(-m.shape[0] // world) for m in moves]
     return chunks, [chunk * math.prod(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
 

@@ -58,7 +58,7 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
 
 
 def _early_views(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
-    """Return views of a parameter from before the update with uses after it, each after its base."""
+    """Return early views of a parameter with late uses, each after its base."""
     found: list[fx.Node] = []
     for user in node.users:
         if user not in late and base_of(user) is node:

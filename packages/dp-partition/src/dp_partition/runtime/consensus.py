@@ -32,7 +32,7 @@ HINT = (
 
 
 def collectives_digest(graph: fx.Graph) -> str:
-    """Return a digest of a graph's collectives, their order and the values they carry, without batch sizes."""
+    """Return a digest of a graph's collectives, in order, without batch sizes."""
     lines = [
         f"{node.target} {' '.join(name for source in node.all_input_nodes for name in carried_names(source))}"
         for node in graph.nodes
@@ -74,7 +74,7 @@ def announce(label: str, rank: int) -> None:
 
 
 def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
-    """Return True, on all ranks alike, if all had announced a trace before the first one finished it.
+    """Return True, on all ranks, if all announced a trace before one finished it.
 
     No collective: a rank may trace alone, unknown to the others. As a rule ranks enter a call within less time than a
     trace takes. The first verdict in the store holds for late ranks too.

@@ -30,7 +30,7 @@ from dp_partition.runtime.consensus import broadcast_from_first
 
 
 def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
-    """Return a rank's shard of a full tensor, with memory of its own if it is sharded."""
+    """Return a rank's shard of a full tensor; a real shard has its own memory."""
     if not isinstance(placement, Shard):
         return tensor
     start, end = chunk_bounds(tensor.shape[placement.dim], world, rank)
@@ -215,7 +215,7 @@ class Binding:
                 module._parameters[attribute] = params[name]
 
     def check_in_place(self) -> None:
-        """Raise if parameters of the module were replaced, or a parameter has got hooks or other memory."""
+        """Raise for replaced parameters of the module, and for new hooks or memory."""
         problems = []
         params = self.params
         for fqn, module, attribute, name in self.param_slots:

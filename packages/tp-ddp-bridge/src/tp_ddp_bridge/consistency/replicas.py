@@ -57,7 +57,7 @@ def raise_on_all_ranks(scope: Scope, subject: str, problems: Sequence[Problem], 
 
 @dataclass(eq=False)
 class Replica:
-    """Local values of one tensor, or of one of its sections, that other ranks may hold too.
+    """Local values of a tensor or section, possibly held by other ranks too.
 
     Attributes:
         name: FQN.
@@ -94,7 +94,7 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
 
 
 def replicas_in(tensors: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> list[Replica]:
-    """Return all values that this rank holds in common with others of ``ranks``, in the order of ``tensors``."""
+    """Return this rank's values in common with others of ``ranks``, in the order of ``tensors``."""
     return [
         replica
         for name, tensor in tensors

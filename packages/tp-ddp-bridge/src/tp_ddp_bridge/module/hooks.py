@@ -44,7 +44,7 @@ def return_hooks(leaf: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
-    """Yield a problem if hooks of a DTensor cannot run for a leaf, or those of a leaf not for a DTensor."""
+    """Yield a problem for hooks that cannot move between a DTensor and its leaf."""
     on_grad = (getattr(tensor, GRAD_HOOKS) or {}).values()
     is_leaf = type(tensor) is torch.nn.Parameter
     if getattr(tensor, POST_ACCUMULATE_HOOKS) or (is_leaf and not all(isinstance(each, GradHooks) for each in on_grad)):

@@ -79,7 +79,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _compare_replicated_gradients(parameters: list[torch.Tensor]) -> None:
-    """Raise on all ranks of a tensor-parallel group if a common gradient was scaled unequally, as by torch's clip."""
+    """Raise, on all ranks of a group, for gradients scaled unequally, as by torch's clip."""
     for group in tensor_groups(parameters, sharded=True):
         ranks = dist.get_process_group_ranks(group)
         replicated = [each for each in parameters if _is_replicated_over(each, ranks)]

@@ -549,7 +549,7 @@ class Checker:
             raise RuntimeError(f"the check left dispatch modes behind: {dispatch_modes()}, before it {modes}")
 
     def tolerance(self, runs: Precision) -> float:
-        """Return the tolerance, relative to the largest value, for the coarsest type of the runs on any rank."""
+        """Return the relative tolerance: rounding of the coarsest type in the runs of all ranks."""
         epsilons = self.axis.all_gather_objects(runs.epsilon, "the check")
         epsilon = float(max(epsilons))
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))

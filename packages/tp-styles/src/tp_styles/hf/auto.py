@@ -53,7 +53,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
 
 
 def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
-    """Return the share of a model's elements that a plan shards, and the names of the largest others."""
+    """Return the sharded share of a model's elements, and names of the largest unsharded parameters."""
     sharded = {
         module.info.where(name)
         for module in plan.modules

@@ -119,7 +119,7 @@ def make_input_reshard_replicate(
     input: torch.Tensor | DTensor,
     device_mesh: DeviceMesh | None = None,
 ) -> DTensor:
-    """Return the rows of every rank's input one after the other, on every rank (an all-gather on dim 0).
+    """Return the concatenated rows of all ranks' inputs on every rank (an all-gather on dim 0).
 
     Args:
         input: This rank's rows.
@@ -192,7 +192,7 @@ def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None 
 
 
 def make_output_reshard_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """Return this rank's rows of the output as a plain tensor (a reduce-scatter on dim 0 of a partial sum).
+    """Return this rank's output rows as a plain tensor (a reduce-scatter on dim 0).
 
     Args:
         output: The module's output.

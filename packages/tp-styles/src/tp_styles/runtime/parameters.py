@@ -89,7 +89,7 @@ def split_of(info: ShardingInfo) -> Split:
 
 
 class ShardCheck:
-    """Check of the tensor in place of each shard, in every forward, for any way of replacing it.
+    """Check, in every forward, of the tensors in place of shards.
 
     A full weight in place of a shard (`module.weight = nn.Parameter(full)`, `functional_call` with a full state dict,
     `weight.data = full`) has shapes that fit each other from a column-wise to a row-wise layer: every rank would
@@ -116,7 +116,7 @@ class ShardCheck:
         }
 
     def check(self, names: Sequence[str], locals: Sequence[torch.Tensor | None]) -> None:
-        """Check each tensor for the size of this rank's shard, and each parameter for its sharding metadata.
+        """Check sizes of shards, and sharding metadata of parameters.
 
         Raises:
             StyleInputError: One has another size.
@@ -150,7 +150,7 @@ class ShardCheck:
 
 
 def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
-    """Return the problem of another parameter in place of a shard, for norms and state dicts a full weight."""
+    """Return the problem of a parameter in place of a shard: norms would take it for full."""
     hint = "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
     hint += "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads"
     return Problem("local-shard-as-full", where, found=f"{type(parameter).__name__} in place of a shard", hint=hint)

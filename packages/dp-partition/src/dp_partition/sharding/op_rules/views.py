@@ -12,7 +12,7 @@ from dp_partition.sharding.op_rules.table import Call, Candidate, R, rule
 
 
 def follow_dim(before: Sequence[int], after: Sequence[int], dim: int, world: int) -> int | None:
-    """Return the dim of ``after`` with the same equal chunks as ``before`` along ``dim``, if there is one.
+    """Return the dim of ``after`` with the same chunks as ``before`` along ``dim``, if any.
 
     The number of elements before the dim must be the same, and the world size must divide both dims: then rank r's
     shard has the same elements in either shape.
