@@ -170,7 +170,7 @@ def trace_options() -> dict[str, Any]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key, equal for tensors that share memory, fake ones too; valid while one of them lives."""
-    key: int = tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata  # fake tensors have one too
     return key
 
 

@@ -196,7 +196,7 @@ class Step:
         text = self.plan.explain(name)
         if name is None or self._runner.eager is not None:
             program = self._runner.latest
-            lowered = None if program is None else program.lowered
+            lowered = None if program is None else program.lowered  # None: before the first call, or eager backend
             return text if lowered is None else f"{text}\n{lowered.explain()}"
         messages = messages_of(self.graph.graph, self.plan.world)
         return "\n".join([text, *explain_messages(messages, self.plan[name].info.name)])

@@ -77,7 +77,7 @@ class Estimate:
     @property
     def world(self) -> int:
         """Number of data-parallel ranks."""
-        return self.plan.world * self.plan.replicas
+        return self.plan.world * self.plan.replicas  # replicas are ranks too
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -176,7 +176,7 @@ def estimate(
         PlanError: As by `compile` or its first call.
     """
     _check_request(world, rank, device, settings)
-    name = getattr(train_step, "__name__", "train_step")
+    name = getattr(train_step, "__name__", "train_step")  # callables may have none
     call = read_arguments(name, args, {})
     step_state = find_step_state(train_step, call.args, {})
     check_traceable(step_state)  # as in a first call
@@ -258,7 +258,7 @@ def _traffic(cost: Estimate) -> str:
     for kind in dict.fromkeys(message.kind for message in cost.messages):
         sizes = [message.whole_bytes for message in cost.messages if message.kind == kind]
         sent = cost.sent_bytes(kind)
-        each = (
+        each = (  # buckets may differ in size
             human_bytes(sizes[0]) if len(set(sizes)) == 1 else f"{human_bytes(min(sizes))} to {human_bytes(max(sizes))}"
         )
         rows.append([kind, str(len(sizes)), each, f"{sent:,}", human_bytes(sent)])

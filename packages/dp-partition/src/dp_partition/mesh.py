@@ -26,7 +26,7 @@ def shard_rank(mesh: DeviceMesh) -> int:
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of that axis."""
-    return mesh.get_group(mesh.ndim - 1)
+    return mesh.get_group(mesh.ndim - 1)  # shards are on the last axis
 
 
 def num_replicas(mesh: DeviceMesh) -> int:
@@ -36,7 +36,7 @@ def num_replicas(mesh: DeviceMesh) -> int:
 
 def replica_group_name(mesh: DeviceMesh) -> str:
     """Return the name of the group of this rank's counterparts in all replicas; empty on a mesh of one axis."""
-    return "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)
+    return "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)  # the graph names groups
 
 
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -288,7 +288,7 @@ class Runner:
         else:
             binding.hold_storages()
         self.binding = binding
-        self.agreed.append(facts)
+        self.agreed.append(facts)  # later traces of one rank alone must equal it
         optimizers = reconcile(binding)
         self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
         self.latest = program
@@ -392,7 +392,7 @@ class Runner:
     ) -> Program:
         """Trace and partition once."""
         check_arguments(self.name, step_state.optimizers, call.leaves)
-        self.num_traces += 1
+        self.num_traces += 1  # failed ones too
         settings = (
             self.settings.batch_dim,
             self.settings.comm,

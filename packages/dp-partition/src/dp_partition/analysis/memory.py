@@ -132,9 +132,9 @@ def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]
                 block = blocks[key] = blocks[storage_key(tensors_of(node.all_input_nodes[0])[index])]
             if block is None:
                 size = tensor.untyped_storage().nbytes()
-                resident = node.op in ("placeholder", "get_attr")
+                resident = node.op in ("placeholder", "get_attr")  # alive between steps
                 block = blocks[key] = _Block(_kind_of(node), size, position, resident=resident)
-            block.last = max(block.last, last)
+            block.last = max(block.last, last)  # views prolong it
         if is_collective(node) and node.target not in _COPYING:  # the backend holds its payload until the wait
             waited = max(wait_positions(node, positions))
             for source in node.all_input_nodes:

@@ -31,7 +31,7 @@ def _exchange(graph: fx.Graph, node: fx.Node, wait: fx.Node) -> None:
     """Replace a reduce_scatter by an all_to_all, and insert a sum behind its wait."""
     sent, op, world, group = node.args
     assert isinstance(sent, fx.Node)
-    node.target, node.args = exchanged, (sent, world, group)
+    node.target, node.args = exchanged, (sent, world, group)  # its wait stays
     with graph.inserting_after(wait):
         total = graph.call_function(combined, (wait, sent, op, world))
     wait.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)  # all users but the sum itself

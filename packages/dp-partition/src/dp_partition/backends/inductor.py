@@ -50,7 +50,7 @@ class Lowered:
         self.kept = Counter(base_name(n) for n in plain if base_name(n) not in ("wait_tensor", "_local_scalar_dense"))
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         constants = [node for node in graph.nodes if node.op == "get_attr"]
-        self._places = {node: place for place, node in enumerate([*inputs, *constants])}
+        self._places = {node: place for place, node in enumerate([*inputs, *constants])}  # then outputs
         self._constants = [_attribute(module, str(node.target)) for node in constants]
         self._calls = self._link(pieces, functions)
 
@@ -64,7 +64,7 @@ class Lowered:
         calls = []
         for number, (piece, function) in enumerate(zip(pieces, functions, strict=True)):
             inputs, outputs, written = (tuple(self._places[n] for n in part) for part in _parts(piece))
-            dead = tuple(self._places[n] for n, end in last.items() if end == number)
+            dead = tuple(self._places[n] for n, end in last.items() if end == number)  # after their last use
             calls.append(_Call(function, piece.compiled, inputs, outputs, written, dead))
         return calls
 
@@ -158,7 +158,7 @@ def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> 
             if results[index].dtype is not dtype:
                 found = f"is {results[index].dtype}, and {dtype} in the trace"
                 raise PlanError(Problem("compile-failed", f"node {name}", found=found, hint='use backend="eager"'))
-            if results[index].stride() != strides:
+            if results[index].stride() != strides:  # a copy, only where needed
                 results[index] = _laid_out(results[index], strides)
         return results
 

@@ -55,7 +55,7 @@ def split(graph: fx.Graph) -> list[Piece]:
         if not pieces or pieces[-1].compiled != compiled:
             pieces.append(Piece(compiled, []))
         pieces[-1].nodes.append(node)
-    pieces = _join(pieces)
+    pieces = _join(pieces)  # before graphs are written
     for piece in pieces:
         _write_graph(piece, views)
     _connect(pieces)

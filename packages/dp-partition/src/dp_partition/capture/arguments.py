@@ -106,7 +106,7 @@ def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if not isinstance(leaf, _PLAIN_TYPES):
             args, kwargs = _open_leaves(name, leaves, spec)
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            break
+            break  # all leaves are opened at once
     return CallArguments(args, kwargs, leaves, spec)
 
 
@@ -153,7 +153,7 @@ def _open(name: str, leaf: Any) -> Any:
 def _holds_tensors(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth == 0 or isinstance(value, _PLAIN_TYPES) or callable(value):
+    if depth == 0 or isinstance(value, _PLAIN_TYPES) or callable(value):  # functions count by identity
         return False
     if isinstance(value, Mapping):
         inner: list[Any] = list(value.values())

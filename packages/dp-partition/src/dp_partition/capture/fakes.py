@@ -211,13 +211,13 @@ def _install_optimizer(
 ) -> None:
     fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     stack.callback(setattr, optimizer, "state", optimizer.state)
-    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as torch's optimizers expect
     for (owner, fqn), entries in fakes.states.items():
         if owner == number and entries:
             state[fakes.params[fqn]] = dict(entries)
     optimizer.state = state
     for group in optimizer.param_groups:
-        stack.callback(group.update, dict(group))
+        stack.callback(group.update, dict(group))  # undone at the end of the trace
     choose_foreach(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]

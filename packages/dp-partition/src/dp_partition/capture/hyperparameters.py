@@ -72,7 +72,7 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
     """Read all hyperparameters and names of state, in one pass: this runs at every call."""
     states = states_by_id(optimizers) if states is None else states
     values: dict[tuple[Any, ...], float] = {}
-    parts: list[Any] = []
+    parts: list[Any] = []  # flat: compared in every call
     for number, optimizer in enumerate(optimizers):
         known = states[number]
         for index, group in enumerate(optimizer.param_groups):
@@ -84,10 +84,10 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
                     continue
                 several = isinstance(value, tuple | list)
                 for position, one in enumerate(value if several else (value,)):
-                    place = position if several else None
+                    place = position if several else None  # betas
                     if type(one) in (bool, type(None)):
                         parts += (key, place, one)
-                    elif isinstance(one, float) or _is_live(key, one):
+                    elif isinstance(one, float) or _is_live(key, one):  # an input, not part of the key
                         values[number, index, key, place] = float(one)
                     else:
                         parts += (key, place, _static(one))

@@ -113,7 +113,7 @@ def first_difference(dynamic: fx.Graph, static: fx.Graph, outputs: tuple[Outputs
         outputs: For either graph, the caller's view of its values: a size among them is no value of the second one.
     """
     same: dict[fx.Node, Any] = {}  # node of the dynamic graph -> node, or number, of the static one
-    rest = iter(static.nodes)
+    rest = iter(static.nodes)  # nodes on sizes are numbers there
     for node in dynamic.nodes:
         number = _number(node, same)
         if number is not None:

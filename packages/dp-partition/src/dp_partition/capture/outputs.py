@@ -106,7 +106,7 @@ def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Te
         table: dict[str, Any] = module._parameters if is_param else module._buffers
         name = step_state.aliases.get(fqn, fqn)
         old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
-        if table[attribute] is old:
+        if table[attribute] is old:  # unchanged, or updated in place
             continue
         if is_param:
             raise PlanError(Problem("parameter-replaced", fqn, found="the step puts a new parameter in place"))

@@ -186,7 +186,7 @@ def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tens
         return {}
     saved_state, saved_grad = optimizer.state, param.grad
     optimizer.state = defaultdict(dict)  # `_init_group` writes into it
-    param.grad = torch.zeros_like(param)
+    param.grad = torch.zeros_like(param)  # without one `_init_group` skips it
     try:
         names = list(inspect.signature(init).parameters)[1:]  # lists to fill
         init({**group, "params": [param]}, *([] for _ in names))

@@ -242,13 +242,13 @@ def trace_step(
         raise PlanError(problem, "the train step could not be traced") from error
     made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
     capture = Capture(module, *made, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
-    capture.groups = _groups(step_state)
+    capture.groups = _groups(step_state)  # for fused kernels, which take plain floats
     for name, param in tracing.fakes.params.items():
         if param.requires_grad != step_state.params[name].requires_grad:
             capture.trained[name] = param.requires_grad
         if param.grad is not None:
             capture.left.append(name)
-    if capture.sizes:
+    if capture.sizes:  # only a trace with symbols
         erase_full_slices(module.graph)
         use_first_sizes(module.graph, tracing.mode)
     mark_phases(list(module.graph.nodes), tracing.phases)
@@ -359,7 +359,7 @@ def user_line(error: BaseException) -> str:
     between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
     lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
     lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
-    lines = [one for one in lines if not one.filename.startswith(between[:2])]
+    lines = [one for one in lines if not one.filename.startswith(between[:2])]  # torch and this package
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
 
 
@@ -379,7 +379,7 @@ def _name_placeholders(module: fx.GraphModule, inputs: list[Input]) -> None:
     for node, entry in zip(placeholders, inputs, strict=True):
         name = "".join(c if c.isalnum() else "_" for c in entry.label)
         node._rename(name)
-        node.target = node.name
+        node.target = node.name  # fx uses it as the argument's name
         meta_of(node)["input"] = entry
 
 

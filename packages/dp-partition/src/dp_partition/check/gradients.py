@@ -155,7 +155,7 @@ class GradientAverage:
         for dtype in dict.fromkeys(one.dtype for one in full.values()):
             names = [name for name, one in full.items() if one.dtype == dtype]
             flat = self._reduce_flat(torch.cat([full[name].reshape(-1) for name in names]))
-            parts = flat.split([full[name].numel() for name in names])
+            parts = flat.split([full[name].numel() for name in names])  # views of one reduced buffer
             for name, part in zip(names, parts, strict=True):
                 like = full[name]
                 result[name] = torch.empty_like(like).copy_(part.view(like.shape))
@@ -166,7 +166,7 @@ class GradientAverage:
     ) -> dict[str, torch.Tensor | None]:
         """Return the mean over the micro-batches of this pass's addition to the gradients."""
         if self.passes == len(self.sums):
-            self.sums.append({})
+            self.sums.append({})  # this pass runs for the first time
         sums = self.sums[self.passes]
         self.passes += 1
         mean: dict[str, torch.Tensor | None] = {}

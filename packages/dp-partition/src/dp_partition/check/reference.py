@@ -234,7 +234,7 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
                 param.grad = None  # summed in `average`
         for optimizer, state in zip(copied.step_state.optimizers, kept, strict=True):
             optimizer.state.clear()
-            optimizer.state.update(state)
+            optimizer.state.update(state)  # in place: the step may hold the dict
     return pytree.tree_map(_mean_of_scalars, *results)
 
 

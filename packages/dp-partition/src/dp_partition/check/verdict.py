@@ -68,7 +68,7 @@ def _kind(name: str) -> str:
 
 def _largest_changes(reference: Outcome) -> dict[str, float]:
     """Return for each kind of tensor the largest root mean square of the step's changes."""
-    largest: dict[str, float] = {}
+    largest: dict[str, float] = {}  # by the name of the state entry
     for name, value in reference.tensors.items():
         before = reference.before.get(name)
         if value.numel() and value.is_floating_point() and before is not None and before.shape == value.shape:

@@ -59,8 +59,8 @@ class BatchDimAnalyzer:
             inputs = {one: self.batch_dim_map.get(one, NO_BATCH) for one in node.graph.nodes if one.op == "placeholder"}
             types = {one: NodeType.PARAM if dim == NO_BATCH else NodeType.ACT for one, dim in inputs.items()}
             homes = StoragePlacements({one: _placement(dim) for one, dim in inputs.items()}, types)
-            for one, plan in propagate(node.graph, homes, 1, local=False).items():
-                self.batch_dim_map.setdefault(one, _dim_of(plan.output))
+            for one, plan in propagate(node.graph, homes, 1, local=False).items():  # one rank: no size matters
+                self.batch_dim_map.setdefault(one, _dim_of(plan.output))  # dims set by the caller stay
         return self.batch_dim_map[node]
 
     def compute_act_spec(self, node: fx.Node, mesh: DeviceMesh) -> PlacementSpec:

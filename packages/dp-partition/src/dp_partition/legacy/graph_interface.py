@@ -235,7 +235,7 @@ def partitioner(graph: GraphModule) -> GraphModule:
     world, rank = mesh.size(), mesh.get_local_rank()
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]
-    mode = _fake_mode(graph.graph)
+    mode = _fake_mode(graph.graph)  # fakes of one graph share a mode
     inputs = local_inputs(graph.graph, placements, mode, world, rank)
     plans = {node: _plan_of(node, strategy) for node, strategy in strategies.items()}
     partition_for_rank(graph, plans, world, rank, mesh.get_group().group_name, CommConfig())

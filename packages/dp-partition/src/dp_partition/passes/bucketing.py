@@ -42,10 +42,10 @@ def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: 
     if comm.bucket_bytes <= 0 and comm.plain:
         return
     positions = {node: index for index, node in enumerate(graph.nodes)}
-    nodes = list(graph.nodes)
+    nodes = list(graph.nodes)  # the order before insertions
     live = [move for move in moves if move.result.users and move.start in positions]  # others are unused or erased
     gathers = [m for m in live if _is_gather(m) and comm.bucket_bytes > 0]
-    reductions = [m for m in live if _is_reduction(m)]
+    reductions = [m for m in live if _is_reduction(m)]  # averages and sums of gradients
     timing = _Timing(nodes, positions)
     gather_buckets = _group(gathers, timing, comm.bucket_bytes, timing.first_use)
     reduce_buckets = _group(reductions, timing, comm.bucket_bytes, timing.ready)
@@ -241,7 +241,7 @@ def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
     chunks, sizes = _chunks_of(world, moves)
     flats = []
     for chunk, m in zip(chunks, moves, strict=True):
-        start, end = chunk_bounds(m.shape[0], world, mover.rank)
+        start, end = chunk_bounds(m.shape[0], world, mover.rank)  # the last ranks may have fewer rows
         local = _flat(mover, m.start, m.shape)
         missing = (chunk - (end - start)) * math.prod(m.shape[1:])  # gathered chunks have one size
         flats.append(mover.call(aten.constant_pad_nd.default, local, [0, missing]) if missing else local)

@@ -40,7 +40,7 @@ def decompose(module: GraphModule, mode: FakeTensorMode) -> None:
         recipe = _recipe(node)
         if recipe is not None:
             pending += _splice(module, node, recipe, mode)
-    eliminate_dead(module.graph)
+    eliminate_dead(module.graph)  # outputs that no one uses
 
 
 def _recipe(node: fx.Node) -> Callable[..., Any] | None:

@@ -63,7 +63,7 @@ class Inserter:
         self.family: dict[fx.Node, list[fx.Node]] = {}
         self.moves: list[Move] = []
         self.gathered: dict[fx.Node, str] = {}  # phase of a source's last move
-        self.unread = single_gradients(module.graph)
+        self.unread = single_gradients(module.graph)  # gradients without a reader so far
 
     def run(self) -> None:
         """Rewrite the full graph."""
@@ -174,7 +174,7 @@ class Inserter:
             known.pop(Replicate(), None)  # forward's copy must not live on
         origin = _best_origin(known, wanted)
         if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
-            return known[origin]
+            return known[origin]  # each rank's own values: nothing to move
         if isinstance(origin, Partial) and isinstance(wanted, Shard) and self.plans[source].reduce_whole:
             known[Replicate()] = self.version(source, Replicate(), before)
             origin = Replicate()

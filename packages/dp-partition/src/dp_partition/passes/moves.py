@@ -134,7 +134,7 @@ class Mover:
         front = self.call(aten.transpose.int, node, 0, dim) if dim else node
         padded = self.pad(front, shape[dim])  # equal chunks for all ranks
         target = collectives.reduce_scatter_tensor.default
-        result = self.issue(target, padded, kind.reduce_op, self.world, self.group)
+        result = self.issue(target, padded, kind.reduce_op, self.world, self.group)  # along dim 0
         mine = self.unpad(self.over_replicas(self.wait(result), kind), shape[dim])
         return self.from_front(mine, dim)
 

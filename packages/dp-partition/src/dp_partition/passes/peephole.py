@@ -70,7 +70,7 @@ def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
             if "gradient" not in meta_of(equal):  # it keeps its own note
                 copy_notes(node, equal, "gradient")
             node.replace_all_uses_with(equal, lambda user: user.op != "output")
-    for node in reversed(list(graph.nodes)):
+    for node in reversed(list(graph.nodes)):  # users before what they use
         if not node.users and node.op == "call_function" and base_of(node) is not None and not mutated_inputs(node):
             graph.erase_node(node)
 
@@ -104,7 +104,7 @@ def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
     for argument, value in list(arguments(node)):
         if not isinstance(value, list | tuple) or not value or argument.name == "state_steps":  # scalars
             continue
-        members = list(value)
+        members = list(value)  # others stay as they are
         for index in indices:
             with graph.inserting_before(node):
                 copied = graph.call_function(  # fused kernels go by memory, not by strides

@@ -115,7 +115,7 @@ def describe(spec: Outputs | Placement) -> str:
 
 
 def _describe_one(placement: Placement) -> str:
-    if isinstance(placement, RankLocal):
+    if isinstance(placement, RankLocal):  # not one of torch's
         return "local"
     if isinstance(placement, Shard):
         return f"S({placement.dim})"

@@ -119,7 +119,7 @@ class Settings:
         if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:  # rules know one axis
             text = "hybrid, global semantics"
             found.append(Problem("conflicting-arguments", "style", found=text, hint="use semantics='local'"))
-        if self.capture == "never" and self.needs_graph():
+        if self.capture == "never" and self.needs_graph():  # no eager way to do it
             hint = "leave it out, or use capture='always'"
             found.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
         if not all(isinstance(dim, int) for dim in self.dynamic):

@@ -32,7 +32,7 @@ HINT = (
 
 
 def collectives_digest(graph: fx.Graph) -> str:
-    """Return a digest of a graph's collectives, in order, without batch sizes."""
+    """Return a digest of a graph's collectives with carried names, in order; no batch sizes."""
     lines = [
         f"{node.target} {' '.join(name for source in node.all_input_nodes for name in carried_names(source))}"
         for node in graph.nodes

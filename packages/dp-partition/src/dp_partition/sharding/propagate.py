@@ -244,7 +244,7 @@ class _Walk:
         candidates.append(Candidate(dict.fromkeys(sources, R), self.spread(node, R)))
         if is_random(node) and not any(isinstance(self.placement_of(n), Shard) for n in sources):
             candidates = candidates[-1:]  # all ranks draw the same numbers
-        best = cheapest(call, [c for c in candidates if self.may_write(node, c)])
+        best = cheapest(call, [c for c in candidates if self.may_write(node, c)])  # in place, if possible
         if best is None:  # write a gathered copy, and copy the shard back
             best = cheapest(call, [c for c in candidates if self.may_write(node, c, back=True)])
         if best is None:

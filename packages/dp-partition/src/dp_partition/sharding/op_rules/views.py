@@ -101,7 +101,7 @@ def slice_(call: Call, dim: int) -> int | None:
     if dim != int(call.arg(1, 0)) % max(_ndim(call), 1):
         return dim
     start, end, step = call.arg(2), call.arg(3), call.arg(4, 1)
-    full = start in (None, 0) and isinstance(end, int | None) and step == 1
+    full = start in (None, 0) and isinstance(end, int | None) and step == 1  # a slice of everything
     return dim if full and (end is None or end > 1 << 60) else None
 
 
