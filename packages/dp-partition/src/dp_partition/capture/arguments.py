@@ -153,7 +153,7 @@ def _open(name: str, leaf: Any) -> Any:
 def _holds_tensors(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth == 0 or isinstance(value, _PLAIN_TYPES) or callable(value):  # functions count by identity
+    if depth == 0 or isinstance(value, _PLAIN_TYPES) or callable(value):  # callables are not searched
         return False
     if isinstance(value, Mapping):
         inner: list[Any] = list(value.values())
