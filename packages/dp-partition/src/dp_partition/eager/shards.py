@@ -45,7 +45,7 @@ class Units:
 def together(
     reasons: dict[str, str], reach: Reach, parameters: dict[str, nn.Parameter], combined: Iterable[Iterable[str]]
 ) -> dict[str, str]:
-    """Extend the reasons to parameters that share an optimizer, model or operation with one."""
+    """Extend the reasons to parameters of the same optimizer, model or operation."""
     names = {id(p): name for name, p in parameters.items()}
     families = [[names[id(p)] for g in o.param_groups for p in g["params"] if id(p) in names] for o in reach.optimizers]
     families += [[names[id(p)] for p in module.parameters() if id(p) in names] for module in reach.modules]
