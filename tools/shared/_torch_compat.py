@@ -1,4 +1,4 @@
-"""Every private torch name that the shared sources use; read against torch 2.13.0 (and 2.11.0)."""
+"""Private torch names used by the shared sources; read against torch 2.13.0 (and 2.11.0)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's shard itself: ``to_local()`` makes a view and a node of autograd."""
+    """Return this rank's shard itself: ``to_local()`` makes a view and an autograd node."""
     return tensor._local_tensor
 
 

@@ -1,8 +1,8 @@
-"""Ranks compare what they are about to do: after one small exchange all of them go on, or all of them raise.
+"""Consensus: after one small exchange all ranks go on, or all of them raise.
 
-A rank that raised on its own would leave its peers in their next collective until the group's timeout, with an error
-that names nothing. So a rank with an error still takes part in the exchange, and only then raises. The first message
-has the same length on every rank, whatever it is about: ranks in different calls then read each other's topic instead
+A rank that raised alone would leave its peers in their next collective until the group's timeout, with an error
+without a name. So a rank with an error still takes part in the exchange, and only then raises. The first message
+has the same length on every rank, in any call: ranks in different calls then read each other's subject instead
 of misreading each other's bytes (gloo ends the process when lengths differ).
 """
 
@@ -29,7 +29,7 @@ HEADER_BYTES = 64
 
 
 def ranks_of(where: Where) -> list[int]:
-    """Return the global ranks of a group or mesh, in the order in which they are gathered."""
+    """Return the global ranks of a group or mesh, in the order of gathers."""
     if isinstance(where, DeviceMesh):
         ranks: list[int] = where.mesh.flatten().tolist()
         return ranks
@@ -37,9 +37,9 @@ def ranks_of(where: Where) -> list[int]:
 
 
 def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
-    """Return axes of a mesh whose process group has another order: gathers over these permute shards silently.
+    """Return axes of a mesh with another order in their process group: gathers over these permute shards silently.
 
-    Torch makes the groups of a mesh in ascending order, whatever the order of its ranks.
+    Torch makes the groups of a mesh in ascending order, for any order of its ranks.
     """
     problems = []
     for axis, along in enumerate(_ranks_along(mesh)):
@@ -54,7 +54,7 @@ def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
 
 @functools.lru_cache(maxsize=64)
 def _ranks_along(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each axis that this rank is on; none on a rank outside of the mesh."""
+    """Return the ranks along each axis through this rank; none on a rank outside of the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
@@ -70,10 +70,10 @@ def all_gather_header(where: Where, payload: bytes, subject: str, state: str = N
 
     Args:
         where: A group, or a mesh of any number of axes. A mesh is gathered one axis after the other, the last one
-            first, so that no group of all its ranks has to be made.
+            first, so no group of all its ranks has to be made.
         payload: At most 64 bytes; padded with zeros.
         subject: The call, for the error if a peer died.
-        state: What that error says of the caller's tensors.
+        state: Text on the caller's tensors for that error.
 
     Returns:
         The payloads of all ranks, in the order of `ranks_of`.
@@ -85,7 +85,7 @@ def all_gather_header(where: Where, payload: bytes, subject: str, state: str = N
     rows = torch.tensor([list(payload.ljust(HEADER_BYTES, b"\0"))], dtype=torch.uint8)  # 1 x 64
     for group in _groups(where):
         mine = rows.to(_message_device(group))
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]  # rows of all ranks so far
         with _answered(subject, state):
             dist.all_gather(gathered, mine, group=group)
         rows = torch.cat(gathered).cpu()  # ranks so far x 64
@@ -103,7 +103,7 @@ def all_gather_objects(where: Where, value: Any, subject: str) -> list[Any]:
         rows: list[Any] = [None] * dist.get_world_size(group)
         with _answered(subject):
             dist.all_gather_object(rows, values, group=group)
-        values = [one for row in rows for one in row]
+        values = [one for row in rows for one in row]  # row-major, axis by axis
     return values
 
 
@@ -126,22 +126,22 @@ def assert_consistent(
 ) -> None:
     """Return on every rank, or raise on every rank; a collective.
 
-    Ranks that agree exchange 64 bytes. Only when one failed, or lines differ, are the lines themselves gathered.
+    Consistent ranks exchange 64 bytes. Only if one failed, or lines differ, are the lines themselves gathered.
 
     Args:
-        where: The ranks that have to agree; all of them call this.
+        where: The ranks to compare; all of them call this.
         subject: The call, for messages.
-        lines: Facts that have to be equal on every rank, one a line.
-        error: What keeps this rank from going on.
-        hint: What to do where lines differ.
-        state: What errors say of the caller's tensors.
+        lines: Metadata to be equal on every rank, one a line.
+        error: This rank's error, if any.
+        hint: Remedy for different lines.
+        state: Text on the caller's tensors for errors.
 
     Raises:
         Exception: ``error``, on the rank that passed it, if it is no plain ``PlanError``.
-        PlanError: On every other rank: the problems of all ranks, or ``ranks-disagree`` with the lines that differ.
+        PlanError: On every other rank: the problems of all ranks, or ``ranks-disagree`` with the different lines.
         RuntimeError: A peer died.
     """
-    digest = hashlib.sha256("\n".join((subject, *lines)).encode()).digest()
+    digest = hashlib.sha256("\n".join((subject, *lines)).encode()).digest()  # with the subject: other calls differ
     headers = all_gather_header(where, bytes([error is not None]) + digest, subject, state)
     if len(set(headers)) > 1 or error is not None:
         raise_joined(where, subject, lines, error, hint=hint, state=state)
@@ -156,14 +156,14 @@ def raise_joined(
     hint: str = "pass the same model, plan and arguments on every rank",
     state: str = NOTHING_CHANGED,
 ) -> NoReturn:
-    """Raise on every rank what keeps any from going on; a collective, after headers that differ or hold an error."""
+    """Raise the errors of any rank on every rank; a collective, after different headers, or one with an error."""
     ranks = ranks_of(where)
     problems = () if error is None else problems_of(error)
     states = all_gather_objects(where, (subject, tuple(lines), problems), subject)
-    subject = states[0][0]  # of the first rank, where ranks make different calls: all raise one text
+    subject = states[0][0]  # of the first rank, if ranks make different calls: all raise one text
     failures = joined_problems({rank: entry[2] for rank, entry in zip(ranks, states, strict=True)})
     if error is not None and type(error) is not PlanError:
-        raise error  # its own type and traceback; peers raise what it says
+        raise error  # its own type and traceback; peers raise its text
     if failures:
         raise PlanError(failures, f"{subject}: {state}")
     differences = differing_lines({rank: [entry[0], *entry[1]] for rank, entry in zip(ranks, states, strict=True)})
@@ -172,7 +172,7 @@ def raise_joined(
 
 
 def problems_of(error: Exception) -> tuple[Problem, ...]:
-    """Return an error as problems that peers can raise."""
+    """Return an error as problems for peers to raise."""
     if isinstance(error, PlanError):
         return error.problems
     text = (str(error).splitlines() or [""])[0]
@@ -180,7 +180,7 @@ def problems_of(error: Exception) -> tuple[Problem, ...]:
 
 
 def joined_problems(by_rank: dict[int, Sequence[Problem]]) -> list[Problem]:
-    """Return each problem once; those that not all ranks have name their ranks."""
+    """Return each problem once, with its ranks if not all have it."""
     holders: dict[Problem, list[int]] = {}
     for rank, problems in by_rank.items():
         for problem in dict.fromkeys(problems):
@@ -192,7 +192,7 @@ def joined_problems(by_rank: dict[int, Sequence[Problem]]) -> list[Problem]:
 
 
 def differing_lines(by_rank: dict[int, Sequence[str]], limit: int = 5) -> list[str]:
-    """Return the first lines that are not equal on all ranks, each with the ranks that hold it."""
+    """Return the first lines that are not equal on all ranks, each with its ranks."""
     length = max(map(len, by_rank.values()))
     texts: list[str] = []
     for at in range(length):
@@ -216,7 +216,7 @@ def _groups(where: Where) -> list[dist.ProcessGroup | None]:
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the CPU where the group has a CPU backend, else its current GPU: CPU messages need no stream sync."""
+    """Return the CPU if the group has a CPU backend, else its current GPU: CPU messages need no stream sync."""
     devices = device_types(dist.get_backend_config(group))
     if "cpu" in devices or "cuda" not in devices:
         return torch.device("cpu")
@@ -225,7 +225,7 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
 
 @functools.cache
 def device_types(backends: str) -> frozenset[str]:
-    """Return the types of devices that a group's backend configuration serves; parsing it costs more than a lookup."""
+    """Return the device types of a group's backend configuration; cached, as parsing costs more than a lookup."""
     return frozenset(map(str, dist.BackendConfig(dist.Backend(backends)).get_device_backend_map()))
 
 
@@ -243,7 +243,7 @@ _calls: collections.Counter[str] = collections.Counter()
 
 @contextmanager
 def named_collective(subject: str) -> Iterator[None]:
-    """Name the rank and the number of the call where a collective fails because a peer died or made no such call."""
+    """Name the rank and the call number in a collective's error: a peer died or made no such call."""
     _calls[subject] += 1
     try:
         yield

@@ -1,6 +1,6 @@
 """Optimizers may work on shards if each element's update depends on that element alone; here they are tried.
 
-Adafactor, Muon, LBFGS, Shampoo, LAMB and others look at full matrices or at all parameters at once. On a shard they
+Adafactor, Muon, LBFGS, Shampoo, LAMB and others use full matrices or all parameters at once. On a shard they
 compute something else, without an error. A list of names would miss the next one. So a second optimizer of the same
 class, with the same settings, takes a few steps on a small full tensor, and a third one on its halves: they have to
 agree. The real optimizer, its parameters and all random states stay as they are.
@@ -20,23 +20,23 @@ from torch.optim import Optimizer
 
 from .problems import Problem
 
-STEPS = 12  # preconditioners often start after some steps, or are renewed every tenth
+STEPS = 12  # preconditioners often start late, or are renewed every tenth step
 SIDE = 4  # halves of 2
-RTOL = 1e-3  # of the greatest update; kernels may round the last bits of a short row otherwise
+RTOL = 1e-3  # of the largest update; kernels may round the last bits of a short row otherwise
 
 
 def elementwise_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tensor], bool]) -> list[Problem]:
-    """Return everything that keeps ``optimizer`` from working on local shards.
+    """Return all reasons against ``optimizer`` on local shards.
 
     Args:
-        optimizer: Any optimizer; a wrapper is looked through.
-        is_sharded: Whether a parameter is, or becomes, a local shard.
+        optimizer: Any optimizer; of a wrapper the inner one is tried.
+        is_sharded: True for a parameter that is, or becomes, a local shard.
     """
     problems: list[Problem] = []
-    # A wrapper steps the optimizer inside, which is looked at in its own right.
+    # A wrapper steps its inner optimizer, so that one is tried instead.
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     for each in inner or [optimizer]:
-        if getattr(each, "is_elementwise", None) is True:  # the word of whoever wrote it
+        if getattr(each, "is_elementwise", None) is True:  # stated by the author
             continue
         for group in each.param_groups:
             sharded = [parameter for parameter in group["params"] if is_sharded(parameter)]
@@ -53,13 +53,13 @@ def elementwise_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tenso
 
 
 def _first_reason(optimizer: Optimizer, group: dict[str, Any], sharded: list[torch.Tensor]) -> str:
-    """Return why the optimizer needs more than one element at a time, or nothing."""
+    """Return the reason why the optimizer needs more than one element at a time, or nothing."""
     for example in {each.dim(): each for each in sharded if each.dim()}.values():
         shape = (SIDE,) * example.dim()
         like = example.to_local() if isinstance(example, DTensor) else example
         full = _values(shape, 0.0, like)
         if type(full) is not torch.Tensor or like.is_meta:
-            continue  # under fake tensors there are no values to compare
+            continue  # fake tensors have no values to compare
         for dim in range(example.dim()):
             reason = _reason(optimizer, group, full, dim)
             if reason:
@@ -70,7 +70,7 @@ def _first_reason(optimizer: Optimizer, group: dict[str, Any], sharded: list[tor
 def _reason(optimizer: Optimizer, group: dict[str, Any], full: torch.Tensor, dim: int) -> str:
     halves = [half.contiguous() for half in full.chunk(2, dim)]
     grads = [_values(tuple(full.shape), step + 1.0, full) for step in range(STEPS)]
-    devices = [full.device] if full.device.type != "cpu" else []
+    devices = [full.device] if full.device.type != "cpu" else []  # the CPU's generator is always restored
     try:
         with torch.random.fork_rng(devices), torch.enable_grad():
             whole = _train(optimizer, group, full, grads)
@@ -91,21 +91,21 @@ def _reason(optimizer: Optimizer, group: dict[str, Any], full: torch.Tensor, dim
 def _train(
     optimizer: Optimizer, group: dict[str, Any], value: torch.Tensor, grads: Iterable[torch.Tensor]
 ) -> torch.Tensor:
-    """Return ``value`` at each call of the closure and at the end: LBFGS ends where each element alone would."""
+    """Return ``value`` at each call of the closure and at the end: the end alone would not expose LBFGS."""
     parameter, values = nn.Parameter(value.clone()), list[torch.Tensor]()
     known = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: setting for key, setting in optimizer.defaults.items() if key in known}
     trial = type(optimizer)([parameter], **settings)
     own = {key: setting for key, setting in group.items() if key != "params"}
     trial.param_groups[0].update({key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in own.items()})
-    if float(own.get("lr", 1.0)) == 0.0:  # a warmup's first step, which would show nothing
+    if float(own.get("lr", 1.0)) == 0.0:  # a warmup's first step would show nothing
         trial.param_groups[0]["lr"] = optimizer.defaults.get("lr") or 1e-2
     needs_closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     for grad in grads:
 
         def closure(grad: torch.Tensor = grad) -> torch.Tensor:
             values.append(parameter.detach().clone())
-            parameter.grad = grad + parameter.detach() * 0.1  # of each element alone
+            parameter.grad = grad + parameter.detach() * 0.1  # a function of each element alone
             return (parameter.detach() * parameter.grad).sum()
 
         closure()
@@ -117,7 +117,7 @@ def _train(
 
 
 def _values(shape: tuple[int, ...], phase: float, like: torch.Tensor) -> torch.Tensor:
-    """Return numbers of both signs and of several sizes, rows and columns unlike one another; draws nothing random."""
+    """Return numbers of both signs and of several sizes, with distinct rows and columns; draws nothing random."""
     count = math.prod(shape)
     place = torch.arange(1, count + 1, dtype=torch.float64)
     return (torch.sin(place * place + phase) * (1 + place / count)).view(shape).to(like.device, like.dtype)

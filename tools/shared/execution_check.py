@@ -1,8 +1,8 @@
 """The core of a check by execution: equal random numbers, precision of a run, error measure, counts.
 
 dp-partition compares a graph with the step's own Python, tp-styles a sharded region with the original one. Both start
-two runs from the same generators (`RandomState`), see how exactly a run computes (`Precision`), measure
-(`relative_error`) and count what they compared (`Compared`).
+two runs from the same generators (`RandomState`), record a run's precision (`Precision`), measure
+(`relative_error`) and count comparisons (`Compared`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._torch_compat import TorchDispatchMode
 
 
 class RandomState:
-    """States of all generators a run may draw from: torch's, Python's, NumPy's and those passed.
+    """States of all generators of a run: torch's, Python's, NumPy's and given ones.
 
     Args:
         generators: Generators beside the default ones.
@@ -34,11 +34,11 @@ class RandomState:
         self.passed = [(generator, generator.get_state()) for generator in generators]
         self.cpu, self.python = torch.get_rng_state(), random.getstate()
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-        numpy: Any = sys.modules.get("numpy")  # a program that never imported it draws nothing from it
+        numpy: Any = sys.modules.get("numpy")  # a program without it draws nothing from it
         self.numpy = None if numpy is None else numpy.random.get_state()
 
     def equals(self, other: RandomState) -> bool:
-        """Return whether CPU generators stand alike; those of a GPU advance by kernels, which may differ."""
+        """Return True for equal CPU generators; those of a GPU advance by kernels, which may differ."""
         # Passed generators are left out: a copied run draws from copies of them.
         same = torch.equal(self.cpu, other.cpu) and self.python == other.python
         return same and pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
@@ -69,7 +69,7 @@ _RATES = ("p", "dropout_p", "dropout")  # an operator with one of these draws no
 
 
 def is_random(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of an operator draws random numbers."""
+    """Return True if a call of an operator draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     for place, argument in enumerate(op._schema.arguments):
@@ -83,7 +83,7 @@ _NO_ROUNDING = ("clone", "detach", "alias", "lift_fresh", "empty", "zeros", "one
 
 
 class Precision(TorchDispatchMode):
-    """Records the coarsest floating dtype in which operations of a block computed.
+    """Records the coarsest floating dtype in the compute of a block.
 
     Views, copies in one dtype and widening casts round nothing, so bfloat16 weights cast to float64 before a run
     leave its bounds those of float64.
@@ -104,7 +104,7 @@ class Precision(TorchDispatchMode):
             for x in result if isinstance(result, tuple | list) else (result,):
                 if not (isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())):
                     continue
-                eps = torch.finfo(x.dtype).eps
+                eps = torch.finfo(x.dtype).eps  # coarser than its source: rounded
                 if source is None or not source.is_floating_point() or torch.finfo(source.dtype).eps < eps:
                     self.epsilon = max(self.epsilon, eps)
         return result
@@ -128,22 +128,22 @@ def relative_error(
     Args:
         got: Any shape and dtype; DTensors are gathered by the caller.
         want: The reference.
-        before: The value that both runs started from. The rounding of the value itself is then no error: a small
-            change of a large value cannot be more exact.
-        noise: Absolute error that rounding elsewhere explains; subtracted.
-        floor: Least scale, for values that are zero but for rounding.
+        before: Common start of both runs. The error is relative to the change from it, but not below the rounding of
+            the value: a small change of a large value cannot be more exact.
+        noise: Absolute error from rounding elsewhere; subtracted.
+        floor: Smallest scale, for values of zero up to rounding.
         norm: Order of the norm: 2, or ``math.inf`` for the largest element.
         any_dtype: Compare values of different dtypes.
 
     Returns:
-        0 for equal or empty tensors; infinity for another shape or dtype, or non-finite elements that differ.
+        0 for equal or empty tensors; infinity for another shape or dtype, or different non-finite elements.
     """
     if got.shape != want.shape or (got.dtype != want.dtype and not any_dtype):
         return math.inf
     if not want.numel():
         return 0.0
     one, other = as_double(got), as_double(want).to(got.device)
-    odd = ~(one.isfinite() & other.isfinite())
+    odd = ~(one.isfinite() & other.isfinite())  # these must be equal, not close
     if odd.any():
         if not ((one == other) | (one.isnan() & other.isnan()))[odd].all():
             return math.inf
@@ -167,12 +167,12 @@ def as_double(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.float64)
 
 
-# ---- what was compared ----------------------------------------------------------------------------------------------
+# ---- counts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Compared:
-    """Counts of what a check compared. A check that compared nothing is *unchecked*, not *equal*."""
+    """Counts of a check's comparisons. Without any, a check is *unchecked*, not *equal*."""
 
     tensors: int = 0
     elements: int = 0

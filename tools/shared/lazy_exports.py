@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used, so that importing the package stays cheap."""
+"""Names of a package, imported at their first use: importing the package stays cheap."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def lazy_exports(
 
     Args:
         package: ``__name__`` of the package.
-        homes: Module below the package -> the names that it defines.
-        submodules: Public modules that are imported when they are named.
+        homes: Module below the package -> its names.
+        submodules: Public modules, imported when they are named.
 
     Example:
         ``__getattr__, __dir__ = lazy_exports(__name__, {"api": ("compile", "Step")}, ("legacy",))``
@@ -29,7 +29,7 @@ def lazy_exports(
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = getattr(importlib.import_module(home_of[name]), name)
-        setattr(sys.modules[package], name, value)  # the next access does not come here
+        setattr(sys.modules[package], name, value)  # the next access is direct
         return value
 
     def names() -> list[str]:

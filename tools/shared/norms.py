@@ -1,7 +1,7 @@
 """Gradient norms over parameters of every kind and mesh: plain tensors, local shards, DTensors.
 
-Every element counts once, however many ranks hold it, and the norm is bit-equal on all ranks of a mesh. What a rank
-adds follows from the parameter alone (its placements and sections), never from the gradient, which a rank may lack: so
+Every element counts once, on any number of ranks, and the norm is bit-equal on all ranks of a mesh. A rank's
+summand follows from the parameter alone (its placements and sections), never from the gradient (a rank may lack it): so
 all ranks make the same collectives.
 """
 
@@ -35,14 +35,14 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their common norm is at most ``max_norm``; torch's signature.
+    """Scale all gradients in place to a common norm of at most ``max_norm``; torch's signature.
 
     Args:
         parameters: As in ``grad_norm``.
-        max_norm: Largest norm that is left unchanged.
+        max_norm: Largest norm without a change.
         norm_type: As in ``grad_norm``.
         error_if_nonfinite: As in ``grad_norm``.
-        foreach: Accepted as torch does; multi-tensor kernels fall back by themselves where a device has none.
+        foreach: Accepted as in torch; multi-tensor kernels fall back by themselves on a device without them.
 
     Returns:
         The norm before clipping, a plain 0-dim tensor, equal on all ranks.
@@ -61,20 +61,20 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-@own_errors()  # a gradient of a parameter that another package marked as stale
+@own_errors()  # for gradients of parameters marked as stale by another package
 def grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Return the norm of all gradients together, as one process with the full model would compute it.
+    """Return the norm of all gradients together, as in one process with the full model.
 
-    One scalar is reduced over each axis of each mesh; a mesh whose axes all belong to a larger one (`mesh["tp"]` beside
+    One scalar is reduced over each axis of each mesh; a mesh with all its axes in a larger one (`mesh["tp"]` beside
     FSDP2's `mesh["dp", "tp"]`) shares that mesh's reductions. Plain tensors alone communicate nothing.
 
     Args:
         parameters: Plain tensors, local shards and DTensors in any mix, on any meshes, in the same order on every rank;
-            one that is listed twice counts once.
+            duplicates count once.
         norm_type: Order of the norm, above 0; also ``math.inf``.
         error_if_nonfinite: Raise if the norm is not finite (on all ranks alike).
 
@@ -82,19 +82,19 @@ def grad_norm(
         A plain 0-dim tensor, equal on all ranks.
 
     Raises:
-        PlanError: A gradient that is a partial sum, an order that is not above 0, or a parameter of unknown layout
+        PlanError: A gradient is a partial sum, the order is not above 0, or a parameter has an unknown layout
             beside those of a bridged module.
-        RuntimeError: A norm that is not finite, if that was asked for; or another rank died.
+        RuntimeError: The norm is not finite, with ``error_if_nonfinite``; or another rank died.
     """
     unique, order = _unique(parameters), float(norm_type)
     _check(unique, order)
     if not unique:
         return torch.zeros(())
     device, dtype = unique[0].device, torch.float32
-    for parameter in unique:  # not of gradients, which a rank may lack
+    for parameter in unique:  # not of gradients: a rank may lack them
         dtype = torch.promote_types(dtype, parameter.dtype.to_real())
 
-    # Gradients of one layout are summed together: the carrier is the mesh that the sum is reduced over.
+    # Gradients of one layout are summed together; the carrier is the mesh of the reduction.
     meshes = _Meshes()
     layouts: dict[_Layout, list[torch.Tensor]] = {}
     for parameter in unique:
@@ -102,8 +102,8 @@ def grad_norm(
     sums: dict[frozenset[Axis], list[torch.Tensor]] = {}
     for layout, gradients in layouts.items():
         carrier = meshes.carrier(layout.axes)
-        # Of the ranks that hold equal elements only the first of each axis contributes. So all ranks add the same
-        # numbers, and get the same bits, also where replicas differ by rounding.
+        # Of ranks with equal elements only the first of each axis contributes. So all ranks add the same
+        # numbers, and get the same bits, even if replicas differ by rounding.
         is_first = all(dist.get_rank() == axis[0] for axis in carrier - layout.sharded)
         terms = _powers(gradients, order) if is_first else []
         sums.setdefault(carrier, []).append(_combined([term.to(device, dtype) for term in terms], order, device, dtype))
@@ -130,14 +130,14 @@ def grad_norm(
 
 
 class _Layout(NamedTuple):
-    """Axes of the mesh that a parameter lives on, and those along which ranks hold different elements."""
+    """Axes of a parameter's mesh, and those with different elements along them."""
 
     axes: frozenset[Axis]
     sharded: frozenset[Axis]
 
 
 class _Meshes:
-    """The axes of all meshes that a list of parameters lives on, in their order of appearance."""
+    """Axes of all meshes of a list of parameters, in their order of appearance."""
 
     def __init__(self) -> None:
         self.groups: dict[Axis, dist.ProcessGroup] = {}
@@ -145,7 +145,7 @@ class _Meshes:
         self.carriers: dict[frozenset[Axis], None] = {}
 
     def layout(self, parameter: torch.Tensor) -> _Layout:
-        """Return where a parameter lives; no axes for a plain tensor."""
+        """Return the layout of a parameter; no axes for a plain tensor."""
         placed = _placed(parameter)
         if placed is None:
             return _Layout(frozenset(), frozenset())
@@ -169,7 +169,7 @@ class _Meshes:
         return self.known[id(mesh)][1]
 
     def carrier(self, axes: frozenset[Axis]) -> frozenset[Axis]:
-        """Return the axes of the largest mesh that has all of ``axes``."""
+        """Return the axes of the largest mesh with all of ``axes``."""
         return max((mesh for mesh in (*self.carriers, axes) if mesh >= axes), key=len)
 
 
@@ -195,7 +195,7 @@ def _check(parameters: list[torch.Tensor], order: float) -> None:
         if isinstance(parameter.grad, DTensor) and any(isinstance(p, Partial) for p in parameter.grad.placements):
             found, hint = f"parameter {index}: {parameter.grad.placements}", "reduce it before clipping"
             problems.append(Problem("partial-gradient", found=found, hint=hint))
-        # Elsewhere a plain parameter beside sharded ones is replicated, as everywhere in tensor parallelism.
+        # Without a bridge a plain parameter beside sharded ones is replicated, as everywhere in tensor parallelism.
         if is_bridged and _placed(parameter) is None:
             name, found = f"parameter {index} of shape {tuple(parameter.shape)}", "a plain tensor among bridged ones"
             hint = "is it replicated or a shard? bridge the module it belongs to, or set its _sharding_info"
@@ -209,12 +209,12 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _counted(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return what this rank counts of a gradient; of copies of a section the first rank's counts."""
+    """Return the elements of a gradient counted by this rank; of copies of a section the first rank's count."""
     gradient, placed = parameter.grad, _placed(parameter)
     if gradient is None:
         return []
     if isinstance(gradient, DTensor) and placed is not None and tuple(gradient.placements) != tuple(placed[1]):
-        gradient = gradient.redistribute(*placed)
+        gradient = gradient.redistribute(*placed)  # its parameter's layout decides
     local = _local(gradient)
     info = sharding_info_of(parameter)
     if info is None or not info.needs_sections:
@@ -246,7 +246,7 @@ def _combined(values: list[torch.Tensor], order: float, device: torch.device, dt
 
 
 def _by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors in batches of one device and dtype, as multi-tensor kernels want them."""
+    """Return the tensors in batches of one device and dtype, for multi-tensor kernels."""
     batches: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         batches.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -1,4 +1,4 @@
-"""Patterns: how a rule of a plan names tensors or modules.
+"""Patterns: names of tensors or modules in the rules of a plan.
 
 ========================  ===================================================================================
 ``fc1.weight``            exactly that one; ``""`` is the root module
@@ -6,8 +6,8 @@
                           (none too, beside others), ``{wq,wk}`` either, ``[ab]`` one of these letters, ``[!ab]`` none
 ========================  ===================================================================================
 
-An exact name beats every glob. Two globs that match one name have to give it the same value: which of them is more
-specific is never asked, so that a reader of a plan need not order its globs.
+An exact name beats every glob. Two globs for one name have to give it the same value: no glob is more
+specific than another, so a reader of a plan need not order its globs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pattern:
     """One pattern: ``Pattern("layers.*.wq.weight").matches("layers.3.wq.weight")``.
 
     Raises:
-        PlanError: ``invalid-argument`` for what cannot be read.
+        PlanError: ``invalid-argument`` for an unreadable pattern.
     """
 
     text: str
@@ -46,17 +46,17 @@ class Pattern:
 
     @cached_property
     def is_exact(self) -> bool:
-        """Return whether it names exactly one tensor or module."""
+        """Return True if it names exactly one tensor or module."""
         return not _WILD.search(self.text)
 
     @cached_property
     def names_buffers(self) -> bool:
-        """Return whether it may decide about buffers: only where its last segment is spelled out."""
+        """Return True if it may decide about buffers: only with a literal last segment."""
         return not _WILD.search(self.text.rsplit(".", 1)[-1])
 
     @cached_property
     def alternatives(self) -> tuple[str, ...]:
-        """Globs that remain when each ``{a,b}`` is written out."""
+        """Globs with each ``{a,b}`` written out."""
         return _expand(self.text)
 
     @cached_property
@@ -64,7 +64,7 @@ class Pattern:
         return re.compile("|".join(f"(?:{_glob_regex(alternative)})" for alternative in self.alternatives))
 
     def matches(self, name: str) -> bool:
-        """Return whether the full ``name`` matches."""
+        """Return True if the full ``name`` matches."""
         return self.text == name if self.is_exact else self._regex.fullmatch(name) is not None
 
     def __getstate__(self) -> dict[str, str]:
@@ -72,10 +72,10 @@ class Pattern:
 
 
 def most_specific(patterns: Iterable[Pattern]) -> tuple[Pattern, ...]:
-    """Return the patterns that decide about a name that all of ``patterns`` match.
+    """Return the deciding patterns for a name matched by all of ``patterns``.
 
     Returns:
-        The exact one where there is one; else all globs, which have to agree.
+        The exact one if there is one; else all globs, which have to agree.
     """
     listed = tuple(dict.fromkeys(patterns))
     return tuple(pattern for pattern in listed if pattern.is_exact)[:1] or listed
@@ -121,7 +121,7 @@ def _check_glob(glob: str, text: str) -> None:
         raise _bad(text, f"{glob!r} cannot be read: {error}") from None
 
 
-# `**` in a row mean what one means. In front or in the middle it takes its segments with their dots, so that
+# Several `**` in a row mean the same as one. In front or in the middle it takes its segments with their dots, so
 # ``**.norm.*`` also matches ``norm.weight``; at the end it takes the dot before.
 _TOKEN = re.compile(r"(?:\*\*\.)+|(?:\.\*\*)+$|\*\*|\*|\?|\[[^.][^.\]]*\]|.", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""One record for one thing that is wrong, and one error that carries all of them."""
+"""One record for one problem, and one error for all of them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the object, the rule, what was found, what to do.
+    """One problem: the object, the rule, the finding, the remedy.
 
     Attributes:
         code: Stable kebab-case id of the rule, for example ``"dim-out-of-range"``. Programs compare this.
-        name: Fully qualified name, pattern or argument that the problem is about; ``""`` for the whole call.
-        dim: Tensor dimension, where one is to blame.
-        axis: Mesh axis, where one is to blame.
-        found: What was found.
-        hint: What to do about it.
+        name: Fully qualified name, pattern or argument of the problem; ``""`` for the whole call.
+        dim: Tensor dimension, if one is to blame.
+        axis: Mesh axis, if one is to blame.
+        found: The finding.
+        hint: The remedy.
     """
 
     code: str
@@ -41,16 +41,16 @@ class Problem:
         return text
 
     def named(self, name: str) -> Problem:
-        """Return the problem with a name, where it has none: a caller knows which tensor a value belongs to."""
+        """Return the problem with a name if it has none: only a caller knows the name of a value's tensor."""
         return self if self.name else replace(self, name=name)
 
 
 class PlanError(ValueError):
-    """Every problem of one call, found before anything was changed or sent.
+    """All problems of one call, found before any change or message.
 
     Args:
         problems: One problem or several; the message lists them, one a line.
-        summary: First line of the message; by default the number of problems, where there are several.
+        summary: First line of the message; by default the number of problems, if there are several.
 
     Attributes:
         problems: All of them, in a deterministic order.
@@ -67,13 +67,13 @@ class PlanError(ValueError):
             summary = f"{len(lines)} problems"
         super().__init__("\n".join([summary, *lines] if summary else lines))
 
-    def __reduce__(self) -> tuple[object, ...]:  # errors travel between ranks
+    def __reduce__(self) -> tuple[object, ...]:  # errors are sent between ranks
         return type(self), (self.problems, self.summary)
 
 
 def raise_problems(problems: Iterable[Problem], summary: str = "") -> None:
     """Raise one ``PlanError`` with all of ``problems``; return when there are none."""
-    problems = tuple(problems)
+    problems = tuple(problems)  # a generator is read once
     if problems:
         raise PlanError(problems, summary)
 
@@ -87,6 +87,6 @@ def own_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if type(error).__name__ != "PlanError" or isinstance(error, PlanError):
+        if type(error).__name__ != "PlanError" or isinstance(error, PlanError):  # by name: one class a wheel
             raise
         raise PlanError(vars(error)["problems"], vars(error)["summary"]) from error

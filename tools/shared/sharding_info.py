@@ -1,13 +1,13 @@
-"""ShardingInfo: what a plain local parameter is a shard of.
+"""ShardingInfo: the global tensor of a plain local shard, as metadata.
 
-A DTensor says this of itself. A local parameter carries it as ``parameter._sharding_info``, written by one package and
-read by others, which need not be installed together: so it is a tuple, and readers go through `sharding_info_of`.
+A DTensor has this itself. A local parameter has it as ``parameter._sharding_info``, written by one package and
+read by others, which need not be installed together: so it is a tuple, and readers use `sharding_info_of`.
 
-Vocabulary of a sharded dim that no single ``Shard`` placement describes:
+Vocabulary of a sharded dim beyond a single ``Shard`` placement:
 
-* a **section** is a run of rows that is sharded on its own (the q, k and v rows of one fused weight);
+* a **section** is a run of rows, sharded on its own (the q, k and v rows of one fused weight);
 * a **unit** is the number of rows that stay together (the rows of one head);
-* **copies** is the number of neighbouring ranks that hold the same shard (few key-value heads over many ranks).
+* **copies** is the number of neighbouring ranks with the same shard (few key-value heads over many ranks).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Section(NamedTuple):
     Attributes:
         size: Global length in rows.
         unit: Rows that stay together; divides ``size``.
-        copies: Neighbouring ranks that hold the same shard.
+        copies: Neighbouring ranks with the same shard.
     """
 
     size: int
@@ -35,24 +35,24 @@ class Section(NamedTuple):
     copies: int = 1
 
     def bounds(self, rank: int, num_ranks: int) -> tuple[int, int]:
-        """Return first row and end of a rank's shard, counted from the section's start, chunked as ``torch.chunk``."""
+        """Return start and end of a rank's shard within the section, chunked as ``torch.chunk``."""
         if num_ranks % self.copies:
             raise ValueError(f"{self}: copies does not divide {num_ranks} ranks")
-        units, count = self.size // self.unit, num_ranks // self.copies
-        step = -(-units // count)
+        units, count = self.size // self.unit, num_ranks // self.copies  # of one copy of the section
+        step = -(-units // count)  # rounded up, as in torch.chunk
         start = min(rank // self.copies * step, units)
         return start * self.unit, min(start + step, units) * self.unit
 
 
 class ShardingInfo(NamedTuple):
-    """Mesh, placements, global shape and stride of the tensor that a local parameter is a shard of.
+    """Mesh, placements, global shape and stride of a local parameter's global tensor.
 
     Attributes:
         mesh: One placement for each of its axes.
         placements: Torch's own ``Shard`` and ``Replicate``.
         shape: Global shape.
         stride: Global stride, in elements.
-        sections: Sections of the one sharded dim; empty where the placements say everything.
+        sections: Sections of the one sharded dim; empty if the placements suffice.
     """
 
     mesh: DeviceMesh
@@ -63,11 +63,11 @@ class ShardingInfo(NamedTuple):
 
     @property
     def needs_sections(self) -> bool:
-        """Placements alone would misdescribe the shard: it has several sections, or copies."""
+        """True if placements alone would misdescribe the shard: it has several sections, or copies."""
         return len(self.sections) > 1 or any(section.copies > 1 or section.unit > 1 for section in self.sections)
 
     def section_axis(self) -> tuple[int, int]:
-        """Return the mesh axis and the tensor dim that sections belong to.
+        """Return the mesh axis and the tensor dim of the sections.
 
         Raises:
             ValueError: Not exactly one axis shards.
@@ -89,13 +89,13 @@ class ShardingInfo(NamedTuple):
         return tuple(found)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A plain tuple on the wire: whoever unpickles needs neither this package nor this version of it.
+        # A plain tuple when pickled: unpickling needs neither this package nor this version of it.
         plain = (self.mesh, self.placements, self.shape, self.stride, tuple(tuple(each) for each in self.sections))
         return tuple, (plain,)
 
 
 def sharding_info_of(tensor: torch.Tensor) -> ShardingInfo | None:
-    """Return what a local parameter says it is a shard of; None for a plain tensor or a DTensor.
+    """Return the sharding metadata of a local parameter; None for a plain tensor or a DTensor.
 
     Raises:
         ValueError: The attribute has another form.

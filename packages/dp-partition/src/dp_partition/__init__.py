@@ -1,6 +1,6 @@
 """Turn an unmodified single-device train step into a data-parallel fx graph.
 
-`compile` is the front end. The stages it runs stand beside it for graphs that come from elsewhere: `gradients_tagging`,
+`compile` is the front end. Its stages are public too, for graphs from elsewhere: `gradients_tagging`,
 `build_data_parallel_strategies`, `mark_data_parallel_shardings`, `partitioner`, and all of them as
 `partition_data_parallel`. `dp_partition.legacy` has the decorator of torch 2.1.
 """

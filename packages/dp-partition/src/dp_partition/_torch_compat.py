@@ -1,4 +1,4 @@
-"""Every private torch name this package uses, and the torch versions they were read against: 2.13.0 (and 2.11.0)."""
+"""Private torch names used in this package; read against torch 2.13.0 (and 2.11.0)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-# Names of torch that other modules import from here.
+# Names of torch, imported from here by other modules.
 __all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "make_fx", "pytree"]
 
 collectives: Any = torch.ops._c10d_functional
 
 
 def is_gloo(group: c10d.ProcessGroup, device_type: str) -> bool:
-    """Return whether gloo carries a group's tensors of a kind of device."""
+    """Return True if gloo is a group's backend for a kind of device."""
     return str(group._get_backend(torch.device(device_type)).name()) == "gloo"
 
 
 def global_hooks() -> tuple[Any, ...]:
-    """Return the hooks that hold for all modules and optimizers."""
+    """Return the global hooks of all modules and optimizers."""
     return (
         *modules._global_forward_hooks.values(),
         *modules._global_forward_pre_hooks.values(),
@@ -54,21 +54,21 @@ def default_store() -> Any:
 
 
 def symbolic_scalar(mode: FakeTensorMode, value: float, label: str) -> torch.Tensor:
-    """A fake 0-dim float64 CPU tensor whose ``item()`` is a symbol with ``value`` as its hint.
+    """Return a fake 0-dim float64 CPU tensor; its ``item()`` is a symbol with ``value`` as its hint.
 
     Args:
         mode: The fake mode, with a shape environment.
-        value: The value that conditions on the symbol are decided with; each such decision becomes a guard.
+        value: The value for decisions on the symbol; each decision becomes a guard.
         label: Name of the symbol's source; unique in the mode.
     """
-    from torch._dynamo.source import ConstantSource  # imports dynamo, which making an optimizer does as well
+    from torch._dynamo.source import ConstantSource  # imports dynamo, as making an optimizer does
 
     real = torch.tensor(value, dtype=torch.float64)
     return mode.from_tensor(real, source=ConstantSource(label))
 
 
 def symbolic_size(mode: FakeTensorMode, value: int, label: str) -> Any:
-    """Return a size of its own symbol in a mode's shape environment; arguments as for `symbolic_scalar`."""
+    """Return a size with its own symbol in a mode's shape environment; arguments as for `symbolic_scalar`."""
     from torch._dynamo.source import ConstantSource
 
     shapes: Any = mode.shape_env
@@ -78,15 +78,15 @@ def symbolic_size(mode: FakeTensorMode, value: int, label: str) -> Any:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Within the block operators run as if no dispatch mode was on: neither recorded nor fake."""
+    """Run operators in the block outside of all dispatch modes: neither recorded nor fake."""
     return _disable_current_modes()
 
 
 @contextlib.contextmanager
 def without_looks_at_values() -> Iterator[None]:
-    """Within the block distributions do not validate arguments, and transformers do not ask if a mask is causal.
+    """Skip, in the block, argument checks of distributions and transformers' detection of causal masks.
 
-    Such a mask is then used as it is, which gives the same attention.
+    A causal mask is then used as an ordinary mask, for the same attention.
     """
     kind, detect = torch.distributions.Distribution, transformers._detect_is_causal_mask
     enabled = kind._validate_args
@@ -100,7 +100,7 @@ def without_looks_at_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """Within the block operators do not choose oneDNN's kernels. ``torch.backends.mkldnn.flags`` warns about TF32."""
+    """Disable oneDNN's kernels in the block. ``torch.backends.mkldnn.flags`` would warn about TF32."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -110,7 +110,7 @@ def without_onednn() -> Iterator[None]:
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Within the block no operator is cast: a recorded graph holds the casts that the step made."""
+    """Disable casts of operators in the block: a recorded graph contains the step's casts."""
     if not torch._C._is_any_autocast_enabled():
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
@@ -121,7 +121,7 @@ def without_autocast() -> contextlib.AbstractContextManager[Any]:
 
 
 def global_modes() -> tuple[Any, ...]:
-    """Return torch's modes and defaults in this thread, as far as a step may leave them changed."""
+    """Return torch's modes and defaults in this thread that a step may change."""
     flags = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())
     casts = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
     stack = [id(mode) for mode in _get_current_dispatch_mode_stack()]
@@ -129,10 +129,10 @@ def global_modes() -> tuple[Any, ...]:
 
 
 class _Scalars(ShapeEnv):
-    """Symbols without the study of conditions that only a run can decide.
+    """Symbols without reasoning about conditions that only a run can decide.
 
-    ``beta ** step`` checks that its base is not negative. With a step counter for each parameter torch spends half of a
-    trace on solving such conditions for a number read from a tensor, and nothing uses what it finds.
+    ``beta ** step`` checks for a negative base. With a step counter for each parameter torch spends half of a
+    trace on solving such conditions for a number read from a tensor, and nothing uses the solution.
     """
 
     def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch caches its own
@@ -144,18 +144,18 @@ class _Scalars(ShapeEnv):
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """A fake mode whose only symbols are the scalars that the caller makes."""
+    """Return a fake mode with the caller's scalars as its only symbols."""
     return FakeTensorMode(shape_env=_Scalars(), allow_non_fake_inputs=True)
 
 
 def current_trace_nodes() -> list[str]:
-    """Names of the nodes that make_fx has recorded so far."""
+    """Return names of the nodes recorded by make_fx so far."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
     return [node.name for node in tracer.graph.nodes] if tracer is not None else []
 
 
 def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
-    """The node whose line of a graph module's generated forward raised; None where it is not found."""
+    """Return the node of the failing line in a graph module's generated forward; None if not found."""
     lines = [one.lineno or 0 for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
     places: Any = module._lineno_map or {}
     index = places.get(lines[-1] - module._prologue_start) if lines else None
@@ -163,14 +163,14 @@ def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
 
 
 def trace_options() -> dict[str, Any]:
-    """Options of make_fx: no names of torch functions on nodes, which take a mode of their own."""
+    """Return options of make_fx: no names of torch functions on nodes, as they need a mode."""
     name = "_disable_torch_fn_metadata_mode"
     return {name: True} if name in inspect.signature(make_fx).parameters else {}
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a key that is equal for tensors that share memory, fake ones too; valid while one of them lives."""
-    key: int = tensor.untyped_storage()._cdata
+    """Return a key, equal for tensors that share memory, fake ones too; valid while one of them lives."""
+    key: int = tensor.untyped_storage()._cdata  # fake tensors have one too
     return key
 
 
@@ -183,12 +183,12 @@ def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Run ``call`` at the end of the backward pass that runs now; its errors are those of ``backward()``."""
+    """Run ``call`` at the end of the present backward pass; ``backward()`` raises its errors."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether hooks run when a leaf's gradient has been accumulated."""
+    """Return True if hooks run after a leaf's gradient is accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
@@ -199,7 +199,7 @@ def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
 
 @contextlib.contextmanager
 def without_hooks_of(root: torch.nn.Module, *sources: str) -> Iterator[None]:
-    """Take the hooks that some packages have put on modules off for the block, and put them back in their order."""
+    """Remove hooks of some packages from modules for the block, and restore them in their order."""
     tables = [t for m in root.modules() for key, t in vars(m).items() if "_hooks" in key and isinstance(t, dict)]
     before = [(table, dict(table)) for table in tables if any(_is_from(hook, sources) for hook in table.values())]
     for table, hooks in before:
@@ -209,7 +209,7 @@ def without_hooks_of(root: torch.nn.Module, *sources: str) -> Iterator[None]:
         yield
     finally:
         for table, hooks in before:
-            new = {key: hook for key, hook in table.items() if key not in hooks}
+            new = {key: hook for key, hook in table.items() if key not in hooks}  # registered within the block
             table.clear()
             table.update(hooks | new)
 
@@ -223,7 +223,7 @@ FSDP_HOOKS = "torch.distributed.fsdp"
 
 
 def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:
-    """Take FSDP2's hooks and class off a module, and hooks from ``sources``; its parameters stay shards."""
+    """Remove FSDP2's hooks and class from a module, and hooks from ``sources``; parameters stay shards."""
     unit.reshard()  # type: ignore[operator]
     for module in unit.modules():
         for key, table in vars(module).items():
@@ -236,12 +236,12 @@ def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether hooks run on a leaf's gradient before it is accumulated."""
+    """Return True if hooks run on a leaf's gradient before it is accumulated."""
     return bool(tensor._backward_hooks)
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """Torch's own decomposition of an operator, if it has one."""
+    """Return torch's own decomposition of an operator, if there is one."""
     from torch._decomp import get_decompositions
 
     found = get_decompositions([op])
@@ -249,7 +249,7 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def inductor_problem(device_type: str) -> str | None:
-    """Why inductor cannot compile for a kind of device here; None where it can."""
+    """Return the reason against compiling for a kind of device here; None if there is none."""
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -268,11 +268,11 @@ def inductor_compile(module: torch.fx.GraphModule, examples: list[Any]) -> Calla
     """Compile a graph of tensors for inputs of the examples' shapes, strides, dtypes and devices.
 
     Args:
-        module: Writes its inputs as its graph says; returns a list of tensors.
+        module: Writes its inputs as in its graph; returns a list of tensors.
         examples: Tensors, real or fake; only their metadata is used.
 
     Returns:
-        A function of a list of inputs, which it may empty.
+        A function of a list of inputs; it may empty the list.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about torch

@@ -1,4 +1,4 @@
-"""The front end: `compile` makes a data-parallel step of a train step that was written for one device."""
+"""The front end: `compile` makes a data-parallel step of a train step written for one device."""
 
 from __future__ import annotations
 
@@ -51,35 +51,35 @@ def compile(
         train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and steps
             the optimizer. It must not depend on values of tensors, and clears gradients (``optim.zero_grad()``).
         mesh: One-dimensional mesh of the data-parallel ranks; for ``"hybrid"`` one of two axes.
-        style: How parameters lie: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"``,
+        style: Placement of parameters: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"``,
             ``"hybrid"`` (fully sharded over the mesh's second axis, replicated along its first), a `DataParallelStyle`.
-        semantics: ``"local"``: the step as written on each rank's batch, gradients averaged over the ranks (what DDP
-            and FSDP do). ``"global"``: equal to one device on the ranks' batches together, whatever the loss does.
-        batch: Which dim of tensor arguments is the batch, for global semantics and accumulation. Under global
+        semantics: ``"local"``: the step as written on each rank's batch, gradients averaged over the ranks (as DDP
+            and FSDP do). ``"global"``: equal to one device on the ranks' batches together, for any loss.
+        batch: Batch dim of tensor arguments, for global semantics and accumulation. Under global
             semantics every rank passes as many rows.
-        placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters that shall not follow the style.
-        bucket_mb: Greatest size of a bucket of parameters or gradients, in MiB; 0 sends every tensor by itself.
-        prefetch: How many buckets of parameters are on their way ahead of compute, and of gradients behind it.
-        reshard_after_forward: Whether sharded parameters are freed after forward and gathered again for backward:
-            ``True`` all, ``False`` none, or the full names of those that are.
-        accumulate: Number of micro-batches that a call's batch is worked through in; one reduction per call.
-        reduce_dtype: The dtype in which gradients are reduced: they are cast before they are sent, averaged by the
+        placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters outside of the style.
+        bucket_mb: Largest size of a bucket of parameters or gradients, in MiB; 0 sends every tensor by itself.
+        prefetch: Number of parameter buckets in flight ahead of compute, and of gradient buckets behind it.
+        reshard_after_forward: Free sharded parameters after forward and gather them again for backward:
+            ``True`` all, ``False`` none, or the full names of some.
+        accumulate: Number of micro-batches of a call's batch; one reduction per call.
+        reduce_dtype: Dtype of the reduction of gradients: they are cast before they are sent, averaged by the
             collective (in float16 divided before and after the sum), and cast back; None reduces in their own.
-        backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles what it computes between collectives.
-        check: How often the step is compared with its own eager run on a copy of everything it works on: ``"sampled"``
-            at calls 1, 2 and one drawn from each [2^k, 2^(k+1)), ``"first"`` at calls 1 and 2, ``"never"``;
-            but for ``"never"`` also at the first call of a trace that all ranks make at once.
+        backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles its compute between collectives.
+        check: Calls to compare with an eager run of the step on a copy of everything it uses: ``"sampled"``:
+            calls 1, 2 and one drawn from each [2^k, 2^(k+1)), ``"first"``: calls 1 and 2, ``"never"``: none;
+            but for ``"never"`` also the first call of a trace made by all ranks at once.
         capture: ``"auto"``: a step that traces and passes its check runs as a graph, any other one eagerly on the same
-            ranks, with a warning that says why; ``"always"`` raises instead; ``"never"`` runs it eagerly at once.
+            ranks, with the reason in a warning; ``"always"`` raises instead; ``"never"`` runs it eagerly at once.
             Eagerly parameters are replicated, or in FSDP2's shards under every style but ``"replicate"``.
-        full: Where a step runs eagerly in shards: ``"keep"`` leaves full what FSDP2 cannot hold, ``"refuse"`` raises.
-        mark_dynamic: Dims of the tensor arguments that change in length: one trace then serves all lengths, and is
-            compared with a trace for the second one. A trace that cannot do without numbers gives way, with a warning,
-            to one for each length.
-        share: Another step, whose placed parameters this one uses (evaluation); mesh, style and placements are its.
+        full: For an eager step in shards: ``"keep"`` leaves parameters beyond FSDP2 full, ``"refuse"`` raises.
+        mark_dynamic: Dims of the tensor arguments with changing lengths: one trace then serves all lengths, and is
+            compared with a trace for the second one. A trace in need of numbers is replaced, with a warning,
+            by one for each length.
+        share: Another step, to use its placed parameters (evaluation); mesh, style and placements are its.
 
     Raises:
-        PlanError: For settings that cannot be carried out; at the first call, for steps that cannot.
+        PlanError: For invalid settings; at the first call, for steps that cannot run with them.
     """
     problems: list[Problem] = []
     base = None if share is None else runner_of(share)
@@ -92,21 +92,21 @@ def compile(
         if reduce_dtype is not None:
             hint = "a step that shares has no gradients; leave them out"
             problems.append(Problem("conflicting-arguments", "share", found="reduce_dtype beside share", hint=hint))
-        mesh, style = base.mesh, base.settings.style
+        mesh, style = base.mesh, base.settings.style  # the parameters are placed already
     if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"
         problems.append(Problem("conflicting-arguments", "batch", found=repr(batch), hint=hint))
-    parsed = DataParallelStyle.DEFAULT
+    parsed = DataParallelStyle.DEFAULT  # to collect further problems
     try:
         parsed = parse_style(style)
     except PlanError as error:
         problems += error.problems
     reshard = reshard_after_forward
     if not isinstance(reshard, bool):
-        if isinstance(reshard, str):
+        if isinstance(reshard, str):  # else a set of letters
             hint = "pass True, False, or a list of full names"
             problems.append(Problem("invalid-argument", "reshard_after_forward", found=repr(reshard), hint=hint))
-        reshard = frozenset(reshard)
+        reshard = frozenset(reshard)  # settings are hashable values
     settings = Settings(
         parsed,
         semantics,
@@ -126,7 +126,7 @@ def compile(
     if isinstance(train_step, torch.nn.Module) or not callable(train_step):
         hint = "pass the function that trains, train_step(model, optimizer, batch); the model is its argument"
         problems.append(Problem("wrong-type", "train_step", found=type(train_step).__name__, hint=hint))
-    if problems or mesh is None:
+    if problems or mesh is None:  # all problems in one error
         raise PlanError(problems, "dp_partition.compile")
     return Step(Runner(train_step, mesh, settings, base))
 
@@ -134,7 +134,7 @@ def compile(
 def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
     if mesh is None:
         return [Problem("missing-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
-    if not hasattr(mesh, "ndim"):
+    if not hasattr(mesh, "ndim"):  # a fake mesh is no DeviceMesh
         hint = "pass a DeviceMesh, from init_device_mesh"
         return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint)]
     if style is DataParallelStyle.HYBRID and mesh.ndim != 2:
@@ -147,7 +147,7 @@ def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Pr
 
 
 class Step:
-    """A train step that runs data-parallel. Made by `compile`; call it like the function it was made from."""
+    """A data-parallel train step. Made by `compile`; call it like the original function."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -158,7 +158,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Name of the function the step was made from."""
+        """Name of the original function."""
         return self._runner.name
 
     @property
@@ -168,12 +168,12 @@ class Step:
 
     @property
     def num_compiled(self) -> int:
-        """Number of pieces of graphs inductor has compiled; 0 for the eager backend."""
+        """Number of graph pieces compiled by inductor; 0 for the eager backend."""
         return self._runner.num_compiled
 
     @property
     def plan(self) -> PartitionPlan:
-        """Placement of parameters, gradients and state; there after the first call."""
+        """Placement of parameters, gradients and state; available after the first call."""
         eager = self._runner.eager
         if eager is not None:
             return eager_plan(eager, self._runner.settings.style)
@@ -188,36 +188,36 @@ class Step:
         if self._runner.latest is None:
             raise self._runner.not_started()
         module = self._runner.latest.with_local_values()
-        module.recompile()
+        module.recompile()  # passes change the graph, not its code
         return module
 
     def explain(self, name: str | None = None) -> str:
-        """Text about one parameter, by its full name, or about all."""
+        """Return text about one parameter, by its full name, or about all."""
         text = self.plan.explain(name)
         if name is None or self._runner.eager is not None:
             program = self._runner.latest
-            lowered = None if program is None else program.lowered
+            lowered = None if program is None else program.lowered  # None: before the first call, or eager backend
             return text if lowered is None else f"{text}\n{lowered.explain()}"
         messages = messages_of(self.graph.graph, self.plan.world)
         return "\n".join([text, *explain_messages(messages, self.plan[name].info.name)])
 
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
-        """Within the block the model holds full plain parameters, for eager code on every rank alike.
+        """Hold full plain parameters in the block, for eager code on every rank alike.
 
-        The parameters are those of the block: optimizers and lists that are made of them are of no use afterwards, and
-        say so. A step that shares another's parameters unshards the same ones.
+        The parameters are valid in the block only: optimizers and lists of them are stale afterwards, and
+        raise errors. A step that shares another's parameters unshards the same ones.
 
         Args:
-            writeback: Keep what the block writes into the parameters. A block within a block leaves that to the outer.
+            writeback: Keep values written to the parameters. A nested block leaves that to the outer one.
         """
-        owner = self._runner.owner
+        owner = self._runner.owner  # a step that shares has no parameters of its own
         if owner.eager is not None:
             return owner.eager.unsharded(writeback=writeback)
         self._runner.bound()  # not before the first call
         return unsharded(owner.bound(), writeback)
 
     def release(self) -> None:
-        """Give model and optimizer back: full plain parameters and state, for good. Not for a step that shares."""
+        """Restore full plain parameters and state in model and optimizer, for good. Not for a step that shares."""
         self._runner.release()
 
 

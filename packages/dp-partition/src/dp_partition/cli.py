@@ -24,11 +24,11 @@ exit status: 0 good, 1 the step cannot be partitioned, 2 wrong usage"""
 
 
 class UsageError(Exception):
-    """Wrong usage; the message says what is right."""
+    """Wrong usage; the message shows the right one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
+    """Run the command line; return its exit status."""
     try:
         options = _parser().parse_args(argv)
     except SystemExit as stop:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems: Any = getattr(found, "problems", ())
         if options.json:
             print(json.dumps({"problems": [vars(problem) for problem in problems]}, indent=1))
-        print(found, file=sys.stderr)
+        print(found, file=sys.stderr)  # stdout is for the JSON
         return PROBLEMS
     return _show(found, options)
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _estimate(options: argparse.Namespace) -> Any:
-    """The estimate, or the error that says why there is none."""
+    """Return the estimate, or the error in place of one."""
     step = _load(options.step, "the step")
     where = options.args if ":" in options.args else f"{options.step.partition(':')[0]}:{options.args}"
     factory = _load(where, "--args")
@@ -92,7 +92,7 @@ def _estimate(options: argparse.Namespace) -> Any:
 
 
 def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> Any:
-    from dp_partition.cost_estimate import estimate
+    from dp_partition.cost_estimate import estimate  # late: it imports torch
 
     return estimate(
         step,
@@ -110,8 +110,8 @@ def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> 
 
 
 def _arguments(factory: Any, where: str) -> tuple[Any, ...]:
-    """The step's arguments, made on the meta device."""
-    import torch
+    """Return the step's arguments, made on the meta device."""
+    import torch  # late: slow, and not for `--help`
 
     with torch.device("meta"):
         arguments = factory()
@@ -125,13 +125,13 @@ def _load(where: str, what: str) -> Any:
     if not colon or not module or not name:
         raise UsageError(f"{what}: {where!r} is not MODULE:NAME")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{what}: {error}") from None
+        raise UsageError(f"{what}: {error}") from None  # the user's import error is enough
     if not callable(found):
         raise UsageError(f"{what}: {where} is no function")
     return found

@@ -1,4 +1,4 @@
-"""Cost of a step on ranks that do not exist: bytes, messages and live memory, from shapes alone."""
+"""Cost of a step without its ranks: bytes, messages and live memory, from shapes alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StaticMemory:
 
     Attributes:
         param_bytes: Parameters between steps.
-        grad_bytes: Gradients once they are reduced.
+        grad_bytes: Gradients after their reduction.
         state_bytes: Optimizer state, its counters included.
         buffer_bytes: Buffers.
         batch_bytes: The step's tensor arguments.
@@ -59,11 +59,11 @@ class Estimate:
     Attributes:
         name: Name of the train step.
         plan: Placements of parameters, gradients and state.
-        rank: The rank that the numbers are of; under uneven shards the first ranks hold most.
+        rank: Rank of the numbers; under uneven shards the first ranks hold most.
         held: Bytes of parameters, gradients, state, buffers and batch on the rank.
         messages: Every collective of a step, in the order of issue.
         memory: Live memory at every node of the graph.
-        check_bytes: Bytes that a checked call needs beside the step's: full copies, and a snapshot of the shards.
+        check_bytes: Extra bytes of a checked call: full copies, and a snapshot of the shards.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Estimate:
     @property
     def world(self) -> int:
         """Number of data-parallel ranks."""
-        return self.plan.world * self.plan.replicas
+        return self.plan.world * self.plan.replicas  # replicas are ranks too
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -86,25 +86,25 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Greatest number of bytes that live on the rank during a step."""
+        """Largest number of live bytes on the rank during a step."""
         return self.memory.peak_bytes
 
     def count(self, kind: str | None = None) -> int:
-        """Number of collectives of a step, of one kind or of all."""
+        """Return the number of collectives of a step, of one kind or of all."""
         return sum(kind is None or message.kind == kind for message in self.messages)
 
     def sent_bytes(self, kind: str | None = None) -> int:
-        """Bytes that the rank sends in a step by the meaning of its collectives (see `Message`)."""
+        """Return the bytes sent by the rank in a step (see `Message`)."""
         return sum(message.sent_bytes for message in self.messages if kind is None or message.kind == kind)
 
     def explain(self, name: str | None = None) -> str:
-        """Text about the step, or about one parameter by its full name."""
+        """Return text about the step, or about one parameter by its full name."""
         if name is not None:
             return "\n".join([self.plan.explain(name), *explain_messages(self.messages, self.plan[name].info.name)])
         return "\n".join([*_head(self), "", _holdings(self), "", _traffic(self)])
 
     def to_json(self) -> str:
-        """Everything but the memory of single nodes, as JSON."""
+        """Return everything but the memory of single nodes, as JSON."""
         data: dict[str, Any] = {
             "format": FORMAT,
             "step": self.name,
@@ -122,17 +122,17 @@ class Estimate:
 
     @property
     def digest(self) -> str:
-        """Stands for the estimate."""
+        """Hash of the estimate."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Write live memory over the nodes of the graph as an SVG picture, one colour for each kind of tensor."""
-        wide, high, peak = 960.0, 320.0, max(self.peak_bytes, 1)
+        """Write live memory over the graph's nodes as an SVG picture, coloured by kind of tensor."""
+        wide, high, peak = 960.0, 320.0, max(self.peak_bytes, 1)  # no division by zero
         step, below = wide / max(len(self.memory.live), 1), [0] * len(self.memory.live)
         shapes = [f'<text y="14">{escape(self.name)}, rank {self.rank}: peak {human_bytes(peak)}</text>']
         for number, kind in enumerate(KINDS):
             above = [low + at[number] for low, at in zip(below, self.memory.live, strict=True)]
-            if above == below:
+            if above == below:  # no bytes of this kind
                 continue
             # Along the upper edge and back along the lower one; a column as wide as its node.
             edge = [(x * step, y) for at, y in enumerate(above) for x in (at, at + 1)]
@@ -155,11 +155,11 @@ def estimate(
     device: str | None = None,
     **settings: Any,
 ) -> Estimate:
-    """Say what a step would cost on ``world`` ranks. Needs no process group, no device and no memory for weights.
+    """Estimate the cost of a step on ``world`` ranks. Needs no process group, no device and no memory for weights.
 
     Tensors may be real or on the meta device; nothing is computed and no object of the caller is changed. Bytes of
-    collectives are exact; live memory is that of the graph, without what allocators round up and kernels take and give
-    back.
+    collectives are exact; live memory is that of the graph, without rounding by allocators and temporary memory
+    of kernels.
 
     Args:
         train_step: The train step, as for `compile`.
@@ -168,29 +168,29 @@ def estimate(
         style: As for `compile`.
         rank: The rank to estimate for.
         device: Device to estimate for, for example ``"cuda"``; default: the tensors' own, the CPU for meta tensors.
-            Where torch is not built for it, the step is traced on the CPU and counted without the CPU's copies.
-        settings: What else `compile` takes: ``semantics``, ``batch``, ``placements``, ``bucket_mb``, ``prefetch``,
+            If torch is not built for it, the step is traced on the CPU and counted without the CPU's copies.
+        settings: Other arguments of `compile`: ``semantics``, ``batch``, ``placements``, ``bucket_mb``, ``prefetch``,
             ``reshard_after_forward``, ``accumulate``, ...
 
     Raises:
-        PlanError: Where `compile` or its first call would.
+        PlanError: As by `compile` or its first call.
     """
     _check_request(world, rank, device, settings)
-    name = getattr(train_step, "__name__", "train_step")
+    name = getattr(train_step, "__name__", "train_step")  # callables may have none
     call = read_arguments(name, args, {})
     step_state = find_step_state(train_step, call.args, {})
-    check_traceable(step_state)
+    check_traceable(step_state)  # as in a first call
     tensors = [*step_state.params.values(), *step_state.buffers.values()]
     on_meta = any(tensor.is_meta for tensor in tensors)
     # Meta tensors are traced as the CPU's: every operator has rules for it.
     traced_on = device if device is not None and _is_built(device) else ("cpu" if on_meta or device else None)
     kind = torch.device(traced_on or (tensors[0].device.type if tensors else "cpu")).type
-    mesh = fake_mesh(world, rank, kind)
+    mesh = fake_mesh(world, rank, kind)  # it cannot communicate
     runner = runner_of(compile_step(train_step, mesh=mesh, style=style, **settings))
     plan = runner.plan_for(step_state, shard_world(mesh))
     program = runner.build(step_state, plan, call, traced_on)
-    full = sum(bytes_by_kind(program.module.graph).values())
-    graph = program.with_local_values().graph
+    full = sum(bytes_by_kind(program.module.graph).values())  # before local values replace global ones
+    graph = program.with_local_values().graph  # at this rank's shapes from here on
     memory = live_memory(graph, on_cpu=torch.device(device or kind).type == "cpu")
     sizes = bytes_by_kind(graph)
     trained = [param for param in plan.params if param.info.requires_grad]
@@ -207,11 +207,11 @@ def _check_request(world: int | tuple[int, int], rank: int, device: str | None, 
     except RuntimeError:
         hint = "pass a device as torch names it, for example 'cuda'"
         problems.append(Problem("invalid-argument", "device", found=repr(device), hint=hint))
-    sizes = (world,) if isinstance(world, int) else world
+    sizes = (world,) if isinstance(world, int) else world  # hybrid: replicas, and ranks in each
     if min(sizes) < 1 or not 0 <= rank < math.prod(sizes):
         hint = "world is at least 1, rank from 0 to world - 1"
         problems.append(Problem("invalid-argument", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
-    for name in ("mesh", "share", "backend"):
+    for name in ("mesh", "share", "backend"):  # they need placed parameters, or ranks
         if name in settings:
             hint = "an estimate places nothing; leave it out"
             problems.append(Problem("conflicting-arguments", name, found="passed to estimate", hint=hint))
@@ -220,7 +220,7 @@ def _check_request(world: int | tuple[int, int], rank: int, device: str | None, 
 
 
 def _is_built(device: str) -> bool:
-    """Return whether tensors on a device can be traced here; autograd ends the process where they cannot."""
+    """Return True if tensors on a device can be traced here; otherwise autograd would end the process."""
     kind = device.split(":")[0]
     if kind == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
@@ -258,7 +258,7 @@ def _traffic(cost: Estimate) -> str:
     for kind in dict.fromkeys(message.kind for message in cost.messages):
         sizes = [message.whole_bytes for message in cost.messages if message.kind == kind]
         sent = cost.sent_bytes(kind)
-        each = (
+        each = (  # buckets may differ in size
             human_bytes(sizes[0]) if len(set(sizes)) == 1 else f"{human_bytes(min(sizes))} to {human_bytes(max(sizes))}"
         )
         rows.append([kind, str(len(sizes)), each, f"{sent:,}", human_bytes(sent)])
@@ -268,7 +268,7 @@ def _traffic(cost: Estimate) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]], right: tuple[int, ...]) -> str:
-    """Return columns as wide as their widest cell; those in ``right`` are aligned to the right."""
+    """Return columns of the width of their widest cell; those in ``right`` are right-aligned."""
     cells = [head, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
 

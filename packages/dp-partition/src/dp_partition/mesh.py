@@ -1,6 +1,6 @@
-"""Axes of a mesh: parameters lie on the last one, a mesh of two axes has replicas of them along the first.
+"""Axes of a mesh: parameters are on the last axis; along the first of two axes are replicas of them.
 
-What is sent to all ranks goes over one axis after the other, the last one first.
+Messages to all ranks go over one axis after the other, the last one first.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from torch.distributed.tensor import Placement, Replicate
 
 
 def shard_world(mesh: DeviceMesh) -> int:
-    """Number of ranks that parameters lie on."""
+    """Return the number of ranks on the parameters' axis."""
     return mesh.size(mesh.ndim - 1)
 
 
 def shard_rank(mesh: DeviceMesh) -> int:
-    """This rank's place among them."""
+    """Return this rank's place on that axis."""
     return mesh.get_local_rank(mesh.ndim - 1)
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Their process group."""
-    return mesh.get_group(mesh.ndim - 1)
+    """Return the process group of that axis."""
+    return mesh.get_group(mesh.ndim - 1)  # shards are on the last axis
 
 
 def num_replicas(mesh: DeviceMesh) -> int:
-    """Number of replicas; 1 on a mesh of one axis."""
+    """Return the number of replicas; 1 on a mesh of one axis."""
     return 1 if mesh.ndim == 1 else mesh.size(0)
 
 
 def replica_group_name(mesh: DeviceMesh) -> str:
-    """Name of the group of this rank's counterparts in all replicas; empty on a mesh of one axis."""
-    return "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)
+    """Return the name of the group of this rank's counterparts in all replicas; empty on a mesh of one axis."""
+    return "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)  # the graph names groups
 
 
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """A group for every axis, the last axis first."""
-    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+    """Return a group for every axis, the last axis first."""
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]  # the same order on all ranks
 
 
 def on_mesh(placement: Placement, mesh: DeviceMesh) -> list[Placement]:
-    """A placement on the last axis as placements on every axis."""
+    """Return placements on every axis for a placement on the last one."""
     return [Replicate()] * (mesh.ndim - 1) + [placement]
 
 
@@ -70,13 +70,13 @@ class _Ranks:
         return math.prod(self.sizes) if axis is None else self.sizes[axis]
 
     def get_local_rank(self, axis: int | None = None) -> int:
-        below = math.prod(self.sizes[(axis or 0) + 1 :])
+        below = math.prod(self.sizes[(axis or 0) + 1 :])  # ranks are row-major
         return self.rank // below % self.sizes[axis or 0]
 
     def get_group(self, axis: int | None = None) -> _Group:
-        return _Group(f"fake{axis or ''}")
+        return _Group(f"fake{axis or ''}")  # only its name is used, in the graph
 
 
 def fake_mesh(world: int | tuple[int, ...], rank: int, device: str) -> DeviceMesh:
-    """A mesh of ``world`` ranks, or of as many along each axis, as rank ``rank`` sees it. It cannot communicate."""
+    """Return a mesh of ``world`` ranks (or sizes by axis), as seen by ``rank``. It cannot communicate."""
     return cast(DeviceMesh, _Ranks((world,) if isinstance(world, int) else world, rank, device))

@@ -1,4 +1,4 @@
-"""Properties of operators that graph passes need, read from their schemas."""
+"""Properties of operators for graph passes, read from their schemas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dp_partition._torch_compat import OpOverload, pytree
 aten = torch.ops.aten
 _NAMESPACES = ("_c10d_functional", "c10d_functional")
 
-# These write their running statistics although their schemas do not say so.
+# These write their running statistics, against their schemas.
 _RUNNING_STATISTICS = {
     aten.native_batch_norm.default: (3, 4),
     aten.cudnn_batch_norm.default: (3, 4),
@@ -23,12 +23,12 @@ _RUNNING_STATISTICS = {
 
 
 def is_op(node: fx.Node) -> bool:
-    """Return whether the node calls an operator of a library (rather than Python arithmetic or getitem)."""
+    """Return True for calls of library operators, not of Python arithmetic or getitem."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """The operator's schema arguments with the values passed for them; defaults are left out."""
+    """Yield the operator's schema arguments with their passed values; defaults are left out."""
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if position < len(node.args) and not argument.kwarg_only:
             yield argument, node.args[position]
@@ -37,19 +37,19 @@ def arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
-    """The graph nodes in an argument: itself, or those in a list."""
+    """Return the graph nodes in an argument: itself, or those in a list."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
-    """The input nodes whose memory the operator writes."""
+    """Return the input nodes with memory written by the operator."""
     if not is_op(node):
         return []
     found = []
     fused_reads = "_fused_" in str(node.target) and node.kwargs.get("grad_scale") is None
     for argument, value in arguments(node):
         if fused_reads and argument.name == "grads":
-            continue  # a fused optimizer writes gradients only where it divides them by a scale
+            continue  # a fused optimizer writes gradients only to divide them by a scale
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += nodes_in(value)
     if node.target in _RUNNING_STATISTICS and len(node.args) > 5 and node.args[5]:
@@ -59,9 +59,9 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:
-    """The input whose memory the node's output shares without writing it, if the schema says so."""
+    """Return the input viewed by the node's output (same memory, not written), by the schema."""
     if not is_op(node) or node.target.namespace == "dp_partition":  # type: ignore[union-attr]
-        return None  # a gradient gets memory of its own when it is reduced; rows of a parameter are checked by name
+        return None  # a gradient gets its own memory when it is reduced; rows of a parameter are checked by name
     for argument, value in arguments(node):
         if argument.alias_info is not None and not argument.alias_info.is_write and isinstance(value, fx.Node):
             return value
@@ -69,7 +69,7 @@ def viewed_input(node: fx.Node) -> fx.Node | None:
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
-    """The node that a view looks at; for one of several views (``split``), the node that makes them all."""
+    """Return the base of a view; for one of several views (``split``), the node of them all."""
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -78,19 +78,19 @@ def base_of(node: fx.Node) -> fx.Node | None:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node that owns the memory a chain of views looks at."""
+    """Return the owner of the memory behind a chain of views."""
     while (base := base_of(node)) is not None:
         node = base
     return node
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether the operator draws random numbers; attention kernels do with dropout only."""
+    """Return True if the operator draws random numbers; attention kernels do with dropout only."""
     return is_op(node) and call_is_random(node.target, node.args, node.kwargs)
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether the node writes memory, draws numbers or communicates, and so is never dead."""
+    """Return True if the node writes memory, draws numbers or communicates, and so is never dead."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":
@@ -102,12 +102,12 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def substitution(by: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
-    """Return what `fx.Graph.node_copy` takes to copy a node with other inputs; the table may grow meanwhile."""
+    """Return a function for `fx.Graph.node_copy` to replace inputs; the table may grow meanwhile."""
     return lambda node: by.get(node, node)
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Let an operator take another value for an argument of its schema."""
+    """Replace an operator's value for an argument of its schema."""
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
             if position < len(node.args) and not argument.kwarg_only:
@@ -117,7 +117,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def erase_chain(graph: fx.Graph, node: fx.Node, until: fx.Node) -> set[fx.Node]:
-    """Erase a node without users and what leads to it from another one; return what is erased."""
+    """Erase a node without users and its inputs up to another node; return the erased nodes."""
     erased = set()
     while node is not until and not node.users:
         previous = node.all_input_nodes[0]
@@ -128,34 +128,34 @@ def erase_chain(graph: fx.Graph, node: fx.Node, until: fx.Node) -> set[fx.Node]:
 
 
 def base_name(node: fx.Node) -> str:
-    """The operator's name without namespace, overload and in-place underscore: ``add_.Tensor`` -> ``add``."""
+    """Return the operator's name without namespace, overload and in-place underscore: ``add_.Tensor`` -> ``add``."""
     name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
     inplace = name.endswith("_") and not name.endswith("__")
     return name[:-1] if inplace else name  # type: ignore[no-any-return]
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value recorded for the node, or None."""
+    """Return the fake value recorded for the node, or None."""
     return node.meta.get("val")
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Return whether the node's value is one tensor."""
+    """Return True if the node's value is one tensor."""
     return isinstance(value_of(node), torch.Tensor)
 
 
 def place_of(node: fx.Node) -> Any:
-    """Return shape, strides, dtype and place in memory of a node's tensor, to compare."""
+    """Return shape, strides, dtype and place in memory of a node's tensor, for comparison."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor):
         return None
-    bits = value.is_conj(), value.is_neg()  # views that differ in nothing else: what is read of them is another number
-    # Symbols by their text: comparing sizes that depend on values would ask for the values.
+    bits = value.is_conj(), value.is_neg()  # views may differ in these alone: other values are read from them
+    # Symbols as text: comparing sizes that depend on values would need the values.
     return str((*value.shape, *value.stride(), value.storage_offset())), value.dtype, bits
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Return whether the node issues a collective."""
+    """Return True if the node issues a collective."""
     if not is_op(node):
         return False
     target: Any = node.target
@@ -163,6 +163,6 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return whether the node waits for a collective."""
+    """Return True if the node waits for a collective."""
     target: Any = node.target
     return is_op(node) and target.namespace in _NAMESPACES and target._schema.name.endswith("::wait_tensor")

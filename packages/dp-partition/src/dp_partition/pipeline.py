@@ -1,7 +1,7 @@
-"""The pipeline, from a train step to the graph of one rank: every pass of the package, in the order in which it runs.
+"""The pipeline, from a train step to the graph of one rank: every pass of the package, in order.
 
-Each pass changes the graph in place, keeps to the contract beside its call, and can be run alone on a graph that meets
-it. Nothing here communicates, and no object of the caller is changed.
+Each pass changes the graph in place, keeps the contract beside its call, and can run alone on a graph in that form.
+Nothing here communicates, and no object of the caller is changed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def capture_single_device(
     device: str | None = None,
     marked: tuple[int, ...] = (),
 ) -> Capture:
-    """Return the step as a graph of one device, ready to be planned.
+    """Return the step as a graph of one device, ready for planning.
 
     Under local semantics its batch is one rank's, under global semantics that of all ranks together.
     """
@@ -110,11 +110,11 @@ def capture_single_device(
         # Needs tags. Repeats forward and backward, and averages gradients before the optimizer.
         repeat_for_microbatches(capture, accumulate, batch_dim)
     if not local:
-        # Gradients are noted on their nodes: a tag would hide what makes them from the rules.
+        # Gradients are noted on their nodes: a tag would hide their operators from the rules.
         remove_tags(capture.module.graph)
-        # Every operator that is left has a rule, or runs on replicated inputs.
+        # Every remaining operator has a rule, or runs on replicated inputs.
         decompose(capture.module, capture.mode)
-    # ZeRO-1 and 2: what follows the last gradient works on this rank's rows of each replicated parameter.
+    # ZeRO-1 and 2: all nodes after the last gradient work on this rank's rows of each replicated parameter.
     update_own_rows(capture.module.graph, {p.info.name for p in plan.params if p.state != p.param})
     return capture
 
@@ -131,11 +131,11 @@ def plan_nodes(
     """Place every value of a single-device graph on ``plan.world`` ranks."""
     local = plan.semantics == "local"
     homes = home_placements(capture, plan, RankLocal() if local else Shard(batch_dim))
-    # Needs phases. Marks parameters that are gathered again for backward, and gives backward its own views of them.
+    # Needs phases. Marks parameters to gather again for backward, and gives backward its own views of them.
     reshard_after_forward(capture.module.graph, homes.placements, reshard)
-    # Gives a placement of each output, and of each input where its node wants it.
+    # Gives a placement of each output, and of each input at its node.
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
-    # What the step puts in place is returned where it is to lie.
+    # New state and gradients of arguments are returned in their own placements.
     place_new_values(capture, plan, homes, plans)
     return homes, plans
 
@@ -156,32 +156,32 @@ def partition_for_rank(
 ) -> GraphModule:
     """Turn a planned graph into the graph of ``rank``, in place.
 
-    The module's code is left as it was: recompile it before it runs or is handed out.
+    The module's code stays unchanged: recompile it before it runs or is handed out.
 
     Args:
-        module: The graph; its nodes carry their types.
-        plans: Where every value lies, and where each node wants its inputs.
-        world: Number of ranks of the axis that its placements are on.
-        rank: Rank there.
+        module: The graph; its nodes have their types.
+        plans: Placements of every value, and of each node's inputs.
+        world: Number of ranks on the axis of its placements.
+        rank: Rank on that axis.
         group: Name of the group of that axis.
-        comm: How communication is arranged.
-        replica_group: Name of the group over whose ranks gradients are averaged as well; empty: none.
-        replicas: Number of ranks of that.
-        keep_views: Views that are equal at the sizes of the trace stay apart: at others they may not be.
+        comm: Settings of communication.
+        replica_group: Name of a second group to average gradients over; empty: none.
+        replicas: Number of ranks in it.
+        keep_views: Keep views apart that are equal at the sizes of the trace: at others they may not be.
     """
     graph = module.graph
     mover = Mover(graph, world, rank, group, replica_group, replicas)
     traced = set(graph.nodes)
-    # Brings each input where its node wants it, one collective a tensor.
+    # Moves each input to its planned placement, one collective a tensor.
     inserter = Inserter(module, plans, mover)
     inserter.run()
     # Fused optimizer kernels get contiguous tensors.
     make_contiguous_for_fused(graph)
     # Replaces single collectives of parameters and gradients by buckets, sent early and awaited late.
     bucket_and_schedule(graph, inserter.moves, mover, comm)
-    # Tags give way to notes: buckets had to know when a gradient has its final value.
+    # Tags give way to notes: buckets needed them for the final values of gradients.
     erase_tags(graph)
-    # Needs a graph without tags. A gradient that travels alone is not packed.
+    # Needs a graph without tags. A gradient alone in its message is not packed.
     send_alone(graph)
     # Erases views that equal an earlier node.
     remove_redundant_views(graph, set() if keep_views else traced)
@@ -189,19 +189,19 @@ def partition_for_rank(
     return module
 
 
-# ---- where inputs and outputs lie -----------------------------------------------------------------------------------
+# ---- placements of inputs and outputs -------------------------------------------------------------------------------
 
 
 def batch_scale(
     plan: PartitionPlan, batch_dim: int, accumulate: int
 ) -> Callable[[torch.Tensor], tuple[int, ...]] | None:
-    """Shape at which a batch tensor is traced; None: its own."""
+    """Return the traced shape of a batch tensor; None: its own."""
     local = plan.semantics == "local"
     return None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
 
 
 def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
-    """Shape at which a batch tensor is traced: ``times`` ranks' batches together, or one of ``parts`` micro-batches."""
+    """Return a batch tensor's traced shape: ``times`` ranks' batches together, or one of ``parts`` micro-batches."""
 
     def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
         if tensor.ndim <= dim:
@@ -228,7 +228,7 @@ def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> 
         if entry.kind in _TYPES:
             homes.types[node] = _TYPES[entry.kind]
         if entry.kind == "hyper":
-            node.meta["val"] = None
+            node.meta["val"] = None  # a float at run time
     grads = {param.info.name: param.grad for param in plan.params}
     homes.grad_home = lambda name, shape: grads[name]
     return homes
@@ -248,7 +248,7 @@ def _home(node: fx.Node, entry: Input, plan: PartitionPlan, batch: Placement) ->
 def place_new_values(
     capture: Capture, plan: PartitionPlan, homes: StoragePlacements, plans: dict[fx.Node, NodePlan]
 ) -> None:
-    """State that the step makes itself is returned where the plan wants it, an argument's gradient as the argument."""
+    """Return new state in the plan's placement, and an argument's gradient in the argument's."""
     output = next(node for node in capture.module.graph.nodes if node.op == "output")
     arguments = {meta_of(node)["input"].name: node for node in homes.placements if kind_of(node) == "arg"}
     values = output.args[0]

@@ -1,4 +1,4 @@
-"""Behind a `Step`: the first call plans, traces and places; later calls find their program, or trace one more."""
+"""Behind a `Step`: the first call plans, traces and places; later calls find their program, or trace another."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dp_partition.runtime.program import Program
 from dp_partition.runtime.rollback import guarded
 from dp_partition.runtime.state import Binding, release
 
-# Errors of what the caller chose, or of ranks that differ: another way to run the step does not mend them.
+# Errors of the caller's choices, or of different ranks: another way to run the step does not fix them.
 _SETTINGS = {
     "ranks-disagree",
     "rank-failed",
@@ -54,8 +54,8 @@ _SETTINGS = {
     "model-changed",
     "unsharded-now",
 }
-MANY_TRACES = 8  # after as many a warning says what a trace is taken for, as torch.compile does
-MOST_PROGRAMS = 64  # that are kept
+MANY_TRACES = 8  # after as many a warning explains traces, as in torch.compile
+MOST_PROGRAMS = 64  # to keep
 
 
 class Runner:
@@ -64,23 +64,23 @@ class Runner:
     Args:
         function: The train step, as written for one device.
         mesh: The data-parallel ranks.
-        settings: What the caller chose.
-        share: The runner whose placed parameters this one uses.
+        settings: The caller's choices.
+        share: Another runner, to use its placed parameters.
 
     Attributes:
         binding: The placed model and optimizers; None before the first call.
-        eager: The step where it runs eagerly; None where it runs as a graph.
-        may_switch: Whether no choice of the caller needs a graph.
-        before_trace: Python values as they were before a trace of the present call.
-        has_agreed: Whether what the present call raises is raised on all ranks.
+        eager: The step if it runs eagerly; None if it runs as a graph.
+        may_switch: No choice of the caller needs a graph.
+        before_trace: Python values from before a trace in the present call.
+        has_agreed: Errors of the present call are raised on all ranks.
         latest: The program of the last call.
-        num_traces: How many programs were traced.
-        num_compiled: How many pieces of programs were compiled.
-        schedule: Which calls are checked.
-        num_checked: How many calls were checked.
-        unchecked: Why calls that were to be checked were not.
-        marked: Dims of tensor arguments whose sizes are symbols of a trace; none once that has failed.
-        has_warned: A warning has said why a second trace with symbols was taken.
+        num_traces: Number of traced programs.
+        num_compiled: Number of compiled pieces of programs.
+        schedule: Schedule of checked calls.
+        num_checked: Number of checked calls.
+        unchecked: Reasons for calls without their due check.
+        marked: Dims of tensor arguments with symbolic sizes in a trace; none after a failure.
+        has_warned: A warning has explained a second trace with symbols.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Runner:
         self.unchecked: list[str] = []
         self.marked, self.has_warned = settings.dynamic, False
 
-    # ---- what was chosen --------------------------------------------------------------------------------------------
+    # ---- choices ----------------------------------------------------------------------------------------------------
 
     def checks(self) -> str:
         """Return the checked calls as text for the plan."""
@@ -129,7 +129,7 @@ class Runner:
             return self.call_eagerly("capture='never'", args, kwargs)
         is_first = self.has_agreed = self.binding is None
         if self.settings.capture == "auto" and self.may_switch and is_first:
-            # What only this rank sees (an iterator in its arguments) must move all ranks, before any of them traces.
+            # Reasons of this rank alone (an iterator in its arguments) must move all ranks, before any of them traces.
             reasons = [reason for reason in self.gather(self.untraceable(args, kwargs)) if reason]
             if reasons:
                 return self.call_eagerly(reasons[0], args, kwargs)
@@ -147,8 +147,8 @@ class Runner:
                 raise
             reason = str(error.problems[0]).split(" -> ")[0][:300]
             if self.before_trace is not None:
-                self.before_trace.restore(is_placed=True)  # this rank has traced: the call begins anew
-        # Behind the handler: the error's frames hold parameters that are about to be replaced.
+                self.before_trace.restore(is_placed=True)  # this rank has traced: the call starts again
+        # Outside of the handler: the error's frames hold parameters that are about to be replaced.
         return self.call_eagerly(reason, args, kwargs)
 
     def gather(self, value: str) -> list[str]:
@@ -156,7 +156,7 @@ class Runner:
         return all_gather_objects(self.mesh, value, self.name) if self.mesh.size() > 1 else [value]
 
     def untraceable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return why a call cannot be traced, found before anything runs; empty where it may be."""
+        """Return the reason against a trace, known before anything runs; empty if there is none."""
         iterators = Reach(self.original, args, kwargs).iterators
         if iterators:
             return f"a trace would take a value of its own from a {iterators[0]}"
@@ -167,7 +167,7 @@ class Runner:
         return ""
 
     def call_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give back what is placed, and run this call and all later ones eagerly; on all ranks together."""
+        """Restore placed tensors, and run this call and all later ones eagerly; on all ranks together."""
         self.before_trace = None
         roots: tuple[Any, ...] = ()
         if self.binding is not None:
@@ -183,7 +183,7 @@ class Runner:
         try:
             return eager(args, kwargs)
         finally:
-            if eager.reducer is not None:  # it has started; else nothing was changed, and the next call tries again
+            if eager.reducer is not None:  # it has started; else nothing has changed, and the next call tries again
                 self.eager = eager
 
     def call_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +199,7 @@ class Runner:
                 program.is_new = False
                 alone = not any(map(is_collective, program.module.graph.nodes))  # its check does not communicate
                 is_checked = is_checked or (self.settings.check != "never" and (self.has_agreed or alone))
-            self.has_agreed = False  # what running it raises may be this rank's alone
+            self.has_agreed = False  # errors of its run may be this rank's alone
         if is_checked:
             return CheckedCall(self, binding, program, call).run()
         return self.run(binding, program, call, optimizers)
@@ -212,11 +212,11 @@ class Runner:
         optimizers: OptimizerReads,
         gradients: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the graph and put new state in place; gradients are noted for a caller that passes a dict for them."""
+        """Run the graph and store new state; add gradients to a given dict."""
         check_no_gradients(binding.step_state, program.capture.cleared)
         leaves = call.leaves
         if self.settings.accumulate > 1 or self.settings.semantics == "global":
-            # Traced at another number of rows, so on a tensor without gaps; views of a strided one may not exist.
+            # Traced with another number of rows, so on a contiguous tensor; views of a strided one may not exist.
             leaves = [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs = bind_inputs(binding, program, leaves, optimizers)
         with self.guarded(program, inputs):
@@ -230,7 +230,7 @@ class Runner:
 
     @contextmanager
     def guarded(self, program: Program, inputs: list[Any]) -> Iterator[None]:
-        """Run the block without autograd and autocast; take back what a failure left."""
+        """Run the block without autograd and autocast; undo the writes of a failure."""
         kept = {label: inputs[position] for label, position in program.labels(("param", "state"))}
         buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
         with torch.no_grad(), without_autocast(), guarded(self.subject, kept, buffers):
@@ -243,11 +243,11 @@ class Runner:
 
     @property
     def owner(self) -> Runner:
-        """The runner that placed the parameters: this one, unless it shares another's."""
+        """The runner with the placed parameters: this one, unless it shares another's."""
         return self if self.share is None else self.share.owner
 
     def bound(self) -> Binding:
-        """The placed model and optimizers.
+        """Return the placed model and optimizers.
 
         Raises:
             PlanError: Before the first call (code ``not-sharded``).
@@ -257,14 +257,14 @@ class Runner:
         return self.binding
 
     def not_started(self) -> PlanError:
-        """The error for what is there after the first call only."""
+        """Return the error for a use before the first call."""
         return PlanError(Problem("not-sharded", self.name, found="nothing is placed yet", hint="call the step once"))
 
     def release(self) -> None:
-        """Give model and optimizer back, and forget everything.
+        """Restore model and optimizer, and drop all programs.
 
         Raises:
-            PlanError: ``model-changed`` for a step that shares what another one placed.
+            PlanError: ``model-changed`` for a step that shares another's parameters.
         """
         if self.share is not None:
             hint = f"call release() on {self.owner.name}, or let go of this step"
@@ -281,21 +281,21 @@ class Runner:
     # ---- the first call ---------------------------------------------------------------------------------------------
 
     def first_call(self, call: CallArguments) -> tuple[Binding, Program, OptimizerReads]:
-        """Plan, trace and partition; only when all that succeeded, on every rank, place the tensors."""
+        """Plan, trace and partition; place the tensors only after success on every rank."""
         binding, program, facts = agree_on(self.mesh, self.name, lambda: self.prepare(call))
         if self.share is None:
             binding.place()
         else:
             binding.hold_storages()
         self.binding = binding
-        self.agreed.append(facts)
+        self.agreed.append(facts)  # later traces of one rank alone must equal it
         optimizers = reconcile(binding)
         self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
         self.latest = program
         return binding, program, optimizers
 
     def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
-        """Plan, trace and partition without communication; with the facts that ranks have to agree on."""
+        """Plan, trace and partition without communication; return metadata to compare between ranks too."""
         if self.settings.backend == "inductor":
             check_inductor(self.mesh.device_type)
         base = None if self.share is None else self.share.bound()
@@ -312,7 +312,7 @@ class Runner:
         return (Binding(step_state, plan, self.mesh), program, facts), facts
 
     def facts(self, plan: PartitionPlan, program: Program, leaves: list[Any]) -> Mapping[str, str]:
-        """Return the facts that have to be equal on every rank before a program runs."""
+        """Return metadata to compare between ranks before a program runs."""
         facts = {
             "plan": plan.digest,
             "settings": self.settings.text(),
@@ -326,7 +326,7 @@ class Runner:
         """Plan the placement of everything on ``world`` ranks.
 
         Raises:
-            PlanError: With all problems of the plan.
+            PlanError: All problems of the plan.
         """
         plan = plan_placements(
             [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()],
@@ -342,7 +342,7 @@ class Runner:
         return plan
 
     def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
-        """Return a program that is ready to run: traced, partitioned and compiled."""
+        """Return a traced, partitioned and compiled program."""
         program = self.build(step_state, plan, call)
         if self.settings.backend == "inductor":
             module = program.with_local_values()
@@ -353,10 +353,10 @@ class Runner:
     def build(
         self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
     ) -> Program:
-        """Trace and partition for the arguments at hand.
+        """Trace and partition for the present arguments.
 
         Raises:
-            PlanError: ``python-state`` if running the step changed Python values that it reads: its graph would not.
+            PlanError: ``python-state`` if a run of the step changed Python values it reads: its graph would not.
         """
         program = self.build_with_symbols(step_state, plan, call, device) if self.marked else None
         if program is None:
@@ -366,10 +366,10 @@ class Runner:
     def build_with_symbols(
         self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None
     ) -> Program | None:
-        """Trace with symbols for the marked sizes; None, and a warning, where that fails."""
+        """Trace with symbols for the marked sizes; return None, with a warning, if that fails."""
         try:
             program = self.trace(step_state, plan, call, device, self.marked)
-        except Exception as error:  # of any rule or kernel that wants a number
+        except Exception as error:  # of any rule or kernel in need of a number
             self.stop_marking(str(error).strip().splitlines()[-1])
             return None
         if self.binding is None and self.settings.check != "never":  # the first call, checked by execution
@@ -392,7 +392,7 @@ class Runner:
     ) -> Program:
         """Trace and partition once."""
         check_arguments(self.name, step_state.optimizers, call.leaves)
-        self.num_traces += 1
+        self.num_traces += 1  # failed ones too
         settings = (
             self.settings.batch_dim,
             self.settings.comm,
@@ -417,15 +417,15 @@ class Runner:
         return program
 
     def python_state(self, step_state: StepState, call: CallArguments) -> Any:
-        """Return a fingerprint of what the step reads beside tensors, as it is now."""
+        """Return a fingerprint of the step's inputs beside tensors, as they are now."""
         return self.key_of(step_state, call, read_optimizers(step_state.optimizers))
 
     def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads) -> Any:
-        """Return all that a trace for this call depends on."""
+        """Return everything that a trace for this call depends on."""
         return program_key(step_state, call, self.reads, optimizers, self.marked)
 
     def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
-        """Raise if running the step changed what it reads."""
+        """Raise if a run of the step changed its own inputs."""
         if before != after:
             names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
             found = f"running it changes Python values that it reads: {names}"
@@ -435,7 +435,7 @@ class Runner:
     # ---- later calls ------------------------------------------------------------------------------------------------
 
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
-        """Return the program whose guards hold for these arguments; trace one if there is none."""
+        """Return the program with valid guards for these arguments; trace one if there is none."""
         for program in self.programs.get(self.key_of(binding.step_state, call, optimizers), []):
             sizes = program.sizes_of(call.leaves) if program.capture.sizes else ()
             broken = program.broken_guard(optimizers.values, sizes)
@@ -447,7 +447,7 @@ class Runner:
         announce(self.trace_label, dist.get_rank())
         program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
         program.is_new = True
-        # The key is made here: a trace with symbols may have given way to one without.
+        # The key is computed here: a trace with symbols may have been replaced by one without.
         self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)
         if self.num_traces == MANY_TRACES + 1:
             warnings.warn(
@@ -461,7 +461,7 @@ class Runner:
         return program
 
     def note_decision(self, broken: Any, sizes: tuple[int, ...]) -> None:
-        """Warn once that a decision on sizes takes another trace; where it fixes one, each length has a trace."""
+        """Warn once about another trace for a decision on sizes; if it fixes a size, trace each length."""
         if broken.func.__name__ == "Equality" and len(broken.free_symbols) == 1:
             self.stop_marking(f"the step, or an operator, uses a size as a number ({broken})")
         elif not self.has_warned:
@@ -470,9 +470,9 @@ class Runner:
             warnings.warn(f"{text}. Without `if` on sizes one trace serves all lengths", stacklevel=5)
 
     def is_for_length(self, step_state: StepState, plan: PartitionPlan, call: CallArguments, program: Program) -> bool:
-        """Return whether a graph with symbols is that of a trace for this length; compared for two lengths.
+        """Return True if a graph with symbols equals a trace for this length; compared for two lengths.
 
-        Each rank does so by itself: ranks may have other lengths at a call.
+        Each rank compares by itself: ranks may have other lengths at a call.
         """
         sizes = program.sizes_of(call.leaves)
         if not sizes or sizes in program.right_sizes or len(program.right_sizes) > 1:
@@ -489,10 +489,10 @@ class Runner:
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CallArguments, Program, OptimizerReads]:
-        """Return what to run; ranks that all trace in this call agree on it, or raise together.
+        """Return program and inputs; ranks that all trace in this call compare, or raise together.
 
-        A rank may trace alone, for a last batch of its own, as long as its collectives stay those that were agreed on:
-        the others run a graph that they have, and never learn of it. An error of such a rank is its own.
+        A rank may trace alone, for a last batch of its own, as long as its collectives stay the agreed ones:
+        other ranks run an existing graph, without any notice. An error of such a rank is its own.
         """
 
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
@@ -525,13 +525,13 @@ class Runner:
 
     @property
     def trace_label(self) -> str:
-        """Text for a trace in this call that all ranks have in common; empty if they have none."""
+        """Text for a trace in this call, common to all ranks; empty if they have none."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
 
-    # ---- whose model it is ------------------------------------------------------------------------------------------
+    # ---- ownership of the model -------------------------------------------------------------------------------------
 
     def check_shared(self, base: Binding, step_state: StepState) -> None:
-        """Raise unless a step that uses what another step placed is given that step's model, and no optimizer."""
+        """Raise unless a sharing step gets the other step's model, and no optimizer."""
         placed = {id(param) for param in base.params.values()}
         foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
         if foreign or step_state.optimizers:
@@ -551,7 +551,7 @@ class Runner:
 
 
 def eager_plan(eager: EagerStep, style: DataParallelStyle) -> PartitionPlan:
-    """Return the placements of a step that runs eagerly, with what it says about itself."""
+    """Return the placements of an eager step, with its own report."""
     params = []
     for name, param in eager.parameters.items():
         info = TensorInfo(name, tuple(param.shape), param.dtype, param.requires_grad)

@@ -1,8 +1,8 @@
 """Let DistributedDataParallel wrap a tensor-parallel module, with nothing lost.
 
-A local *leaf* stands in the place of every DTensor parameter, for good, and is read as a DTensor; DDP and optimizers
-see leaves. ``api`` is the recipe: it surveys the module, compares the ranks, transforms the module (``module``) and
-puts DDP around it (``ddp``). ``optim`` does on shards what torch does on full tensors; ``consistency`` compares ranks.
+A local *leaf* permanently replaces every DTensor parameter, and is read as a DTensor; DDP and optimizers
+see leaves. ``api`` has the calls: survey the module, compare the ranks, transform the module (``module``) and
+wrap it in DDP (``ddp``). ``optim`` does on shards the same as torch on full tensors; ``consistency`` compares ranks.
 Importing the package does not import torch.
 """
 

@@ -1,4 +1,4 @@
-"""Every name of torch that this package takes from under an underscore.
+"""Private names of torch used in this package.
 
 Read against torch 2.13.0; the same names exist in 2.11.0.
 """
@@ -33,7 +33,7 @@ def make_spec(
 
 def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
     """Return a DTensor around ``local``; ``spec`` may be shared, operators give their results another one."""
-    # DTensor.__init__ does nothing, behind two wrappers that cost as much as the constructor.
+    # DTensor.__init__ is empty, behind two wrappers as expensive as the constructor.
     wrapped: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     return wrapped
 
@@ -52,13 +52,13 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.Tensor]:
-    """Return the parameters that DDP was built with, trainable or not; those that it ignores are not among them."""
+    """Return the parameters DDP was built with, trainable or not, without ignored ones."""
     parameters: list[torch.Tensor] = ddp._module_parameters
     return parameters
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Return whether a forward runs within ``join()``, where other ranks may run none."""
+    """Return True if a forward runs within ``join()``: other ranks may run none then."""
     enabled: bool = ddp._join_config.enable
     return enabled
 
@@ -70,7 +70,7 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], o
 
 
 def default_axis_order(tensor: DTensor) -> bool:
-    """Return whether axes that share a tensor dim shard it in mesh order, the only one ``from_local`` can express."""
+    """Return True if axes on one dim shard it in mesh order, as ``from_local`` assumes."""
     spec = tensor._spec
     order: Any = getattr(spec, "shard_order", None)  # absent in 2.11 builds without ordered shards
     return order is None or bool(DTensorSpec.is_default_device_order(order))
@@ -83,19 +83,19 @@ def top_saved_tensors_hooks() -> object:
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """The 1-D mesh that runs over several axes of ``mesh``."""
+    """Return the 1-D mesh over several axes of ``mesh``."""
     return mesh[axes]._flatten()
 
 
 def torch_bridged(module: nn.Module) -> bool:
-    """Return whether torch's own ``_pre_dp_module_transform`` ran: it leaves a hook that swaps DTensors in."""
+    """Return True if torch's own ``_pre_dp_module_transform`` ran: it leaves a hook to swap DTensors in."""
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor
 
     return _reconstruct_dtensor in module._forward_pre_hooks.values()
 
 
 class LocalGradScaler(torch.amp.GradScaler):
-    """Torch's loss scaler, with one method that sees the verdict of ``unscale_`` and of fused optimizers."""
+    """Torch's loss scaler, with a method for the verdict of ``unscale_`` and of fused optimizers."""
 
     def _reduce_found_inf(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Change the verdict on the gradients of ``optimizer`` in place, one 0-dim float a device."""

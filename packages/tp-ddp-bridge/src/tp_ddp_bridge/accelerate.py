@@ -1,8 +1,8 @@
 """DistributedDataParallel over tensor parallelism in Hugging Face accelerate.
 
 accelerate's own ``prepare_model`` refuses DTensor parameters, and its ``ParallelismConfig`` refuses tensor parallelism
-beside replicas (``_validate_accelerator`` of accelerate 1.15). This ``Accelerator`` overrides what depends on the ranks
-that hold the same data: the wrapper, metrics, the norm, the loss scale, the scheduler, random states, checkpoints.
+beside replicas (``_validate_accelerator`` of accelerate 1.15). This ``Accelerator`` overrides all that depends on ranks
+with the same data: the wrapper, metrics, the norm, the loss scale, the scheduler, random states, checkpoints.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ __all__ = ["Accelerator"]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has no types here
-    """``accelerate.Accelerator`` that puts DDP around tensor-parallel models.
+    """``accelerate.Accelerator`` with DDP around tensor-parallel models.
 
     Make the model tensor parallel on ``accelerator.mesh["tp"]``, and call ``prepare`` as usual. Ranks of one
     tensor-parallel group get the same batches; ``gather``, ``gather_for_metrics`` and ``reduce`` count samples once.
 
     Args:
         tp_size: Ranks of a tensor-parallel group; consecutive ranks form one.
-        **kwargs: As in accelerate, without ``parallelism_config``, which refuses tensor parallelism under DDP.
+        **kwargs: As in accelerate, without ``parallelism_config`` (it refuses tensor parallelism under DDP).
 
     Attributes:
         mesh: The ranks as ``(dp_replicate, tp)``.
-        data_parallel_size: Number of ranks that see different batches.
+        data_parallel_size: Number of ranks with different batches.
 
     Raises:
         PlanError: ``tp_size`` does not divide the ranks, or another parallelism is configured; in ``prepare``, an
-            optimizer holds parameters of no prepared model; where a loader's pass begins, tensor-parallel ranks hold
+            optimizer holds parameters of no prepared model; at the start of a loader's pass, tensor-parallel ranks have
             different batches.
     """
 
@@ -71,7 +71,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
             hint = "a size that divides the ranks, without parallelism_config, FSDP and dispatch_batches"
             raise PlanError(Problem("invalid-mesh", "tp_size", found=reason, hint=hint))
         self.dataloader_config.dispatch_batches = False  # dispatching sends other rows to each rank of the world
-        axes = ("dp_replicate", "tp")  # accelerate's names, which its data loaders read
+        axes = ("dp_replicate", "tp")  # accelerate's names, read by its data loaders
         self.mesh = init_device_mesh(self.device.type, (ranks // tp_size, tp_size), mesh_dim_names=axes)
         self.state.device_mesh, self.data_parallel_size = self.mesh, ranks // tp_size
         self._data_group, self._tensor_group = self.mesh.get_group(axes[0]), self.mesh.get_group(axes[1])
@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         self.register_load_state_pre_hook(self._load_shards)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as accelerate does; an optimizer of the model before it was prepared follows its new parameters."""
+        """Prepare as accelerate does; an optimizer of the model before it was prepared gets its new parameters."""
         self._unbridged = [each for each in args if isinstance(each, Optimizer)]
         for optimizer in self._unbridged:
             repoint(optimizer)  # its model may have been prepared before
@@ -132,17 +132,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         return prepared
 
     def _share_random_states(self) -> None:
-        """Let tensor-parallel ranks draw the same dropout: ``set_seed(device_specific=True)`` seeds each apart."""
+        """Give tensor-parallel ranks equal dropout: ``set_seed(device_specific=True)`` seeds each differently."""
         for module in (torch,) if self.device.type == "cpu" else (torch, torch.get_device_module(self.device)):
             state = module.get_rng_state().to(self.device)  # NCCL takes no CPU tensors
             dist.broadcast(state, group=self._tensor_group, group_src=0)
             module.set_rng_state(state.cpu())
 
     def check_trigger(self) -> bool:
-        """Return whether ``set_trigger`` was called on any rank since the last time; every rank calls this."""
+        """Return True if ``set_trigger`` was called on any rank since the last time; every rank calls this."""
         flag = torch.tensor(0 if self.flag_tensor is None else int(self.flag_tensor), device=self.device)
-        dist.all_reduce(flag)  # over all ranks, as reduce() is not
-        self.flag_tensor = torch.zeros_like(flag)
+        dist.all_reduce(flag)  # over all ranks, unlike reduce()
+        self.flag_tensor = torch.zeros_like(flag)  # consumed
         return bool(flag)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -170,12 +170,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         return recursively_apply(one, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over the data-parallel ranks, without the samples that pad the last batch."""
+        """Gather over the data-parallel ranks, without the padding samples of the last batch."""
         state = self.gradient_state
         samples = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         try:
             data = None if use_gather_object else self.gather(input_data)
-        except TypeError:  # no tensors, as accelerate decides it
+        except TypeError:  # no tensors, as in accelerate
             data = None
         if data is None:
             rows: list[Any] = [None] * self.data_parallel_size
@@ -201,16 +201,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         return _full_state(self.unwrap_model(model) if unwrap else getattr(model, "module", model))
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as accelerate does, and shards of models and optimizers beside; on any mesh they load again."""
+        """Save as accelerate does, and shards of models and optimizers beside; these load on any mesh."""
         return self._apart(super().save_state, *args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Load what ``save_state`` wrote, on this number of ranks or another."""
+        """Load a checkpoint of ``save_state``, on this number of ranks or another."""
         return self._apart(super().load_state, *args, **kwargs)
 
     def _apart(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep accelerate from saving or loading one rank's shards as if they were full."""
-        self._held = self._models, self._optimizers
+        self._held = self._models, self._optimizers  # for the hooks of this call
         self._models, self._optimizers = [], []
         try:
             return call(*args, **kwargs)
@@ -243,13 +243,13 @@ def _full_state(model: nn.Module) -> dict[str, Any]:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-    """Save the full weights where the model's own class would take one rank's shards; all ranks call it."""
+    """Save the full weights, as the model's own class would save one rank's shards; all ranks call it."""
     state_dict = _full_state(model) if state_dict is None else state_dict
     return type(model).save_pretrained(model, save_directory, *args, state_dict=state_dict, **kwargs)
 
 
 class _SameBatches:
-    """A data loader that compares the first batch of each pass: a data set without a seed is another on each rank."""
+    """A data loader that compares the first batch of each pass: unseeded data sets differ between ranks."""
 
     accelerator: Accelerator
 
@@ -268,12 +268,12 @@ class _SameBatches:
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # the host has no types here
-    """A scheduler that steps once for each data-parallel rank."""
+    """A scheduler with one step for each data-parallel rank."""
 
     times: int
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step as often as there are batches in one step of the optimizer."""
+        """Step once for each batch in one step of the optimizer."""
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self.times if self.gradient_state.sync_gradients else 1):
             if total is None or self.scheduler._step_count <= total:  # OneCycleLR raises beyond its last step

@@ -1,4 +1,4 @@
-"""The two calls that put DDP around tensor parallelism: bridge a module, and wrap it as well."""
+"""The two calls for DDP around tensor parallelism: bridge a module, or bridge and wrap it."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ M = TypeVar("M", bound=nn.Module)
 def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = ()) -> M:
     """Prepare a tensor-parallel module for ``DistributedDataParallel``.
 
-    Every DTensor parameter and buffer is replaced by a local leaf, for good; reading it as an attribute gives a DTensor
+    Local leaves permanently replace all DTensor parameters and buffers; reading one as an attribute gives a DTensor
     of the same layout. Names, order, ties, ``requires_grad``, gradients, user attributes and gradient hooks stay.
-    Calling it again changes nothing, except that DTensors that were added since, and ``optimizers`` that were
-    forgotten, are bridged too. Communicates nothing, unless a gradient or optimizer state is laid out otherwise than
+    Calling it again changes nothing, except that new DTensors, and ``optimizers`` left out
+    before, are bridged too. Communicates nothing, unless a gradient or optimizer state has another layout than
     its parameter.
 
-    From now on every DDP around leaves is guarded in this process, and every optimizer that holds shards is tried at
+    From now on every DDP around leaves is guarded in this process, and every optimizer with shards is tried at
     its first step.
 
     Args:
         module: Changed in place. Its parameters may come from torch's ``parallelize_module``, tp-styles, or by hand.
-        optimizers: Optimizers that hold DTensor parameters of ``module``; re-pointed in place, their state is kept.
+        optimizers: Optimizers with DTensor parameters of ``module``; re-pointed in place, their state is kept.
 
     Returns:
         ``module``.
@@ -71,26 +71,26 @@ def wrap_ddp(
     optimizers: Iterable[Optimizer] | Optimizer = (),
     **ddp_kwargs: Any,
 ) -> DistributedDataParallel:
-    """Bridge ``module`` and wrap it in ``DistributedDataParallel`` over the ranks that hold the same shards.
+    """Bridge ``module`` and wrap it in ``DistributedDataParallel`` over the ranks with the same shards.
 
-    Before DDP broadcasts anything, the ranks compare what they hold: members of the data-parallel group must hold the
-    same shards, and parameters that are replicated on tensor-parallel ranks must be equal there, bit for bit. They
-    raise together: all ranks of ``mesh`` if it has several axes, else all that the groups connect.
+    Before DDP broadcasts anything, the ranks compare shards and values: members of the data-parallel group must hold
+    the same shards, and replicated parameters must be equal on tensor-parallel ranks, bit for bit. They
+    raise together: all ranks of ``mesh`` if it has several axes, else all ranks connected by the groups.
 
     Args:
         module: A tensor-parallel module, bridged or not.
-        mesh: A mesh with the data axis: the 2-D mesh that the tensor-parallel mesh was sliced from, or the data axis
-            alone. All axes that no parameter lies on are data axes (several are flattened into one).
-        group: Instead of ``mesh``, the process group of ranks that hold the same shards.
+        mesh: A mesh with the data axis: the 2-D mesh around the tensor-parallel mesh, or the data axis
+            alone. All axes without parameters are data axes (several are flattened into one).
+        group: Instead of ``mesh``, the process group of ranks with the same shards.
         optimizers: As in ``pre_dp_module_transform``.
-        **ddp_kwargs: Passed to ``DistributedDataParallel`` as they are.
+        **ddp_kwargs: Passed to ``DistributedDataParallel`` unchanged.
 
     Returns:
         The DDP. Its state dict has DTensors of global shape.
 
     Raises:
         PlanError: The problems of all ranks, on all ranks. Nothing was changed and nothing was broadcast.
-        TypeError: A DDP argument that names the group another way.
+        TypeError: A DDP argument names the group in another way.
     """
     _check_arguments(mesh, group, ddp_kwargs)
     listed = as_list(optimizers)
@@ -100,11 +100,11 @@ def wrap_ddp(
     problems += group_problems
     if mesh is not None and mesh.ndim > 1:
         scope: Scope = [mesh]
-    else:  # from what all ranks were given; groups that are wrong are so on each of them
+    else:  # from arguments of all ranks; wrong groups are wrong on each of them
         raise_problems(problems if data_group is None else (), "no data-parallel group")
         scope = [cast(dist.ProcessGroup, data_group), *tensor_groups(module.parameters())]
 
-    # In this order: every exchange is one that all ranks make, because the one before has shown that they can.
+    # In this order: all ranks make every exchange, because the one before has shown that they can.
     raise_on_all_ranks(scope, "wrap_ddp", problems, [*_settings(ddp_kwargs), *structure_lines(module)])
     assert data_group is not None  # else there were problems
     raise_on_all_ranks(scope, "wrap_ddp", shard_problems(module, data_group))
@@ -118,7 +118,7 @@ def wrap_ddp(
     pre_dp_module_transform(module, optimizers=listed)
     try:
         ddp = BridgedDDP(module, process_group=data_group, **ddp_kwargs)
-    except Exception:
+    except Exception:  # leaves no half-wrapped module
         if not bridged_before:
             undo_dp_transform(module, optimizers=listed)
         raise
@@ -142,7 +142,7 @@ def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, d
 
 
 def _settings(ddp_kwargs: dict[str, Any]) -> list[str]:
-    """Return the DDP arguments that have to be equal on all ranks, as text: buckets are cut by them."""
+    """Return the DDP arguments to compare between ranks, as text: buckets depend on them."""
     return [
         f"{name}={value!r}"
         for name, value in sorted(ddp_kwargs.items())
@@ -153,7 +153,7 @@ def _settings(ddp_kwargs: dict[str, Any]) -> list[str]:
 def _data_group(
     module: nn.Module, mesh: DeviceMesh | None, group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, list[Problem]]:
-    """Return the group of ranks that hold the same shards as this one, or what is wrong; communicates nothing."""
+    """Return the group of ranks with the same shards as this one, or problems; communicates nothing."""
     rank, ranks_by_name = dist.get_rank(), tensor_ranks(module)
     if mesh is None:
         assert group is not None

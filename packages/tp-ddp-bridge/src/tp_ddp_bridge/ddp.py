@@ -1,7 +1,7 @@
-"""DistributedDataParallel around a bridged module, guarded where it would go wrong silently.
+"""DistributedDataParallel around a bridged module, guarded against silent errors.
 
-Torch calls two hooks of ours. When a DDP of any kind takes a bridged module as its child, before it communicates
-anything, ``_on_registration`` compares the ranks of its group with those of the leaves, and gives the DDP a
+Torch calls two hooks of ours. When a DDP of any kind takes a bridged module as its child, before any
+communication, ``_on_registration`` compares the ranks of its group with those of the leaves, and gives the DDP a
 ``ReducerGuard``. The guard runs before each forward: it compares the set of parameters with that of construction, and
 before the first synchronized forward it compares the ranks.
 """
@@ -36,12 +36,12 @@ from tp_ddp_bridge.layout import bridge_tag, is_replicated_tag, layout_of, tenso
 
 
 class BridgedDDP(DistributedDataParallel):
-    """DDP as ``wrap_ddp`` returns it: torch's communication hooks run on its own group, those of users are tried."""
+    """Result of ``wrap_ddp``: torch's communication hooks run on its own group, those of users are tried."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook on the data-parallel group; a collective of all ranks.
 
-        A hook that is not torch's is tried on a small bucket, with other values on each rank. One that does not average
+        A hook other than torch's is tried on a small bucket, with other values on each rank. One without an average
         in each step, by design, is accepted with ``hook.is_data_parallel = True``.
 
         Args:
@@ -50,7 +50,7 @@ class BridgedDDP(DistributedDataParallel):
             hook: As in DDP.
 
         Raises:
-            PlanError: The hook averages over other ranks than DDP's, or computes something else than their average.
+            PlanError: The hook averages over other ranks than DDP's, or computes something other than their average.
         """
         if state is None:
             state = self.process_group
@@ -63,7 +63,7 @@ class BridgedDDP(DistributedDataParallel):
 
 
 def _is_torchs(hook: Callable[..., Any]) -> bool:
-    """Return whether this is a communication hook of torch itself, and not a wrapper around another."""
+    """Return True for torch's own communication hooks, but not for wrappers of others."""
     return hook.__module__.startswith("torch.distributed.algorithms.ddp_comm_hooks") and "." not in hook.__qualname__
 
 
@@ -73,7 +73,7 @@ def _state_values(state: object) -> dict[str, Any]:
 
 
 def _hook_problems(group: dist.ProcessGroup, hook: Any, state: object) -> Iterator[Problem]:
-    """Yield a problem for each group of a hook's state that runs over other ranks than DDP's."""
+    """Yield a problem for each group in a hook's state with other ranks than DDP's."""
     groups = {
         name: dist.get_process_group_ranks(each)
         for name, each in {"state": state, **_state_values(state)}.items()
@@ -91,7 +91,7 @@ def _hook_problems(group: dist.ProcessGroup, hook: Any, state: object) -> Iterat
 
 
 class _Probe(nn.Module):
-    """One parameter whose gradient is the input."""
+    """One parameter; its gradient is the input."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -102,13 +102,13 @@ class _Probe(nn.Module):
 
 
 def _trial_problems(ddp: DistributedDataParallel, hook: Any, state: object) -> list[Problem]:
-    """Return what a hook of the user does to a small bucket but average it over DDP's group; a collective.
+    """Return deviations of a user's hook from the average over DDP's group, on a small bucket; a collective.
 
-    Only torch's reducer can make a bucket, so a small module gets a DDP of its own.
+    Only torch's reducer can make a bucket, so a small module gets its own DDP.
     """
     if _is_torchs(hook) or getattr(hook, "is_data_parallel", False):
         return []
-    if not isinstance(state, dist.ProcessGroup | None):  # the trial leaves no trace in what it counts or remembers
+    if not isinstance(state, dist.ProcessGroup | None):  # a copy: the trial must not change its counts and memory
         values, state = _state_values(state), copy.copy(state)
         for name, value in values.items():  # each one: PowerSGDState leaves its group out of copies
             setattr(state, name, copy.copy(value) if isinstance(value, dict | list | set | torch.Tensor) else value)
@@ -139,7 +139,7 @@ def _trial_problems(ddp: DistributedDataParallel, hook: Any, state: object) -> l
 
 @functools.cache
 def guard_ddp() -> None:
-    """From now on guard every DDP that is put around leaves; installed once for the process."""
+    """From now on guard every DDP around leaves; installed once for the process."""
     register_module_module_registration_hook(_on_registration)
 
 
@@ -157,13 +157,13 @@ def _group_problems(module: nn.Module, group: dist.ProcessGroup) -> list[Problem
 
 
 def tensor_ranks(module: nn.Module) -> dict[str, frozenset[int]]:
-    """Return the ranks of the mesh of every shard and DTensor of ``module``."""
+    """Return the mesh's ranks for every shard and DTensor of ``module``."""
     layouts = {name: layout_of(p) for name, p in module.named_parameters() if not is_replicated_tag(p)}
     return {name: frozenset(each.mesh.mesh.flatten().tolist()) for name, each in layouts.items() if each is not None}
 
 
 def guard_of(ddp: DistributedDataParallel) -> ReducerGuard:
-    """Return the hook that runs before each forward of a DDP around leaves."""
+    """Return the guard of a DDP around leaves."""
     return next(hook for hook in ddp._forward_pre_hooks.values() if isinstance(hook, ReducerGuard))
 
 
@@ -179,12 +179,12 @@ class ReducerGuard:
     """Forward pre-hook of a DDP around leaves.
 
     Attributes:
-        scope: The ranks that raise together at the first forward; by default those that the groups connect.
+        scope: The ranks that raise together at the first forward; by default those connected by the groups.
     """
 
     scope: Scope | None = None
     _reduced: dict[int, torch.Tensor] | None = None
-    _accepted: tuple[list[nn.Parameter], list[bool]] | None = None  # by identity, and which train
+    _accepted: tuple[list[nn.Parameter], list[bool]] | None = None  # by identity, and their requires_grad
     _compared = False
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
@@ -193,23 +193,23 @@ class ReducerGuard:
         self._reduced = {id(each): each for name, each in named if name not in ignored}
 
     def __call__(self, ddp: DistributedDataParallel, inputs: Any) -> None:
-        """Raise where this forward would train replicas apart."""
+        """Raise if this forward would let replicas diverge."""
         if torch.compiler.is_compiling():
-            return
+            return  # no exchange in a graph
         parameters = list(ddp.module.parameters())
         trains = [parameter.requires_grad for parameter in parameters]
         accepted = self._accepted
         if accepted is None or trains != accepted[1] or not all(map(operator.is_, parameters, accepted[0])):
             self._check_reducer_parameters(ddp)
             self._accepted = parameters, trains
-        # Elsewhere ranks need not run the same forwards: evaluation, no_sync(), join() with uneven inputs.
+        # Otherwise ranks need not run the same forwards: evaluation, no_sync(), join() with uneven inputs.
         if not self._compared and ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             if not is_joining(ddp):
                 self._compare_ranks(ddp)
             self._compared = True
 
     def _check_reducer_parameters(self, ddp: DistributedDataParallel) -> None:
-        """Raise if parameters train that the reducer does not have; their replicas would go their own ways."""
+        """Raise if trained parameters are missing in the reducer: their replicas would diverge."""
         named = dict(ddp.module.named_parameters())
         if self._reduced is None:
             self._reduced = {id(each): each for each in reduced_parameters(ddp) if each.requires_grad}
@@ -228,13 +228,13 @@ class ReducerGuard:
         )
 
     def _compare_ranks(self, ddp: DistributedDataParallel) -> None:
-        """Compare groups, shards and replicas of all ranks, which raise together."""
+        """Compare groups, shards and replicas of all ranks; they raise together."""
         module, group = ddp.module, ddp.process_group
         scope, hooks = _scope_of(ddp), comm_hooks(ddp)
         problems = _group_problems(module, group)
         problems += [problem for hook, state in hooks for problem in _hook_problems(group, hook, state)]
         raise_on_all_ranks(scope, "first forward of DDP", problems, structure_lines(module))
-        if not isinstance(ddp, BridgedDDP):  # which has tried its hook
+        if not isinstance(ddp, BridgedDDP):  # a BridgedDDP has tried its hook
             tried = [problem for hook, state in hooks for problem in _trial_problems(ddp, hook, state)]
             raise_on_all_ranks(scope, "first forward of DDP", tried)
         raise_on_all_ranks(scope, "first forward of DDP", shard_problems(module, group))
@@ -246,4 +246,4 @@ class ReducerGuard:
         raise_on_all_ranks(scope, "first forward of DDP", problems)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a DDP that was copied or pickled makes a new reducer, of the parameters that it has then
+        return {}  # a copied or unpickled DDP makes a new reducer, of its present parameters

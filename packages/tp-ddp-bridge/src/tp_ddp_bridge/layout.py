@@ -1,12 +1,12 @@
-"""Sharding of one tensor, and the tags that parameters carry it in.
+"""Sharding of one tensor, and its tags on parameters.
 
 Vocabulary of this package:
 
-- *leaf*: the plain local ``nn.Parameter`` (or buffer) that stands in the module for good. DDP and optimizers see
+- *leaf*: the plain local ``nn.Parameter`` (or buffer) registered in the module. DDP and optimizers see
   leaves.
-- *view*: the DTensor that reading the attribute gives. It is created on each read and never stored in the module.
+- *view*: the DTensor from reading the attribute. It is created on each read and never stored in the module.
 - *tie*: one leaf registered under several names.
-- *sections*: a fused or kv-copied weight that no placement describes (see ``_shared/sharding_info.py``). tp-styles
+- *sections*: a fused or kv-copied weight beyond placements (see ``_shared/sharding_info.py``). tp-styles
   makes them; the bridge leaves such parameters as they are.
 """
 
@@ -26,9 +26,9 @@ from tp_ddp_bridge._torch_compat import local_of, make_spec, wrap
 
 
 class Layout(ShardingInfo):
-    """Mesh, placements, global shape and stride of a tensor of which this rank holds a shard.
+    """Mesh, placements, global shape and stride of a tensor, for one rank's shard.
 
-    ``sections`` is empty where placements alone describe the shard.
+    ``sections`` is empty if placements alone describe the shard.
     """
 
     __slots__ = ()
@@ -40,22 +40,22 @@ class Layout(ShardingInfo):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes; ``axis0``, ``axis1``, ... where the mesh has none."""
+        """Names of the mesh axes; ``axis0``, ``axis1``, ... if the mesh has none."""
         return tuple(self.mesh.mesh_dim_names or (f"axis{index}" for index in range(self.mesh.ndim)))
 
     @property
     def is_replicated(self) -> bool:
-        """Every rank of the mesh holds the full tensor."""
+        """True if every rank of the mesh holds the full tensor."""
         return all(placement.is_replicate() for placement in self.placements)
 
     def sharded_axes(self) -> tuple[int, ...]:
-        """Return the mesh axes along which ranks hold different shards, axes of one rank left out."""
+        """Return the mesh axes with different shards along them, without axes of one rank."""
         # Not `is_shard()`: a shard that FSDP2 strides is no Shard.
         sharded = (axis for axis, placement in enumerate(self.placements) if not placement.is_replicate())
         return tuple(axis for axis in sharded if self.mesh.size(axis) > 1)
 
     def section_views(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return for each section the first global row and this rank's rows, possibly none, as views of ``local``."""
+        """Return each section's first global row and this rank's rows: views of ``local``, possibly empty."""
         axis, dim = self.section_axis()
         offset, views = 0, []
         for start, stop in self.ranges(self.mesh.get_local_rank(axis)):
@@ -73,23 +73,23 @@ class Layout(ShardingInfo):
     def localize(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of ``tensor`` in this layout.
 
-        Communicates only if ``tensor`` is laid out otherwise: a redistribution on the same mesh, a gather on another.
+        Communicates only if ``tensor`` has another layout: a redistribution on the same mesh, a gather on another.
 
         Raises:
-            TypeError: ``tensor`` is no DTensor of the global shape.
+            TypeError: ``tensor`` is not a DTensor of the global shape.
         """
         if not isinstance(tensor, DTensor) or tensor.shape != self.shape:
             reason = f"{type(tensor).__name__} of shape {tuple(getattr(tensor, 'shape', ()))}"
             raise TypeError(f"a parameter is laid out as {self}: assign a DTensor of that global shape, not a {reason}")
         with torch.no_grad():
             if tensor.device_mesh != self.mesh or self.sections:
-                return self.shard(tensor.full_tensor())
+                return self.shard(tensor.full_tensor())  # another mesh: a gather
             if tuple(tensor.placements) != self.placements:
                 tensor = tensor.redistribute(self.mesh, self.placements)
             return local_of(tensor).detach()
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a full tensor that every rank holds; no communication."""
+        """Return this rank's shard of a full tensor held by every rank; no communication."""
         full = full.detach()
         if self.is_replicated:
             return full
@@ -125,7 +125,7 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
 
 
 def is_local_shard(tensor: torch.Tensor) -> bool:
-    """Return whether this is a plain tensor that holds less than the full one."""
+    """Return True for a plain tensor that holds less than the full one."""
     layout = None if isinstance(tensor, DTensor) else layout_of(tensor)
     return layout is not None and bool(layout.sharded_axes())
 
@@ -135,7 +135,7 @@ def tensor_groups(parameters: Iterable[torch.Tensor], sharded: bool = False) -> 
 
     Args:
         parameters: Replicated plain ones do not count.
-        sharded: Only axes along which ranks hold different shards.
+        sharded: Only axes with different shards along them.
 
     Returns:
         Groups in the order of parameters and axes, the same on all ranks; an order by rank numbers is not.
@@ -150,14 +150,14 @@ def tensor_groups(parameters: Iterable[torch.Tensor], sharded: bool = False) -> 
     return [group for ranks, group in groups.items() if len(ranks) > 1]
 
 
-# ---- tags. Torch drops attributes of parameters when it copies or replaces them, so modules set them again whenever
-# ---- that can have happened.
+# ---- tags. Torch drops attributes of parameters when it copies or replaces them, so modules set them again after
+# ---- every such call.
 
 
 def tag_leaf(leaf: Any, layout: Layout) -> None:
-    """Let a leaf carry its layout."""
-    leaf._sharding_info = tuple(layout[:4])  # no sections: the form that every version reads
-    leaf._dp_leaf = layout  # tells it from local shards that others made
+    """Tag a leaf with its layout."""
+    leaf._sharding_info = tuple(layout[:4])  # no sections: every version reads this form
+    leaf._dp_leaf = layout  # distinguishes it from other local shards
     if layout.sharded_axes():
         leaf.norm = _refuse_norm
 
@@ -168,7 +168,7 @@ def _refuse_norm(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def tag_replicated(parameters: Iterable[nn.Parameter], on: Layout) -> None:
-    """Let every parameter that is neither a DTensor nor a shard carry that it is replicated on that mesh."""
+    """Tag every parameter other than DTensors and shards as replicated on a mesh."""
     for parameter in parameters:
         if not isinstance(parameter, DTensor) and not hasattr(parameter, "_sharding_info"):
             tagged: Any = parameter
@@ -184,13 +184,13 @@ def untag_replicated(parameter: Any) -> None:
 
 
 def bridge_tag(parameter: torch.Tensor) -> Layout | None:
-    """Return the layout that a parameter of a bridged module carries; ``None`` for any other."""
+    """Return the tagged layout of a parameter of a bridged module; ``None`` for any other."""
     tags = parameter.__dict__
     return tags.get("_dp_leaf") or tags.get("_dp_replicated")
 
 
 def is_replicated_tag(parameter: torch.Tensor) -> bool:
-    """Return whether ``tag_replicated`` set the layout of this parameter."""
+    """Return True if ``tag_replicated`` set the layout of this parameter."""
     return "_dp_replicated" in parameter.__dict__
 
 

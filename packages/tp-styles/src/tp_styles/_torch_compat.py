@@ -1,6 +1,6 @@
-"""Every name that torch keeps under an underscore and that we use.
+"""Private names of torch in use here.
 
-Read against torch 2.13.0; the same names stand at the same places in 2.11.0.
+Read against torch 2.13.0; they have the same names and places in 2.11.0.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def all_gather_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All ranks' inputs one after the other along dim 0 (renamed in 2.13)."""
+    """Concatenate all ranks' inputs along dim 0 (renamed in 2.13)."""
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(output, input, group=group)
 
 
 def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """This rank's part along dim 0 of the sum of all inputs (renamed in 2.13)."""
+    """Write this rank's shard along dim 0 of the sum of all inputs (renamed in 2.13)."""
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(output, input, group=group)
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The mesh of the innermost `with mesh:` block, None outside of one."""
+    """Return the mesh of the innermost `with mesh:` block, None outside of one."""
     from torch.distributed.device_mesh import _mesh_resources
 
     try:
@@ -69,7 +69,7 @@ def current_mesh() -> DeviceMesh | None:
         return None
 
 
-# True under torch.compile or export. Torch's own function: a forward asks a dozen times, and each frame counts.
+# True under torch.compile or export. Torch's own function: a forward calls it a dozen times, and each frame costs.
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
@@ -79,18 +79,18 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """True if transforms of `torch.func`, or forward-mode differentiation, follow what runs now."""
+    """True if transforms of `torch.func`, or forward-mode differentiation, are active."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# The local tensor itself, without autograd; no frame of Python, since each forward asks for every weight.
+# The local tensor itself, without autograd; no frame of Python, since each forward reads every weight.
 local_of: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 class GradientDTensor(DTensor):
-    """A gradient on its way into a parameter's `.grad`, where it arrives as an ordinary DTensor.
+    """A gradient on its way into a parameter's `.grad`, where it becomes an ordinary DTensor.
 
-    Autograd takes a gradient over by `detach`, which for a DTensor goes through its whole dispatch: here it does not.
+    Autograd takes a gradient over by `detach`; for a DTensor this goes through its full dispatch, here it does not.
     Every other operation is the DTensor's, and gives DTensors.
     """
 
@@ -98,10 +98,10 @@ class GradientDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # a class method, as DTensor's
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """As a DTensor's."""
+        """Run as a DTensor's, except for `detach`."""
         if func is _DETACH:
             return _arrived(args[0])
-        args, kwargs = tree_map(_arrived, (args, kwargs or {}))
+        args, kwargs = tree_map(_arrived, (args, kwargs or {}))  # plain DTensors from here on
         return func(*args, **kwargs)
 
 
@@ -110,20 +110,18 @@ _DETACH = torch.ops.aten.detach.default
 
 def _arrived(x: Any) -> Any:
     if type(x) is GradientDTensor:
-        return DTensor.__new__(DTensor, x._local_tensor, x._spec, requires_grad=False)
+        return DTensor.__new__(DTensor, x._local_tensor, x._spec, requires_grad=False)  # the same memory
     return x
 
 
 def gradient_like(local: torch.Tensor, spec: Any) -> DTensor:
-    """A local gradient as a DTensor with a parameter's `_spec`: a fraction of what `from_local` takes.
-
-    `DTensor.__init__` does nothing, but switches the compiler off and on around it, which takes longer than the rest.
-    """
+    """Wrap a local gradient as a DTensor with a parameter's `_spec`: much faster than `from_local`."""
+    # `DTensor.__init__` is empty, but switches the compiler off and on around it: the slowest step.
     return DTensor.__new__(GradientDTensor, local, spec, requires_grad=False)
 
 
 def replicate(module: Any, mesh: Any, ignored: set[Any]) -> None:
-    """Average gradients over a 1-D mesh, in place, but for ignored parameters; they may be DTensors on another axis."""
+    """Average gradients over a 1-D mesh, in place, except ignored ones'; parameters may be DTensors on another axis."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 
     torch_replicate(module, mesh=mesh, ignored_params=ignored or None)

@@ -1,4 +1,4 @@
-"""Acting on a plan: first all that communicates or may fail, then the model is changed; all of it or nothing."""
+"""Apply a plan: first all steps that communicate or may fail, then all changes; all of it or nothing."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def apply_plan(
     check: Check = "first",
     rest: Rest = "plain",
 ) -> TPHandle:
-    """Make a model tensor parallel over a 1-D mesh, in place: all of the plan, or an error and nothing changed.
+    """Make a model tensor parallel over a 1-D mesh, in place; after an error nothing is changed.
 
     Args:
-        model: The model, with whole parameters on every rank; or on the meta device.
+        model: The model, with full parameters on every rank; or on the meta device.
         mesh: 1-D mesh; a slice of a larger one, `mesh["tp"]`, too.
-        plan: FQN pattern -> style, one style for the model, or what `plan_styles` returned for this model.
-        src_data_rank: Rank in the group whose values count; None takes each rank's own, which have to be equal where
-            they are replicated.
-        strict: A pattern that means no module is a problem.
-        check: `"first"`: compare plan and parameters between the ranks; where one rank cannot go on, all raise. At
+        plan: FQN pattern -> style, one style for the model, or a result of `plan_styles` for this model.
+        src_data_rank: Group rank with the source values; None takes each rank's own: these have to be equal if they
+            are replicated.
+        strict: Report a pattern without a module.
+        check: `"first"`: compare plan and parameters between the ranks; if one rank cannot go on, all raise. At
             the first call of each mode (training or not, with gradients or without) compare the model's inputs between
             the ranks, and run each region between shards, and the model, twice more: sharded, and as the original on
-            full weights; outputs and gradients that differ raise on every rank. `"always"`: every call; `"never"`: no
+            full weights; different outputs and gradients raise on every rank. `"always"`: every call; `"never"`: no
             comparison at all.
         rest: `"plain"` leaves parameters without a style as they are. `"replicated"` makes DTensors of them: fused and
             foreach optimizers, torch's gradient clipping and norms of one's own then see one kind of tensor.
@@ -71,8 +71,8 @@ def apply_plan(
         A handle with the plan, a report and `undo()`.
 
     Raises:
-        PlanError: Everything that is wrong with the plan, before anything is changed. Ranks that had nothing against
-            it raise, too, and name the rank that had.
+        PlanError: All problems of the plan, before any change. Ranks without a problem raise too, and name the rank
+            with one.
     """
     return apply_staged(model, mesh, plan, src_data_rank, strict=strict, check=check, is_staged=False, rest=rest)
 
@@ -88,12 +88,12 @@ def apply_staged(
     is_staged: bool = True,
     rest: Rest = "plain",
 ) -> TPHandle:
-    """`apply_plan`; with `is_staged` also of a part of a model: shards may enter and leave it.
+    """Run `apply_plan`; with `is_staged` also for a part of a model: shards may enter and leave it.
 
     In a staged call `src_data_rank=None` communicates nothing, as in torch.
     """
     check_mesh(mesh)
-    axis = TPGroup(mesh)
+    axis = TPGroup(mesh)  # no process group is made
     compares = check != "never" and not (is_staged and src_data_rank is None)
     arguments = (f"src_data_rank={src_data_rank!r}", f"check={check!r}", f"rest={rest!r}")
     decided, fault = _decided(model, plan, axis, src_data_rank, strict, check, is_staged, rest)
@@ -102,7 +102,7 @@ def apply_staged(
     elif fault is not None:
         raise fault
     modules = {found.name: model.get_submodule(found.name) for found in decided.modules}
-    # Everything that communicates or may fail comes first; nothing of the model is changed by it.
+    # Everything that communicates or may fail comes first, without changes of the model.
     made = _new_parameters(decided, modules, axis, src_data_rank, compares)
     changes: list[ModuleChange] = []
     checker = None
@@ -125,27 +125,27 @@ def apply_staged(
             scopes = scopes_of(model, decided, checked_modules(decided, regions))
             changes.append(ModuleChange(model, removers=install_check(checker, scopes)))
     except BaseException:
-        restore(changes)
+        restore(changes)  # all of the plan or nothing
         raise
-    settle(model, changes)
-    watch_registrations()
+    settle(model, changes)  # nothing can fail any more
+    watch_registrations()  # for DDP around shards
     if check != "never":
         check_optimizers()
     return TPHandle(model, decided, axis, changes, checker)
 
 
 def _declares_shards(plan: TPPlan) -> bool:
-    """True if the plan says that shards leave the model as plain tensors."""
+    """True if the plan lets shards leave the model as plain tensors."""
     for found in plan.modules:
         shards = any(flow is not None and isinstance(flow.dst, Shard) for flow in found.spec.outputs)
-        # The last two have functions of their own that say what leaves.
+        # The last two define their outputs in functions of their own.
         if (shards or found.spec.compute in ("dtensor", "foreign")) and getattr(found.style, "declares_output", True):
             return True
     return False
 
 
 def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
-    """Raise what keeps this rank from applying a plan, once the ranks that may apply one were told.
+    """Raise this rank's error, after sending it to the ranks that may apply a plan.
 
     Raises:
         Exception: The fault.
@@ -156,20 +156,20 @@ def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
 
 
 def apply_style(module: nn.Module, mesh: DeviceMesh, style: TorchParallelStyle, src_data_rank: int | None) -> nn.Module:
-    """Put one style on one module and return the module: what torch's `parallelize_module` asks a style for.
+    """Apply one style to one module and return the module, for torch's `parallelize_module`.
 
     Raises:
-        PlanError: What speaks against it.
+        PlanError: Problems of the style.
     """
     apply_staged(module, mesh, style, src_data_rank)
     return module
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse what is not a 1-D mesh that this rank is in.
+    """Refuse anything but a 1-D mesh with this rank in it.
 
     Raises:
-        PlanError: It is not.
+        PlanError: It is something else.
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(Problem("wrong-type", "mesh", found=str(type(mesh)), hint="pass a torch DeviceMesh"))
@@ -200,7 +200,7 @@ def _decided(
     is_staged: bool,
     rest: Rest,
 ) -> tuple[TPPlan, Exception | None]:
-    """The plan, and what speaks against it on this rank: nothing is raised before the others know."""
+    """Return the plan, and this rank's problem with it: raised only after all ranks have compared."""
     decided = plan if isinstance(plan, TPPlan) else TPPlan(axis.size)
     try:
         if not isinstance(plan, TPPlan):
@@ -228,7 +228,7 @@ def _problems_of_the_call(
 
 
 def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> None:
-    """Refuse a model for which the plan was not made, or that has parted from another one.
+    """Refuse a model other than the plan's, or with parameters no longer tied to another one's.
 
     Raises:
         PlanError: With every such parameter.
@@ -236,7 +236,7 @@ def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool)
     problems = list(_not_sharded_elsewhere(model, plan, axis, is_staged))
     for found in plan.modules:
         try:
-            module = model.get_submodule(found.name)
+            module = model.get_submodule(found.name)  # of the model now, not of the planned one
             parameters = list(parameters_of(found, module))
         except (AttributeError, KeyError):
             problems.append(_other_model(found.name, "it has no such module or parameter"))
@@ -258,7 +258,7 @@ def _other_model(name: str, found: str) -> Problem:
 
 
 def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
-    """Weights that an earlier call has sharded in another module, unless this one shards them alike."""
+    """Yield weights sharded by an earlier call in another module, unless this one shards them alike."""
     hint = "apply one plan to a module that holds both"
     found = "the weight was sharded in another module, which does not share it any more"
     specs = {f.info.where(name): spec for f in plan.modules for name, spec in f.spec.parameters} if is_staged else {}
@@ -272,7 +272,7 @@ def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_sta
 def _compare(
     plan: TPPlan, arguments: tuple[str, ...], model: nn.Module, axis: TPGroup, fault: Exception | None
 ) -> None:
-    """Compare arguments, plan, and kinds of parameters between the ranks; or raise this rank's error on all."""
+    """Compare arguments, plan, and parameters' metadata between the ranks; or raise this rank's error on all."""
     if fault is not None:
         assert_consistent(axis.group, CALL, error=fault)
     parameters = [
@@ -288,14 +288,14 @@ def _compare(
 def _new_parameters(
     plan: TPPlan, modules: dict[str, nn.Module], axis: TPGroup, src_data_rank: int | None, compares: bool
 ) -> dict[int, nn.Parameter]:
-    """Original parameter (by id) -> this rank's part of it; tied ones once."""
+    """Map each original parameter (by id) to this rank's shard; tied ones once."""
     made: dict[int, nn.Parameter] = {}
     unequal: list[str] = []
     for found in plan.modules:
         for name, original, spec in parameters_of(found, modules[found.name]):
             if id(original) in made:
                 continue
-            if is_stale(original):  # a staged call has sharded it in another module, in the same way
+            if is_stale(original):  # sharded in the same way by a staged call in another module
                 made[id(original)] = current_parameter(original)  # type: ignore[assignment]  # a parameter's is one
                 continue
             if compares and src_data_rank is None and spec.split.is_replicated and not original.is_meta:
@@ -316,7 +316,7 @@ def _new_parameters(
 
 
 def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
-    """Name below the module, parameter and spec of everything that a style divides or makes equal."""
+    """Yield name below the module, parameter and spec of a style's parameters."""
     for name, spec in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         original = module.get_submodule(path)._parameters[attribute]
@@ -326,7 +326,7 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
 
 
 def _is_same_everywhere(value: torch.Tensor, axis: TPGroup) -> bool:
-    reference = value.clone(memory_format=torch.contiguous_format)
+    reference = value.clone(memory_format=torch.contiguous_format)  # broadcasts write in place
     dist.broadcast(reference, group=axis.group, group_src=0)
     found = axis.all_gather_objects(bool(torch.equal(reference, value)), "apply_plan")
     return all(found)
@@ -339,13 +339,13 @@ def _apply_own(
     for name, original, spec in parameters_of(found, module):
         path, _, attribute = name.rpartition(".")
         change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
-        change.parameters[attribute] = original
+        change.parameters[attribute] = original  # for undo
         change.splits[attribute] = spec.split
         change.module._parameters[attribute] = made[id(original)]
     for name, value in found.spec.attributes:
         path, _, attribute = name.rpartition(".")
         change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
-        before = change.attributes[attribute] = getattr(change.module, attribute)
+        before = change.attributes[attribute] = getattr(change.module, attribute)  # for undo
         if isinstance(value, Split):
             value = value.local_size(axis.rank, axis.size)
         setattr(change.module, attribute, before // axis.size if isinstance(value, PerRank) else value)
@@ -365,13 +365,13 @@ def _apply_own(
 
 
 def _stand_in(model: nn.Module) -> list[Callable[[], None]]:
-    """Put refusals in the places of methods that take a model of transformers for a full one."""
+    """Replace methods that take a model of transformers for a full one by refusals."""
     vars(model).update({name: FullModelOnly(model, name) for name in FULL_MODEL})
     return [KeyRemover(vars(model), name) for name in FULL_MODEL]
 
 
 def _keep(change: ModuleChange) -> None:
-    """Keep a module's new parameters shards of global ones through saving, loading, moving and replacing."""
+    """Keep a module's new parameters sharded through saving, loading, moving and replacing."""
     names = tuple(change.parameters)
     local = tuple(name for name in names if isinstance(change.module._parameters[name], ShardParameter))
     owner: Any = change.module  # torch leaves these two untyped

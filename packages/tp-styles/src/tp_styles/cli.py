@@ -1,4 +1,4 @@
-"""`tp-styles explain`: what a plan does to a model, without a process group."""
+"""`tp-styles explain`: print a plan's effects on a model, without a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GOOD, PROBLEMS, USAGE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 good, 1 problems in the plan, 2 wrong usage."""
+    """Run the command line; return the exit code: 0 good, 1 problems in the plan, 2 wrong usage."""
     parser = _parser()
     try:
         options = parser.parse_args(argv)
@@ -44,7 +44,7 @@ def _load(where: str, what: str) -> Any:
     module, colon, name = where.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"{what}: {where!r} is not MODULE:NAME")
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -58,7 +58,7 @@ def _explain(model: Any, plan: Any, options: argparse.Namespace) -> int:
     from tp_styles.plan.planned import plan_styles
     from tp_styles.problems import PlanError
 
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory for weights
         module = model if isinstance(model, torch.nn.Module) else model()
     try:
         styles = auto_plan(module, tp_size=options.world_size) if plan is None else plan() if callable(plan) else plan

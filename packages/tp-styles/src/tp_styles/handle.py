@@ -1,4 +1,4 @@
-"""A model that was made parallel, and the way back."""
+"""Handle of a model with an applied plan, for undo."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SAME_SHARDS = "every rank needs the same parameters in the same places"
 
 
 class TPHandle:
-    """A model that was made parallel.
+    """A model with an applied plan.
 
     Attributes:
-        plan: What was decided.
+        plan: The applied plan.
         model: The model.
         mesh: The 1-D mesh.
     """
@@ -51,23 +51,23 @@ class TPHandle:
         return text
 
     def undo(self) -> nn.Module:
-        """Give the model whole parameters (with the values and gradients they have now) and its own forwards again.
+        """Restore full parameters (with their present values and gradients) and the model's own forwards.
 
-        Every rank calls it: parts are gathered. The parameters are new objects.
+        Every rank calls it: shards are gathered. The parameters are new objects.
 
         Returns:
             The model.
 
         Raises:
-            PlanError: It was undone before, on this rank or on another; or other parameters stand there on another.
+            PlanError: It was undone before, on this rank or on another; or another rank has other parameters in place.
         """
         fault = None
         if self.plan.modules and not self._changes:
             hint = "apply the plan again first"
             fault = PlanError(Problem("already-applied", found="undo() a second time", hint=hint))
         assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=SAME_SHARDS)
-        whole: dict[int, nn.Parameter] = {}
-        restored = [
+        whole: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+        restored = [  # all gathers come before the first change
             (
                 change.module,
                 name,
@@ -77,7 +77,7 @@ class TPHandle:
             for name in change.replaced
         ]
         names = {module: name for name, module in self.model.named_modules()}
-        for module, name, parameter in restored:
+        for module, name, parameter in restored:  # no communication from here on
             part, path = module._parameters.get(name), names.get(module, "")
             module._parameters[name] = parameter
             if part is not None:
@@ -85,7 +85,7 @@ class TPHandle:
                 fqn = f"{path}.{name}" if path else name
                 mark_stale(part, Problem("parameter-replaced", fqn, found=found, hint="build the optimizer again"))
         take_back(self._changes)
-        self._changes = []
+        self._changes = []  # a second undo() raises
         return self.model
 
     def _parts(self) -> list[str]:
@@ -100,7 +100,7 @@ class TPHandle:
 
 
 def _gathering(current: nn.Parameter | None, split: Split | None) -> str:
-    """Return the metadata that ranks compare before a parameter and its gradient are gathered; no single rank's own."""
+    """Return metadata to compare before gathering a parameter and its gradient; nothing of a single rank."""
     if current is None:
         return "none"
     if split is not None and split.is_replicated:
@@ -116,7 +116,7 @@ def _whole(
         return None
     if id(current) not in memo:
         parameter = nn.Parameter(_gathered(current, split, axis), current.requires_grad)
-        attributes = {key: value for key, value in vars(current).items() if key != "_sharding_info"}
+        attributes = {key: value for key, value in vars(current).items() if key != "_sharding_info"}  # full now
         parameter.__dict__.update(attributes)
         if current.grad is not None:
             parameter.grad = _gathered(current.grad, split, axis)

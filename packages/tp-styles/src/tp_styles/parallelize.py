@@ -1,4 +1,4 @@
-"""`parallelize_module`: the entry that the first styles and today's have in common."""
+"""`parallelize_module`: the common entry of the first styles and today's."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def parallelize_module(
     Args:
         module: The module.
         device_mesh: The mesh; by default that of the innermost `with mesh:` block.
-        parallelize_plan: One style for the module, or FQN pattern -> style; patterns that mean nothing are an error.
-        tp_mesh_dim: Which dim of a mesh with several is the tensor-parallel one.
-        src_data_rank: Rank in the group whose parameters count; None takes each rank's own.
+        parallelize_plan: One style for the module, or FQN pattern -> style; patterns without a module are an error.
+        tp_mesh_dim: Tensor-parallel dim of a mesh with several.
+        src_data_rank: Group rank with the source values; None takes each rank's own.
 
     Raises:
-        PlanError: Everything that is wrong with the plan, before anything is changed; on every rank, if it is wrong
-            on one.
+        PlanError: All problems of the plan, before any change; on every rank, if there is one
+            on any.
     """
     device_mesh = device_mesh if device_mesh is not None else current_mesh()
     mesh = None if device_mesh is None else one_dim(device_mesh, tp_mesh_dim)
@@ -59,12 +59,12 @@ def _not_a_plan(plan: object) -> StyleTypeError:
     found = type(plan)
     return StyleTypeError(
         Problem("wrong-type", "parallelize_plan", found=str(found), hint="pass a style, or a dict of FQN and style"),
-        f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {found} found!",
+        f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {found} found!",  # torch's text
     )
 
 
 def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    """One dim of a mesh as a 1-D mesh over the ranks of this rank's group; makes no new process group.
+    """Return one dim of a mesh as a 1-D mesh over this rank's group; makes no new process group.
 
     Raises:
         PlanError: The mesh has no such dim.
@@ -77,5 +77,5 @@ def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
         )
     dim %= mesh.ndim
     if mesh.mesh_dim_names is not None:
-        return mesh[mesh.mesh_dim_names[dim]]
+        return mesh[mesh.mesh_dim_names[dim]]  # stays a slice of its root mesh
     return DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type)

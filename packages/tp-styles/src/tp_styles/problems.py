@@ -1,4 +1,4 @@
-"""Errors of this package beside the shared `PlanError`; each is also the error that torch's own styles raise."""
+"""Errors of this package beside the shared `PlanError`; each is also the error of torch's own styles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class StyleOutputError(PlanError, AssertionError):
 
 
 class StyleTypeError(PlanError, TypeError):
-    """A style or plan was written with arguments that do not go together."""
+    """Arguments of a style or plan do not go together."""
 
 
 class StyleModuleError(PlanError, NotImplementedError):
-    """A style was put on a kind of module it has no meaning for (a `NotImplementedError` in torch, and still one)."""
+    """A style on an unsupported kind of module (a `NotImplementedError` in torch, and still one)."""
 
 
 class CheckError(PlanError, RuntimeError):
-    """The sharded module does not compute what the original does on full weights."""
+    """The sharded module does not compute the same as the original on full weights."""

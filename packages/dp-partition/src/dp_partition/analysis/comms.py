@@ -1,4 +1,4 @@
-"""The collectives of a rank's graph: what each carries, how many bytes, where it is issued and where waited for."""
+"""The collectives of a rank's graph: payload, bytes, positions of issue and wait."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Message:
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
-        dtype: What is sent, as torch names it.
-        whole_bytes: Bytes of the full tensor: of the sum, of what is gathered, of what is scattered.
-        sent_bytes: Bytes that the rank sends by the meaning of the operation: a sum's payload once, its own shard to
-            each other rank, the others' parts to them. What algorithms (rings, trees) send on top is the link's affair.
-        carries: Names of the parameters whose values or gradients travel.
-        phase: The part of the step that issues it.
+        dtype: Dtype of the payload, as torch names it.
+        whole_bytes: Bytes of the full tensor: the sum, the gathered or the scattered one.
+        sent_bytes: Bytes sent by the rank, by the meaning of the operation: a sum's payload once, its own shard to
+            each other rank, the others' shards to them. Extra traffic of algorithms (rings, trees) belongs to the link.
+        carries: Names of the parameters with values or gradients in it.
+        phase: Part of the step at its issue.
         issued: Position of its node in the graph.
-        awaited: Position of the node that waits for it.
+        awaited: Position of its wait.
         node: Name of its node.
-        ranks: Number of ranks among which it travels.
+        ranks: Number of its ranks.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Message:
 
 
 def messages_of(graph: fx.Graph, world: int) -> tuple[Message, ...]:
-    """Every collective of a rank's graph with local values in ``meta["val"]``, in the order of issue."""
+    """Return every collective of a graph with local values in ``meta["val"]``, in issue order."""
     positions = {node: index for index, node in enumerate(graph.nodes)}
     phases = zip(graph.nodes, phases_of(graph), strict=True)
     return tuple(_message(node, world, positions, phase) for node, phase in phases if is_collective(node))
@@ -58,7 +58,7 @@ def messages_of(graph: fx.Graph, world: int) -> tuple[Message, ...]:
 def _message(node: fx.Node, world: int, positions: dict[fx.Node, int], phase: str) -> Message:
     target: Any = node.target
     name = target._schema.name.split("::")[-1]
-    kind = next((known for known in _KINDS if name.startswith(known)), name)
+    kind = next((known for known in _KINDS if name.startswith(known)), name)  # coalesced and in-place ones too
     payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     mine = sum(num_bytes(tensor) for tensor in payload)
     world = int(meta_of(node).get("ranks", world))
@@ -71,7 +71,7 @@ def _message(node: fx.Node, world: int, positions: dict[fx.Node, int], phase: st
 
 
 def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:
-    """Return the positions where a collective's results are waited for; its own if nowhere."""
+    """Return the positions of waits for a collective's results; its own if there are none."""
     users: list[fx.Node] = list(node.users)
     waits = [user for user in users if is_wait(user)]
     waits += [inner for user in users if not is_wait(user) for inner in user.users if is_wait(inner)]  # through getitem
@@ -79,12 +79,12 @@ def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
-    """Names of the parameters whose values or gradients reach a node through nothing but packing."""
+    """Yield names of parameters with values or gradients that reach a node through packing alone."""
     name = name_of(node)
     if name is not None:
         yield name
@@ -115,7 +115,7 @@ _PACKING = frozenset(
 
 
 def name_of(node: fx.Node) -> str | None:
-    """The parameter that a node is, or is the gradient of."""
+    """Return the parameter of a node: itself, or that of its gradient."""
     if node.target is TAG_GRAD:
         return str(node.args[1])
     if "gradient" in meta_of(node):
@@ -124,12 +124,12 @@ def name_of(node: fx.Node) -> str | None:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node's value consists of."""
+    """Return the tensors in a node's value."""
     return [leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor)]
 
 
 def explain_messages(messages: tuple[Message, ...], name: str) -> list[str]:
-    """Lines about the collectives that carry one parameter or its gradient."""
+    """Return lines about the collectives of one parameter or its gradient."""
     lines = []
     for number, message in enumerate(messages):
         if name in message.carries:

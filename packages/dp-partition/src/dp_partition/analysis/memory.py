@@ -1,9 +1,9 @@
-"""Live memory of a rank while it runs its graph, node by node, from the fake values that the graph carries.
+"""Live memory of a rank at every node of its graph, from fake values.
 
-A tensor's memory is born with the first node that holds it and freed after the last node that uses any view of it: fx
-deletes names after their last use. What a collective sends is held until it is waited for. Gloo, which moves tensors of
-the CPU, makes copies of its own. Memory that kernels take and give back within one node is not
-seen, save that of packing.
+A tensor's memory begins at its first node and ends after the last use of any view of it: fx
+deletes names after their last use. A collective's payload is held until its wait. Gloo, the backend of CPU
+tensors, makes copies of its own. Temporary memory of kernels within one node is not
+counted, except that of packing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered
 
 _COPYING = (collectives.all_reduce.default, collectives.all_reduce_coalesced.default)  # they send their result's memory
 
-# Gloo's own copy, while it gathers (torch 2.13), and what it receives to be summed where a sum is awaited (`on_gloo`).
+# Gloo's own copy, while it gathers (torch 2.13), and rows it has received for a pending sum (`on_gloo`).
 _GLOO_COPIES = ("all_gather", "reduce_scatter")
 
 _PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer", "arg": "batch"}
@@ -33,12 +33,12 @@ _PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that live on a rank while each node runs.
+    """Live bytes on a rank while each node runs.
 
     Attributes:
         nodes: Names of the graph's nodes, in order.
-        live: For every node the bytes of each of `KINDS`: tensors that live while it runs, its result included.
-        resident: Bytes of each kind that live before and after the step.
+        live: For every node the bytes of each of `KINDS`: tensors alive while it runs, its result included.
+        resident: Bytes of each kind alive before and after the step.
     """
 
     nodes: tuple[str, ...]
@@ -52,30 +52,30 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Position of the node at which most memory is live."""
+        """Position of the node with the most live memory."""
         totals = self.totals
         return max(range(len(totals)), key=totals.__getitem__) if totals else 0
 
     @property
     def peak_bytes(self) -> int:
-        """The greatest number of live bytes."""
+        """Largest number of live bytes."""
         return max(self.totals, default=sum(self.resident))
 
     @property
     def peak_kinds(self) -> dict[str, int]:
-        """Bytes of each kind at the peak; kinds that have a part in it."""
+        """Bytes of each kind at the peak, without empty kinds."""
         at = self.live[self.peak] if self.live else self.resident
         return {kind: size for kind, size in zip(KINDS, at, strict=True) if size}
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that live between steps: parameters, buffers, optimizer state, the batch."""
+        """Bytes alive between steps: parameters, buffers, optimizer state, the batch."""
         return sum(self.resident)
 
 
 @dataclass(eq=False)
 class _Block:
-    """One piece of memory."""
+    """One block of memory."""
 
     kind: str
     size: int
@@ -89,8 +89,8 @@ def live_memory(graph: fx.Graph, *, late: bool = False, on_cpu: bool = True) -> 
 
     Args:
         graph: A rank's graph.
-        on_cpu: Whether tensors of the CPU are to stay there: gloo, and packing on the CPU, then make copies.
-        late: Whether the backend's copies are there until results are awaited, as where ranks are apart in time;
+        on_cpu: Tensors of the CPU stay there: gloo, and packing on the CPU, then make copies.
+        late: The backend's copies live until the waits, as for ranks apart in time;
             else a collective is over when the next node runs.
     """
     nodes = list(graph.nodes)
@@ -109,7 +109,7 @@ def live_memory(graph: fx.Graph, *, late: bool = False, on_cpu: bool = True) -> 
 
 
 def _padded_bytes(node: fx.Node) -> int:
-    """Return bytes that packing takes and gives back: on the CPU, rows that do not divide are copied and padded."""
+    """Return the temporary bytes of packing: on the CPU, rows that do not divide are copied and padded."""
     members: Any = node.args[0]
     world: Any = node.args[2]
     total = 0
@@ -132,10 +132,10 @@ def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]
                 block = blocks[key] = blocks[storage_key(tensors_of(node.all_input_nodes[0])[index])]
             if block is None:
                 size = tensor.untyped_storage().nbytes()
-                resident = node.op in ("placeholder", "get_attr")
+                resident = node.op in ("placeholder", "get_attr")  # alive between steps
                 block = blocks[key] = _Block(_kind_of(node), size, position, resident=resident)
-            block.last = max(block.last, last)
-        if is_collective(node) and node.target not in _COPYING:  # the backend holds what it sends until it is awaited
+            block.last = max(block.last, last)  # views prolong it
+        if is_collective(node) and node.target not in _COPYING:  # the backend holds its payload until the wait
             waited = max(wait_positions(node, positions))
             for source in node.all_input_nodes:
                 for tensor in tensors_of(source):
@@ -149,7 +149,7 @@ def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]
 
 
 def _copied_bytes(node: fx.Node) -> tuple[str, int]:
-    """Return the kind of a collective that the backend needs memory of its own for, and its bytes."""
+    """Return the kind of a collective with extra memory in the backend, and its bytes."""
     target: Any = node.target
     name = target._schema.name.split("::")[-1]
     kind = next((kind for kind in _GLOO_COPIES if name.startswith(kind)), None)
@@ -174,7 +174,7 @@ def _kind_of(node: fx.Node) -> str:
 
 
 def bytes_by_kind(graph: fx.Graph) -> dict[str, int]:
-    """Bytes of the graph's inputs, by kind; memory that two inputs share counts once."""
+    """Return the bytes of the graph's inputs, by kind; memory shared by two inputs counts once."""
     seen: set[Any] = set()
     sizes = dict.fromkeys(_PLACEHOLDERS.values(), 0)
     for node in graph.nodes:

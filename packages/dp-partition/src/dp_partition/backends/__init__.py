@@ -1,1 +1,1 @@
-"""Backends: how a rank's graph is run, and what gloo and inductor want otherwise."""
+"""Backends: how a rank's graph runs, with adaptations for gloo and inductor."""

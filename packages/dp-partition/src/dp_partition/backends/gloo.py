@@ -1,11 +1,11 @@
-"""Reduce-scatters as gloo carries them best: every rank is sent its rows by all others, and adds them up itself.
+"""Reduce-scatters in gloo's fastest way: ranks exchange rows, and each adds up its own.
 
-Gloo's own reduce_scatter is an all_reduce of a copy, twice the bytes (torch 2.13). An all_to_all sends the bytes that
-the operation means, and the sum of a rank's rows is one read of them: about half the time, on two ranks and on four,
+Gloo's own reduce_scatter is an all_reduce of a copy, twice the bytes (torch 2.13). An all_to_all sends only the bytes
+of the operation, and the sum of a rank's rows is one read of them: about half the time, on two ranks and on four,
 from 100 KiB to 16 MiB. Rows are added in the order of the ranks, half precision in float32, and rounded once.
 
-The partitioned graph goes on saying ``reduce_scatter``, which is what a step means and what `estimate` counts; the
-all_to_all is only how it runs.
+The partitioned graph keeps ``reduce_scatter``, the operation of the step and of `estimate`; the
+all_to_all is only its execution.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dp_partition.passes.moves import REDUCTIONS
 
 
 def reduce_scatter_as_all_to_all(graph: fx.Graph) -> None:
-    """Let a graph's reduce-scatters be all-to-alls and sums, in place."""
+    """Replace a graph's reduce-scatters by all-to-alls and sums, in place."""
     for node in list(graph.nodes):
         if node.target is collectives.reduce_scatter_tensor.default and node.args[1] in REDUCTIONS:
             users = list(node.users)
@@ -28,22 +28,22 @@ def reduce_scatter_as_all_to_all(graph: fx.Graph) -> None:
 
 
 def _exchange(graph: fx.Graph, node: fx.Node, wait: fx.Node) -> None:
-    """Put an all_to_all in the place of a reduce_scatter, and a sum behind its wait."""
+    """Replace a reduce_scatter by an all_to_all, and insert a sum behind its wait."""
     sent, op, world, group = node.args
     assert isinstance(sent, fx.Node)
-    node.target, node.args = exchanged, (sent, world, group)
+    node.target, node.args = exchanged, (sent, world, group)  # its wait stays
     with graph.inserting_after(wait):
         total = graph.call_function(combined, (wait, sent, op, world))
-    wait.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+    wait.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)  # all users but the sum itself
     total.meta = dict(wait.meta)
     if "val" in sent.meta:
         node.meta["val"] = wait.meta["val"] = torch.empty_like(sent.meta["val"])
 
 
 def exchanged(tensor: torch.Tensor, world: int, group: str) -> torch.Tensor:
-    """Return the rows that all ranks send this one, in the order of ranks; not there until it is waited for.
+    """Return all ranks' rows for this one, in the order of ranks; not valid before the wait.
 
-    Complex numbers come as pairs of real ones: gloo does not know them.
+    Complex numbers are sent as pairs of real ones: gloo does not support them.
     """
     rows = [tensor.shape[0] // world] * world
     sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -52,6 +52,6 @@ def exchanged(tensor: torch.Tensor, world: int, group: str) -> torch.Tensor:
 
 
 def combined(received: torch.Tensor, sent: torch.Tensor, op: str, world: int) -> torch.Tensor:
-    """The sum, average, ... of the ranks' rows, each as large as the rank's own."""
+    """Return the sum, average, ... of the ranks' rows, each as large as the rank's own."""
     values = torch.view_as_complex(received) if sent.is_complex() else received
     return REDUCTIONS[op](values.view(world, sent.shape[0] // world, *sent.shape[1:]))

@@ -19,14 +19,14 @@ from dp_partition.ops import base_name, is_collective, is_op
 
 @dataclass(frozen=True)
 class _Call:
-    """One piece, ready to run; values are known by their position in a table."""
+    """One piece, ready to run; values are identified by their position in a table."""
 
     function: Callable[..., Any]
-    boxed: bool  # takes a list that it may empty, so that what it has used up can go
+    boxed: bool  # takes a list and may empty it, to free used inputs early
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     written: tuple[int, ...]  # compiled code does not count versions
-    dead: tuple[int, ...]  # of no use afterwards
+    dead: tuple[int, ...]  # not used afterwards
 
 
 class Lowered:
@@ -34,7 +34,7 @@ class Lowered:
 
     Attributes:
         num_compiled: Number of compiled pieces.
-        kept: How many calls of which operators run as they are, collectives and numbers left out.
+        kept: Number of calls by operator that run as they are, without collectives and numbers.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Lowered:
         self.kept = Counter(base_name(n) for n in plain if base_name(n) not in ("wait_tensor", "_local_scalar_dense"))
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         constants = [node for node in graph.nodes if node.op == "get_attr"]
-        self._places = {node: place for place, node in enumerate([*inputs, *constants])}
+        self._places = {node: place for place, node in enumerate([*inputs, *constants])}  # then outputs
         self._constants = [_attribute(module, str(node.target)) for node in constants]
         self._calls = self._link(pieces, functions)
 
@@ -64,20 +64,20 @@ class Lowered:
         calls = []
         for number, (piece, function) in enumerate(zip(pieces, functions, strict=True)):
             inputs, outputs, written = (tuple(self._places[n] for n in part) for part in _parts(piece))
-            dead = tuple(self._places[n] for n, end in last.items() if end == number)
+            dead = tuple(self._places[n] for n, end in last.items() if end == number)  # after their last use
             calls.append(_Call(function, piece.compiled, inputs, outputs, written, dead))
         return calls
 
     def __call__(self, *values: Any) -> Any:
-        """Run on local inputs; returns what the graph returns."""
-        table: list[Any] = [*values, *self._constants]
+        """Run on local inputs; return the graph's values."""
+        table: list[Any] = [*values, *self._constants]  # outputs of pieces follow
         table += [None] * (len(self._places) - len(table))
         result: Any = None
         for call in self._calls:
             given = [table[place] for place in call.inputs]
             if call.written:
                 increment_version([table[place] for place in call.written])
-            for place in call.dead:
+            for place in call.dead:  # only the list of the call holds them
                 table[place] = None
             result = call.function(given) if call.boxed else call.function(*given)
             del given
@@ -86,7 +86,7 @@ class Lowered:
         return result
 
     def explain(self) -> str:
-        """A line about what is compiled and what is not."""
+        """Return a line on compiled operators and others."""
         kept = ", ".join(f"{count} {name}" for name, count in sorted(self.kept.items())) or "nothing"
         return (
             f"inductor: {self.num_nodes} operators compiled in {self.num_compiled} pieces between collectives; "
@@ -102,7 +102,7 @@ def check_inductor(device_type: str) -> None:
     """Raise if nothing can be compiled here.
 
     Raises:
-        PlanError: With what is missing (code ``missing-dependency``).
+        PlanError: With the missing part (code ``missing-dependency``).
     """
     missing = inductor_problem(device_type)
     if missing is not None:
@@ -111,15 +111,15 @@ def check_inductor(device_type: str) -> None:
 
 
 def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
-    """Lower a rank's graph, which is used up.
+    """Lower a rank's graph, and use it up.
 
     Args:
-        graph: It, with local values in ``meta["val"]``.
-        module: Holds the tensors that it names.
+        graph: The graph, with local values in ``meta["val"]``.
+        module: Holds the tensors named in it.
         name: Name of the step, for errors.
 
     Raises:
-        PlanError: When inductor cannot compile a piece (code ``compile-failed``).
+        PlanError: Inductor cannot compile a piece (code ``compile-failed``).
     """
     pieces = split(graph)
     functions = []
@@ -142,10 +142,10 @@ def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any
 
 
 def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> Callable[..., Any]:
-    """Let a compiled piece return tensors as the trace has them, by which the pieces that follow were compiled.
+    """Make a compiled piece return tensors as in the trace, as later pieces assume.
 
-    Inductor keeps strides that leave no gaps; a part of a wider tensor it returns without them. A dtype is another one
-    where torch's fake kernel for an operator is wrong about it; compiled code would read such memory as what it is not.
+    Inductor keeps strides without gaps; a part of a wider tensor it returns without them. A dtype differs if torch's
+    fake kernel of an operator is wrong about it; compiled code would misread such memory.
 
     Raises:
         PlanError: At a call, for a tensor of another dtype (code ``compile-failed``).
@@ -158,7 +158,7 @@ def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> 
             if results[index].dtype is not dtype:
                 found = f"is {results[index].dtype}, and {dtype} in the trace"
                 raise PlanError(Problem("compile-failed", f"node {name}", found=found, hint='use backend="eager"'))
-            if results[index].stride() != strides:
+            if results[index].stride() != strides:  # a copy, only where needed
                 results[index] = _laid_out(results[index], strides)
         return results
 

@@ -1,8 +1,8 @@
-"""Cut a rank's graph into pieces that are compiled and pieces that run as they are.
+"""Split a rank's graph into pieces to compile and pieces that run as they are.
 
-Contract: pieces stand in the order of the graph, so collectives, random numbers and writes keep theirs. Only memory of
-its own passes from piece to piece: a view is made again in every piece that uses it, so that what a piece writes is
-never another input of it under another name. The optimizer runs as it is, and so does what takes Python numbers.
+Contract: pieces keep the order of the graph, so collectives, random numbers and writes keep theirs. Only tensors with
+their own memory pass from piece to piece: every piece takes its views again, so the memory written by a piece is
+never another input of it under another name. The optimizer runs as it is, and so does code with Python numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dp_partition._torch_compat import storage_key
 from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.ops import is_collective, is_op, is_random, is_wait, mutated_inputs, viewed_input
 
-LEAST = 2  # operators that a piece computes with; a smaller one is not worth compiling
+LEAST = 2  # operators of a piece; a smaller one is not worth compiling
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Piece:
     """Consecutive nodes.
 
     Attributes:
-        compiled: Whether inductor compiles it.
-        nodes: Its nodes, views left out.
-        inputs: The values it takes: tensors with memory of their own, and numbers where it is not compiled.
-        outputs: The values that later pieces use.
-        written: The inputs whose memory it writes.
-        graph: What it does, as a graph of its own.
+        compiled: Inductor compiles it.
+        nodes: Its nodes, without views.
+        inputs: Its input values: tensors with memory of their own, and numbers if it is not compiled.
+        outputs: Values used by later pieces.
+        written: Inputs with memory written by it.
+        graph: Its computation, as a graph of its own.
     """
 
     compiled: bool
@@ -44,7 +44,7 @@ class Piece:
 
 
 def split(graph: fx.Graph) -> list[Piece]:
-    """The pieces of a graph with local values in ``meta["val"]``; the last returns what the graph returns."""
+    """Return the pieces of a graph with local values in ``meta["val"]``; the last returns the graph's values."""
     _bring_items_home(graph)
     views = {node for node in graph.nodes if is_view(node)}
     pieces: list[Piece] = []
@@ -55,7 +55,7 @@ def split(graph: fx.Graph) -> list[Piece]:
         if not pieces or pieces[-1].compiled != compiled:
             pieces.append(Piece(compiled, []))
         pieces[-1].nodes.append(node)
-    pieces = _join(pieces)
+    pieces = _join(pieces)  # before graphs are written
     for piece in pieces:
         _write_graph(piece, views)
     _connect(pieces)
@@ -63,7 +63,7 @@ def split(graph: fx.Graph) -> list[Piece]:
 
 
 def _bring_items_home(graph: fx.Graph) -> None:
-    """Let what is taken out of an operator's several results stand right behind it: no list leaves a piece."""
+    """Move items of an operator's several results right behind it: no list leaves a piece."""
     for node in list(graph.nodes):
         if node.target is operator.getitem:
             after = node.all_input_nodes[0]
@@ -74,7 +74,7 @@ def _bring_items_home(graph: fx.Graph) -> None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether the node's value lies in the memory of one of its inputs, or is a list of such."""
+    """Return True if the node's values share memory with one of its inputs."""
     source = _looked_at(node)
     if source is None:
         return False
@@ -98,11 +98,11 @@ def _memory(node: fx.Node) -> set[int]:
 
 
 def is_compiled(node: fx.Node) -> bool:
-    """Return whether the node may be part of a compiled piece."""
+    """Return True if the node may be part of a compiled piece."""
     if not is_op(node):
         return node.target is operator.getitem and is_compiled(node.all_input_nodes[0])
     target: Any = node.target
-    # Packing belongs to no phase: one copy each, which compiled takes as long and is long to compile.
+    # Packing has no phase: one copy each, just as fast without compiling, and slow to compile.
     if meta_of(node).get("phase") not in ("forward", "backward"):
         return False
     if is_collective(node) or is_wait(node) or is_random(node) or target.namespace not in ("aten", "prims"):
@@ -112,7 +112,7 @@ def is_compiled(node: fx.Node) -> bool:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Return whether the node's value is a Python number."""
+    """Return True if the node's value is a Python number."""
     if node.op == "placeholder":
         return kind_of(node) == "hyper"
     return node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
@@ -122,7 +122,7 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _join(pieces: list[Piece]) -> list[Piece]:
-    """Pieces too small to compile run as they are; neighbours of a kind become one."""
+    """Run pieces too small to compile as they are; join neighbours of a kind."""
     joined: list[Piece] = []
     for piece in pieces:
         compiled = piece.compiled and sum(node.target is not operator.getitem for node in piece.nodes) >= LEAST
@@ -134,13 +134,13 @@ def _join(pieces: list[Piece]) -> list[Piece]:
 
 
 def _write_graph(piece: Piece, views: set[fx.Node]) -> None:
-    """Fill the piece's inputs and graph."""
+    """Fill the piece's inputs, written inputs and graph."""
     inside = set(piece.nodes)
     piece.inputs = list(_needed(piece, inside, views))
     owners = {_owner(source, views) for node in piece.nodes for source in mutated_inputs(node)}
     piece.written = [node for node in piece.inputs if node in owners]
     graph = piece.graph
-    copies: dict[fx.Node, Any] = {}
+    copies: dict[fx.Node, Any] = {}  # views too: a copy in each piece
     for node in piece.inputs:
         copies[node] = graph.placeholder(f"in_{node.name}")
         copies[node].meta["val"] = node.meta.get("val")
@@ -163,7 +163,7 @@ def _write_graph(piece: Piece, views: set[fx.Node]) -> None:
 
 
 def _needed(piece: Piece, inside: set[fx.Node], views: set[fx.Node]) -> Iterable[fx.Node]:
-    """Return the values that the piece takes from outside, views followed to the owners of their memory."""
+    """Return the piece's values from outside, with views replaced by the owners of their memory."""
     seen: dict[fx.Node, None] = {}
     stack = [source for node in reversed(piece.nodes) for source in reversed(node.all_input_nodes)]
     visited: set[fx.Node] = set()
@@ -173,14 +173,14 @@ def _needed(piece: Piece, inside: set[fx.Node], views: set[fx.Node]) -> Iterable
             continue
         visited.add(node)
         if node in views:
-            stack += list(reversed(node.all_input_nodes))
+            stack += list(reversed(node.all_input_nodes))  # keeps the order of the graph
         else:
             seen[node] = None
     return seen
 
 
 def _owner(node: fx.Node, views: set[fx.Node]) -> fx.Node:
-    """The node that a view's memory belongs to."""
+    """Return the owner of a view's memory."""
     while node in views:
         source = _looked_at(node)
         assert source is not None
@@ -189,9 +189,9 @@ def _owner(node: fx.Node, views: set[fx.Node]) -> fx.Node:
 
 
 def _connect(pieces: list[Piece]) -> None:
-    """Let every piece return what later ones take."""
+    """Make every piece return the values used by later ones."""
     wanted: set[fx.Node] = set()
-    for piece in reversed(pieces):
+    for piece in reversed(pieces):  # later needs first
         piece.outputs = [node for node in piece.nodes if node in wanted]
         wanted.update(piece.inputs)
         if piece.nodes[-1].op != "output":

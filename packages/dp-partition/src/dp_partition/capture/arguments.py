@@ -1,8 +1,8 @@
-"""Arguments that are objects: dataclasses and mappings are opened, so that the tensors in them are inputs of the graph.
+"""Arguments that are objects: dataclasses and mappings are opened, so their tensors are inputs of the graph.
 
-Pytree looks into what is registered with it (lists, dicts, named tuples, Hugging Face's outputs). A dataclass, a
+Pytree opens registered types only (lists, dicts, named tuples, Hugging Face's outputs). A dataclass, a
 ``UserDict`` or a ``BatchEncoding`` is a leaf to it, and would be a constant of the trace. Such a leaf is replaced by an
-`Opened` one, and put together again where the step's Python runs.
+`Opened` one, and restored for the step's Python.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEPTH = 3
 
 
 class _Shell:
-    """An object without its values: what an `Opened` argument is of.
+    """An object without its values, for an `Opened` argument.
 
     Args:
         value: The object.
@@ -37,10 +37,10 @@ class _Shell:
 
     def __init__(self, value: Any, keys: tuple[Any, ...]) -> None:
         self.kind, self.keys = type(value), keys
-        self.empty = copy.copy(value)
+        self.empty = copy.copy(value)  # shallow: its values are replaced
         for key in keys:
             _put(self.empty, key, None)
-        self.rest = fingerprint([self.empty])
+        self.rest = fingerprint([self.empty])  # its other attributes are constants
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Shell) and self._key() == other._key()
@@ -53,13 +53,13 @@ class _Shell:
 
 
 class Opened:
-    """A dataclass or mapping among the arguments, of which pytree sees the values."""
+    """A dataclass or mapping among the arguments, with its values open to pytree."""
 
     def __init__(self, shell: _Shell, values: list[Any]) -> None:
         self.shell, self.values = shell, values
 
     def close(self) -> Any:
-        """The object, with the values that stand here now."""
+        """Return the object, with the present values."""
         value = copy.copy(self.shell.empty)
         for key, one in zip(self.shell.keys, self.values, strict=True):
             _put(value, key, close_arguments(one))
@@ -86,7 +86,7 @@ class CallArguments:
         args: Positional arguments, dataclasses and mappings opened.
         kwargs: Keyword arguments, likewise.
         leaves: Both, flattened.
-        spec: How.
+        spec: Their structure.
     """
 
     args: tuple[Any, ...]
@@ -99,22 +99,22 @@ def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Flatten the arguments of a call, and open dataclasses and mappings among them.
 
     Raises:
-        PlanError: ``unsupported-argument`` for iterators, ``unsupported-argument`` for other objects that hold tensors.
+        PlanError: ``unsupported-argument`` for iterators, ``unsupported-argument`` for other objects with tensors.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for leaf in leaves:
         if not isinstance(leaf, _PLAIN_TYPES):
             args, kwargs = _open_leaves(name, leaves, spec)
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            break
+            break  # all leaves are opened at once
     return CallArguments(args, kwargs, leaves, spec)
 
 
 def check_arguments(name: str, optimizers: list[Optimizer], leaves: list[Any]) -> None:
-    """Refuse tensors that a module outside made: no gradient of the graph goes on into it.
+    """Refuse tensors from a module outside: no gradient of the graph continues into it.
 
     Raises:
-        PlanError: ``unsupported-argument``, where the step trains.
+        PlanError: ``unsupported-argument``, if the step trains.
     """
     if optimizers and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
         found = "a tensor with a grad_fn, whose backward would go on into what made it, outside the step"
@@ -153,7 +153,7 @@ def _open(name: str, leaf: Any) -> Any:
 def _holds_tensors(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth == 0 or isinstance(value, _PLAIN_TYPES) or callable(value):
+    if depth == 0 or isinstance(value, _PLAIN_TYPES) or callable(value):  # callables are not searched
         return False
     if isinstance(value, Mapping):
         inner: list[Any] = list(value.values())
@@ -166,7 +166,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def close_arguments(arguments: Any) -> Any:
-    """The arguments as the step takes them."""
+    """Return the arguments in the step's own form."""
 
     def is_opened(value: Any) -> bool:
         return isinstance(value, Opened)
@@ -175,7 +175,7 @@ def close_arguments(arguments: Any) -> Any:
 
 
 def closing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called with opened arguments."""
+    """Return a function for calls with opened arguments."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = close_arguments((args, kwargs))

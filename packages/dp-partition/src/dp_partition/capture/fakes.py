@@ -1,4 +1,4 @@
-"""Fake stand-ins for what a step reads, put where it looks for tensors while it is traced, and taken away again."""
+"""Fakes in place of a step's tensors while it is traced; the tensors are restored afterwards."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from dp_partition.capture.state import StepState, choose_foreach, has_state, ini
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: ``kind`` is param, buffer, state, hyper or arg; ``key`` names the entry of a parameter's
-    state.
-    """
+    """One placeholder: ``kind`` is param, buffer, state, hyper or arg; ``key`` that of a state entry."""
 
     kind: str
     name: str
@@ -35,7 +33,7 @@ class Input:
 
     @property
     def label(self) -> str:
-        """A readable placeholder name."""
+        """Readable placeholder name."""
         if self.kind == "hyper":
             return self.name
         tail = "" if self.key is None else f"_{self.key}"
@@ -44,7 +42,7 @@ class Input:
 
 @dataclass
 class Fakes:
-    """Fake stand-ins for everything the step reads."""
+    """Fakes of all tensors read by the step."""
 
     params: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
@@ -63,20 +61,20 @@ def make_fakes(
     device: str | None = None,
     marked: tuple[int, ...] = (),
 ) -> Fakes:
-    """Make a fake of every tensor that the step reads.
+    """Make a fake of every tensor read by the step.
 
     Args:
         mode: The fake mode.
         step_state: The modules and optimizers.
         tensors: The tensors among the step's arguments.
-        batch_of: Shape at which a tensor argument is traced, from the tensor passed; None: its own.
-        device: Where fakes seem to be; None: where the tensors are.
-        marked: Dims of the arguments whose sizes become symbols.
+        batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
+        device: Apparent device of fakes; None: the tensors' own.
+        marked: Dims of the arguments with symbolic sizes.
     """
     sizes: Sizes = {}
 
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        # Counters stay on the CPU, where optimizers keep them.
+        # Counters stay on the CPU, as in optimizers.
         there = tensor.device if device is None or (tensor.device.type == "cpu" and not tensor.ndim) else device
         with mode:
             if shape is None or shape == tuple(tensor.shape):
@@ -101,7 +99,7 @@ def make_fakes(
                 if not has_state(known):
                     with mode:
                         known = initial_state(optimizer, group, params[fqn])
-                # Fresh fakes throughout: one made by torch.tensor() remembers its value and would be burnt in.
+                # Fresh fakes only: one made by torch.tensor() keeps its value and would be burnt in.
                 states[number, fqn] = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in known.items()}
     numbers = {Hyperparameter(*place): value for place, value in read_optimizers(step_state.optimizers).values.items()}
     return Fakes(
@@ -140,7 +138,7 @@ def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def installed(step_state: StepState, fakes: Fakes) -> Iterator[dict[Hyperparameter, Any]]:
-    """Put the fakes where the step looks for tensors; put everything back afterwards.
+    """Install the fakes in modules and optimizers; restore everything afterwards.
 
     Yields:
         The symbol of each hyperparameter.
@@ -155,7 +153,7 @@ def installed(step_state: StepState, fakes: Fakes) -> Iterator[dict[Hyperparamet
 
 
 class _UntracedParameter(StaleParameter):
-    """Mixed into the class of a parameter while a fake stands in its place."""
+    """Mixin of the class of a parameter while a fake replaces it."""
 
     __slots__ = ()
 
@@ -168,7 +166,7 @@ class _UntracedParameter(StaleParameter):
                 raise
             leaves = pytree.tree_leaves((args, kwargs))
             problem = next(vars(p)["_stale_problem"] for p in leaves if is_stale(p))
-            raise PlanError(problem) from error  # a value that the trace would burn in
+            raise PlanError(problem) from error  # the trace would burn its value in
 
 
 @functools.cache
@@ -180,7 +178,7 @@ def _untraced_type(kind: type) -> type:
 
 @contextlib.contextmanager
 def _untraced(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
-    """Refuse within the block whatever reaches a parameter and not the fake in its place."""
+    """Refuse within the block any use of a parameter instead of its fake."""
     marked = [(fqn, parameter) for fqn, parameter in parameters if not is_stale(parameter)]
     found = "it is reached through a list or an attribute that the step does not get as an argument"
     hint = "ask the module that is passed to the step: model.parameters()"
@@ -199,7 +197,7 @@ def _install_modules(stack: contextlib.ExitStack, step_state: StepState, fakes: 
     for fqn, module, attribute, is_param in list(step_state.slots()):
         name = step_state.aliases.get(fqn, fqn)
         table: dict[str, Any] = module._parameters if is_param else module._buffers
-        stack.callback(table.__setitem__, attribute, table[attribute])
+        stack.callback(table.__setitem__, attribute, table[attribute])  # undone at the end of the trace
         table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
 
 
@@ -213,13 +211,13 @@ def _install_optimizer(
 ) -> None:
     fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     stack.callback(setattr, optimizer, "state", optimizer.state)
-    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as torch's optimizers expect
     for (owner, fqn), entries in fakes.states.items():
         if owner == number and entries:
             state[fakes.params[fqn]] = dict(entries)
     optimizer.state = state
     for group in optimizer.param_groups:
-        stack.callback(group.update, dict(group))
+        stack.callback(group.update, dict(group))  # undone at the end of the trace
     choose_foreach(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]

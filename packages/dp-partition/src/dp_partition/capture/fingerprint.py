@@ -1,12 +1,12 @@
-"""Fingerprints of the Python values that a step reads beside tensors: the part of a trace's key that is no shape.
+"""Fingerprints of the Python values read by a step beside tensors: part of a trace's key.
 
-A trace burns these values in, so a call finds its trace again only where all of them are as they were. Looked at are
-the step's arguments, attributes of modules, and what the step's function and the functions that it names read: cells,
-defaults, ``__self__`` and the globals that `inspect.getclosurevars` names. This is the only place that looks at
-functions. Of an object's attributes those count that these functions name: a list of past losses beside them may grow.
+A trace burns these values in, so a call finds its trace only if all of them are unchanged. Covered are
+the step's arguments, attributes of modules, and values read by the step's function and the functions it names: cells,
+defaults, ``__self__`` and the globals from `inspect.getclosurevars`. This is the only module that inspects
+functions. Of an object's attributes only those named by these functions count: a list of past losses may grow.
 
-Tensors and functions count by identity and are held, other values by type alone. What is missed here is found by the
-check by execution.
+Tensors and functions count by identity and are held, other values by type alone. The check by execution
+finds anything missed here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class ById:
-    """An object by identity; held, so that no other one gets its place in memory."""
+    """An object by identity; held, so no other one gets its id."""
 
     __slots__ = ("held",)
 
@@ -60,11 +60,11 @@ class ById:
 
 
 def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> tuple[Any, ...]:
-    """Return a flat, hashable picture of values: types, plain values, and the members of containers and settings.
+    """Return a flat, hashable fingerprint of values: types, plain values, members of containers and settings.
 
     Args:
-        values: Any objects; each is entered once, so that a config which many modules share costs once.
-        names: The attributes of settings objects that count; None: all.
+        values: Any objects; each is entered once, so a config shared by many modules costs once.
+        names: The relevant attributes of settings objects; None: all.
     """
     tokens: list[Any] = []
     seen: set[int] = set()
@@ -109,17 +109,17 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
 
 
 def _key_token(key: Any) -> Any:
-    """Return what counts of a key of a dict, or of a member of a set."""
+    """Return the relevant part of a dict's key, or of a set's member."""
     return tuple(map(_key_token, key)) if isinstance(key, tuple) else key if isinstance(key, PLAIN) else type(key)
 
 
 def is_array(value: Any) -> bool:
-    """Return whether the value is an array of NumPy, or of a library that lends its memory in the same way."""
+    """Return True for an array of NumPy, or of a library with the same memory interface."""
     return hasattr(type(value), "__array_interface__")
 
 
 def _is_settings(value: Any) -> bool:
-    """Return whether the value is like a dataclass, a namespace, a model's config or a loss."""
+    """Return True for objects like a dataclass, a namespace, a model's config or a loss."""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, _NO_SETTINGS) or type(value).__module__.startswith(("torch", "dp_partition.")):
@@ -128,26 +128,26 @@ def _is_settings(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    """Return whether a fingerprint holds more of the value than its type."""
+    """Return True if a fingerprint holds more of the value than its type."""
     return isinstance(value, (*PLAIN, *_CONTAINERS, *_BY_IDENTITY)) or is_array(value) or _is_settings(value)
 
 
 class FunctionReads:
-    """Places outside a function that it and the functions it names read from.
+    """Places outside a function, read by it and by the functions it names.
 
     Args:
         function: A function, method, partial or callable object.
 
     Attributes:
-        names: Every name that their code uses, of globals and of attributes.
+        names: All names in their code, of globals and of attributes.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.names: set[str] = set()
         self._cells: list[types.CellType] = []
         self._places: list[tuple[Any, str]] = []  # a dict, or the read-only view of a class's
-        self._held: list[Any] = []  # defaults and bound objects, which cannot be replaced
-        todo: list[tuple[Any, Any]] = [(function, None)]  # with the class whose method it is
+        self._held: list[Any] = []  # defaults and bound objects: they cannot be replaced
+        todo: list[tuple[Any, Any]] = [(function, None)]  # with the class of a method
         seen: set[int] = set()
         modules: list[types.ModuleType] = []
         while todo:
@@ -176,7 +176,7 @@ class FunctionReads:
                 ]
 
     def _enter(self, function: types.FunctionType, owner: Any) -> list[tuple[Any, Any]]:
-        """Note what a function reads; return functions and modules that it names, and methods of its own class."""
+        """Note a function's reads; return functions and modules it names, and methods of its own class."""
         if (function.__module__ or "").split(".")[0] == "torch":
             return []
         cells = function.__closure__ or ()
@@ -194,7 +194,7 @@ class FunctionReads:
         return named
 
     def read(self) -> tuple[Any, ...]:
-        """Return a fingerprint of the values as they are now."""
+        """Return a fingerprint of the present values."""
         values = [*self._held, *(table.get(key) for table, key in self._places)]
         for cell in self._cells:
             try:
@@ -212,7 +212,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def names_used(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of globals and attributes that a function's code uses."""
+    """Return the names of globals and attributes in a function's code."""
     try:
         found = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # no Python function, or a cell is empty
@@ -221,7 +221,7 @@ def names_used(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
-    """Return the names in a module's `forward` and in the methods and functions that it calls."""
+    """Return the names in a module's `forward` and in the methods and functions called by it."""
     if owner not in _forward_names:
         found: set[str] = set()
         seen: set[int] = set()
@@ -248,14 +248,14 @@ _forward_names: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = wea
 
 
 class ModuleReads:
-    """Structure of modules, and what they keep beside parameters and buffers.
+    """Structure of modules, and their values beside parameters and buffers.
 
     Args:
-        roots: The modules that the step is given.
+        roots: The step's modules.
 
     Attributes:
         modules: The roots and all modules in them.
-        structure: Modules, their hooks, and the names of their tensors and attributes when `look` was called last.
+        structure: Modules, their hooks, and the names of their tensors and attributes at the last `look`.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -265,7 +265,7 @@ class ModuleReads:
         self.look()
 
     def look(self) -> bool:
-        """Look again at the structure; return whether it is another one than before."""
+        """Read the structure again; return True if it has changed."""
         if self._read_structure() == self.structure:  # with all children the same, these are all modules
             return False
         self.modules = [module for root in self.roots for module in root.modules()]
@@ -303,7 +303,7 @@ class ModuleReads:
             if key not in _OF_TORCH and self._is_read(module, key, value)
         ]
         own = dict.fromkeys(k for module in self.modules for k in type(module).__mro__ if issubclass(k, nn.Module))
-        self._places += [  # class attributes that forward reads
+        self._places += [  # class attributes read by forward
             (vars(kind), key)  # type: ignore[misc]  # a read-only view of a dict
             for kind in own
             if kind.__module__.split(".")[0] != "torch"
@@ -320,7 +320,7 @@ class ModuleReads:
         return type(value) in PLAIN_TYPES or key == "forward" or key in names_in_forward(type(module))
 
     def read(self) -> tuple[Any, ...]:
-        """Return the structure seen last, and a fingerprint of the attributes as they are now."""
+        """Return the structure of the last `look`, and a fingerprint of the present attributes."""
         values = [table.get(key) for table, key in self._places]
         return self.structure, fingerprint(values, self._names), tuple([hook.read() for hook in self._hooks])
 
@@ -330,8 +330,8 @@ def attributes_restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[No
     """Put every attribute of the modules back after the block.
 
     Raises:
-        PlanError: With every plain value or tensor that the block replaced (code ``python-state``). What it only
-            filled in, such as a cache that was None, is no state.
+        PlanError: With every plain value or tensor replaced by the block (code ``python-state``). A value filled in,
+            such as a cache that was None, is no state.
     """
     tables = [
         (".".join(part for part in (prefix, path) if part), vars(module), dict(vars(module)))
@@ -360,7 +360,7 @@ def attributes_restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[No
 
 
 def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
-    """Return the part of a trace's key that one leaf of the arguments is."""
+    """Return the part of a trace's key for one leaf of the arguments."""
     if isinstance(leaf, torch.Tensor):
         geometry = length_key(leaf, marked) if marked else (tuple(leaf.shape), tuple(leaf.stride()))
         return *geometry, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
@@ -382,14 +382,14 @@ def program_key(
     optimizers: OptimizerReads,
     marked: tuple[int, ...] = (),
 ) -> Any:
-    """Return all that a trace depends on, hashable.
+    """Return all dependencies of a trace, hashable.
 
     Args:
         step_state: The modules and optimizers among the arguments.
         call: The step's arguments.
-        reads: What its function reads from elsewhere.
-        optimizers: What was read from its optimizers.
-        marked: Dims of tensors whose sizes are symbols of the trace.
+        reads: Values read by its function from elsewhere.
+        optimizers: Values read from its optimizers.
+        marked: Dims of tensors with symbolic sizes in the trace.
     """
     training = tuple([module.training for module in step_state.reads.modules])
     trained = tuple([p.requires_grad for p in step_state.params.values()])

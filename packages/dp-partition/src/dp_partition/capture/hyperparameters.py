@@ -1,8 +1,8 @@
-"""Hyperparameters as inputs: what an optimizer reads from ``param_groups`` stays live in the graph.
+"""Hyperparameters as inputs: values read by an optimizer from ``param_groups`` stay live in the graph.
 
 Every float of a parameter group becomes a symbol while the step is traced. Arithmetic on it is recorded with exactly
-the operations eager mode uses, so results are the same bit for bit; a condition on it (``if weight_decay != 0``)
-becomes a guard that is checked when the value changes.
+the operations of eager mode, so results are the same bit for bit; a condition on it (``if weight_decay != 0``)
+becomes a guard, checked when the value changes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Hyperparameter(NamedTuple):
 
 @dataclass
 class OptimizerReads:
-    """Everything that one call reads from its optimizers.
+    """All values read by one call from its optimizers.
 
     Attributes:
         states: For each optimizer the state of a parameter by its ``id``: hashing a tensor takes torch ten times as
             long.
         values: Every live float; keys equal a `Hyperparameter`.
-        key: What a trace depends on besides: flags, names, hooks, parameters of each group, names of their state.
+        key: Other dependencies of a trace: flags, names, hooks, parameters of each group, names of their state.
     """
 
     states: list[dict[int, Any]]
@@ -72,7 +72,7 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
     """Read all hyperparameters and names of state, in one pass: this runs at every call."""
     states = states_by_id(optimizers) if states is None else states
     values: dict[tuple[Any, ...], float] = {}
-    parts: list[Any] = []
+    parts: list[Any] = []  # flat: compared in every call
     for number, optimizer in enumerate(optimizers):
         known = states[number]
         for index, group in enumerate(optimizer.param_groups):
@@ -84,10 +84,10 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
                     continue
                 several = isinstance(value, tuple | list)
                 for position, one in enumerate(value if several else (value,)):
-                    place = position if several else None
+                    place = position if several else None  # betas
                     if type(one) in (bool, type(None)):
                         parts += (key, place, one)
-                    elif isinstance(one, float) or _is_live(key, one):
+                    elif isinstance(one, float) or _is_live(key, one):  # an input, not part of the key
                         values[number, index, key, place] = float(one)
                     else:
                         parts += (key, place, _static(one))
@@ -101,7 +101,7 @@ def _names(keys: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _is_live(key: str, value: Any) -> bool:
-    """Return whether a value of a parameter group is an integer or a tensor that schedulers change."""
+    """Return True for an integer or a tensor of a parameter group that schedulers change."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.is_floating_point()
     return isinstance(value, int) and key in _LIVE_INTEGERS
@@ -118,7 +118,7 @@ def _static(value: Any) -> Any:
 
 
 def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Return hooks, and attributes of an optimizer class of one's own. torch's schedulers write private ones."""
+    """Return hooks, and attributes of custom optimizer classes. torch's schedulers write private ones."""
     found: list[Any] = []
     for key, value in vars(optimizer).items():
         if key[0] != "_" and isinstance(value, bool | int | float | str):
@@ -127,10 +127,10 @@ def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
             if key not in _OF_OPTIMIZERS and not key.startswith(_HOOK_TABLES):
                 found += (key, fingerprint([value]))
         elif callable(value) and getattr(value, "__wrapped__", None) is not getattr(type(optimizer), key, None):
-            found += (key, id(value), value)  # a `step` put over the class's, if it is no scheduler's count of calls
+            found += (key, id(value), value)  # a `step` in place of the class's, but not a scheduler's counter
     for table in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         for hook in table.values():
-            found += (id(hook), hook)  # held, so that its id does not come again
+            found += (id(hook), hook)  # held, so its id is not reused
     return tuple(found)
 
 
@@ -139,7 +139,7 @@ def param_groups_unchanged(optimizers: list[Optimizer]) -> Iterator[None]:
     """Raise if the block changes a parameter group: schedulers belong between steps.
 
     Raises:
-        PlanError: With every value that is another one (code ``hyperparameter-changed``).
+        PlanError: With every changed value (code ``hyperparameter-changed``).
     """
     tables = [list(optimizer.param_groups) for optimizer in optimizers]
     groups = [

@@ -1,9 +1,9 @@
-"""Symbolic lengths: one trace for batches whose marked dims have other sizes.
+"""Symbolic lengths: one trace for batches with other sizes of marked dims.
 
 The sizes of marked dims are symbols while the step is traced. Arithmetic on them becomes nodes of the graph, and each
-decision that torch or the step takes on them a guard. Passes work on the sizes of the first batch: under local
-semantics they need sizes of parameters and gradients only. That no size of a batch is left in the graph is not argued
-but compared: at the second length the graph has to be, node by node, the one that a trace for this length gives.
+decision on them, by torch or the step, a guard. Passes work on the sizes of the first batch: under local
+semantics they need sizes of parameters and gradients only. A comparison shows that no size of a batch is left in the
+graph: at the second length it has to equal, node by node, the graph of a trace for this length.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Sizes = dict[tuple[int, int], Any]
 
 
 def marked_dims(tensor: torch.Tensor, marked: tuple[int, ...]) -> list[int]:
-    """Return the dims of a tensor argument whose sizes are symbols: torch treats sizes 0 and 1 apart."""
+    """Return the dims of a tensor argument with symbolic sizes: torch treats sizes 0 and 1 apart."""
     dims = {dim % tensor.ndim for dim in marked if -tensor.ndim <= dim < tensor.ndim}
     return sorted(dim for dim in dims if tensor.shape[dim] > 1)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the strides follow from the shape."""
+    """Return True if the strides follow from the shape."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -39,7 +39,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def length_key(tensor: torch.Tensor, marked: tuple[int, ...]) -> Any:
-    """Return shape and strides as far as a trace depends on them."""
+    """Return shape and strides, as far as a trace depends on them."""
     dims = marked_dims(tensor, marked)
     if not dims:
         return tuple(tensor.shape), tuple(tensor.stride())
@@ -62,7 +62,7 @@ def symbolic_fake(
 
 
 def erase_full_slices(graph: fx.Graph) -> None:
-    """Erase slices of all there is: with numbers torch leaves them out, ``mask[:, None]`` is full of them."""
+    """Erase full slices: with numbers torch leaves them out, and ``mask[:, None]`` has many."""
     for node in list(graph.nodes):
         backward = node.target is aten.slice_backward.default
         if not backward and node.target is not aten.slice.Tensor:
@@ -80,7 +80,7 @@ def _shape(node: Any) -> list[Any]:
 
 
 def use_first_sizes(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Let ``meta["val"]`` have the sizes of the batch that was traced, for passes that read numbers."""
+    """Give ``meta["val"]`` the sizes of the traced batch, for passes that read numbers."""
 
     def first(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
@@ -105,15 +105,15 @@ Outputs = Callable[[Sequence[Any]], list[Any]]
 
 
 def first_difference(dynamic: fx.Graph, static: fx.Graph, outputs: tuple[Outputs, Outputs]) -> str:
-    """Return where a graph with symbols is not the graph of one length, as text; empty where they are equal.
+    """Return the first difference between a graph with symbols and that of one length, as text; else empty.
 
     Args:
         dynamic: A graph with nodes that compute sizes.
         static: The graph of the length at hand, with its values in ``meta["val"]``.
-        outputs: For either graph, what its values are to the caller: a size among them is no value of the second one.
+        outputs: For either graph, the caller's view of its values: a size among them is no value of the second one.
     """
     same: dict[fx.Node, Any] = {}  # node of the dynamic graph -> node, or number, of the static one
-    rest = iter(static.nodes)
+    rest = iter(static.nodes)  # nodes on sizes are numbers there
     for node in dynamic.nodes:
         number = _number(node, same)
         if number is not None:
@@ -144,7 +144,7 @@ _GEOMETRY: dict[Any, Any] = {
 
 
 def _number(node: fx.Node, same: dict[fx.Node, Any]) -> Any:
-    """Return the value of a node that computes on sizes; None for others."""
+    """Return the value of a node that computes sizes; None for others."""
     if node.op != "call_function":
         return None
     if node.target in _GEOMETRY:

@@ -18,9 +18,9 @@ from dp_partition.capture.state import StepState
 
 @dataclass(frozen=True)
 class Output:
-    """One value that the graph returns: for the user, or to put in place.
+    """One value returned by the graph: for the user, or to install.
 
-    ``kind`` is user, buffer, state, or argument: the gradient that backward leaves on a tensor argument.
+    ``kind`` is user, buffer, state, or argument: the gradient left by backward on a tensor argument.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Output:
 
 @dataclass(frozen=True)
 class _Position:
-    """Stands in the flattened result for a value the graph returns."""
+    """Position in the flattened result of a value returned by the graph."""
 
     index: int
 
@@ -41,9 +41,9 @@ class Returned:
     """The outputs of one call, without their values.
 
     Attributes:
-        outputs: What each value that the graph returns is.
+        outputs: Kind of each value returned by the graph.
         user_leaves: The step's result, flattened; tensors and symbols are replaced by their position in the outputs.
-        user_spec: How to unflatten it.
+        user_spec: Structure of the result.
     """
 
     outputs: list[Output]
@@ -59,24 +59,24 @@ class Returned:
         return [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
 
     def everything(self, values: Sequence[Any]) -> list[Any]:
-        """Return the result's leaves, and what is put in place."""
+        """Return the result's leaves, and the values to install."""
         kept = [value for value, entry in zip(values, self.outputs, strict=True) if entry.kind != "user"]
         return self.leaves(values) + kept
 
 
 def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
-    """Return the step's result, then every buffer and state entry that it put in place, and gradients of arguments.
+    """Return the step's result, then its new buffers, state entries and gradients of arguments.
 
     Raises:
-        PlanError: ``python-state`` for gradients that are left, ``parameter-replaced``, and ``python-state`` for
-            optimizer state that is a changing Python number.
+        PlanError: ``python-state`` for remaining gradients, ``parameter-replaced``, and ``python-state`` for
+            optimizer state with a changing Python number.
     """
     _check_no_gradients_left(fakes, phases)
     leaves, spec = pytree.tree_flatten(result)
     values: list[Any] = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
-            leaves[position] = _Position(len(values))
+            leaves[position] = _Position(len(values))  # filled in after each run
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
     kept = chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), _argument_gradients(fakes))
@@ -106,7 +106,7 @@ def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Te
         table: dict[str, Any] = module._parameters if is_param else module._buffers
         name = step_state.aliases.get(fqn, fqn)
         old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
-        if table[attribute] is old:
+        if table[attribute] is old:  # unchanged, or updated in place
             continue
         if is_param:
             raise PlanError(Problem("parameter-replaced", fqn, found="the step puts a new parameter in place"))
@@ -121,7 +121,7 @@ def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Ten
             for key, value in optimizer.state.get(param, {}).items():
                 old = before.get(key)
                 if isinstance(value, torch.Tensor):
-                    if value is not old:
+                    if value is not old:  # updates in place need no output
                         yield value, Output("state", fqn, key, number)
                 elif value != old and not (old is None and value is None):
                     hint = "keep counters in tensors, as torch.optim does"

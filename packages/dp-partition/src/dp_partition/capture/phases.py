@@ -23,10 +23,10 @@ class Phases:
 
     Attributes:
         backward: The nodes of each backward pass.
-        grads: The nodes of each call of ``torch.autograd.grad``, which adds to no gradient.
+        grads: The nodes of each call of ``torch.autograd.grad``; it adds to no gradient.
         optimizer: The nodes of each optimizer step.
-        cleared: Whether gradients were cleared before the first backward pass.
-        stepping: The class of the optimizer whose step is running, or raised.
+        cleared: Gradients were cleared before the first backward pass.
+        stepping: Class of the optimizer whose step is running, or has raised.
     """
 
     backward: list[frozenset[str]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Phases:
             before = current_trace_nodes()
             around, self.stepping = self.stepping, stepping or self.stepping
             result = call(*args, **kwargs)
-            self.stepping = around  # left as it is where the call raises
+            self.stepping = around  # unchanged if the call raises
             calls.append(frozenset(current_trace_nodes()) - frozenset(before))
             return result
 
@@ -72,7 +72,7 @@ class Phases:
 
 
 def mark_phases(nodes: list[fx.Node], phases: Phases) -> None:
-    """Write the phase on the nodes of a graph: what follows the last backward pass is the optimizer's."""
+    """Write the phase on the nodes of a graph: all nodes after the last backward pass are the optimizer's."""
     backward = frozenset[str]().union(*phases.backward, *phases.grads)
     last = max((position for position, node in enumerate(nodes) if node.name in backward), default=len(nodes))
     for position, node in enumerate(nodes):
@@ -90,7 +90,7 @@ library.define("tag_grad(Tensor(a) self, str name='') -> Tensor(a)")
 def _same_tensor(grad: torch.Tensor, name: str = "") -> torch.Tensor:
     if grad.layout != torch.strided:
         return grad  # refused by name afterwards
-    # Another object: autograd may hand this tensor on to other inputs (of a sum), whose gradient is not the average.
+    # Another object: autograd may pass this tensor on to other inputs (of a sum); their gradient is not the average.
     return torch.ops.aten.alias.default(grad)  # type: ignore[no-any-return]
 
 
@@ -101,12 +101,12 @@ TAG_GRAD = torch.ops.dp_partition.tag_grad.default
 
 @contextmanager
 def gradients_tagging(params: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Within the block, every gradient that reaches a parameter passes through a tag with the parameter's name.
+    """Tag every gradient of a parameter within the block with the parameter's name.
 
     Safe to trace: the tags become nodes of the graph, from which `build_data_parallel_strategies` removes them.
 
     Args:
-        params: Parameters by name; the step may thaw those that need no gradient.
+        params: Parameters by name; the step may thaw frozen ones.
     """
     handles = [hook_gradient(param, _tagger(name)) for name, param in params.items()]
     try:
@@ -127,7 +127,7 @@ def hook_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> A
 
 
 class _DifferentiableTag(torch.autograd.Function):
-    """The tag on a gradient that is differentiated again: the identity, whose derivative is the identity."""
+    """Tag of a gradient that is differentiated again: the identity, with the identity as derivative."""
 
     @staticmethod
     def forward(context: Any, grad: torch.Tensor, name: str) -> torch.Tensor:

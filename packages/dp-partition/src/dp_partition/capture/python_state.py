@@ -1,7 +1,7 @@
-"""Python values that a step may change while it is traced, put back afterwards.
+"""Python values changed by a step while it is traced, restored afterwards.
 
-A trace that fails has run the step once more than the caller asked for. What this run did to lists, dicts and counters
-would be a change that no call made, and a fake tensor in one of them would fail in the next eager use.
+A failed trace has run the step once more than requested. Its changes of lists, dicts and counters
+would be changes without a call, and a fake tensor in one of them would fail in the next eager use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EMPTY = object()
 
 
 class PythonState:
-    """Contents of all containers, objects, cells and globals that a step can reach.
+    """Contents of all containers, objects, cells and globals within a step's reach.
 
     Args:
         roots: The step's function and its arguments.
@@ -44,12 +44,12 @@ class PythonState:
 
     def __init__(self, *roots: Any) -> None:
         self.tables: list[tuple[Any, Any]] = []  # a container or an object's attributes, and a copy
-        self.placed: set[int] = set()  # ids of the tables in which placing a model puts other tensors
-        self.hooks: set[int] = set()  # ids of the tables of hooks that modules keep
+        self.placed: set[int] = set()  # ids of the tables changed by placing a model
+        self.hooks: set[int] = set()  # ids of modules' tables of hooks
         self.cells: list[tuple[str, types.CellType, Any]] = []
         self.globals: list[tuple[dict[str, Any], str, Any]] = []
         self.caches: list[tuple[Any, Any]] = []  # functions under lru_cache
-        self.generators: list[tuple[Callable[[Any], Any], Any]] = []  # what puts a state back, and the state
+        self.generators: list[tuple[Callable[[Any], Any], Any]] = []  # function to restore a state, and the state
         seen: dict[int, Any] = {}
         todo = [(root, _DEPTH) for root in roots]
         while todo:
@@ -77,7 +77,7 @@ class PythonState:
                 todo += [(member, depth - 1) for member in self._members(value)]
 
     def changes(self) -> list[str]:
-        """Return names of counters, flags and other plain values that are others now, with both values."""
+        """Return names of changed counters, flags and other plain values, with both values."""
         now = [(name, before, _contents(cell)) for name, cell, before in self.cells]
         now += [(name, before, table.get(name)) for table, name, before in self.globals]
         for table, before in self.tables:
@@ -86,11 +86,11 @@ class PythonState:
         return [f"{n} ({a!r} -> {b!r})" for n, a, b in now if a is not b and isinstance(a, PLAIN) and a != b][:5]
 
     def restore_hooks(self) -> None:
-        """Put back hooks that a forward has registered, and empty caches that may hold fake tensors.
+        """Remove hooks registered by a forward, and empty caches that may hold fake tensors.
 
-        A trace that succeeds is the first call's run of the step's Python: counters and draws stay as it left them, or
-        the check would find the same values in each call. Attributes of modules are put back in any case, and hooks
-        with them: a library that remembers in an attribute that it has registered them would register them twice.
+        A successful trace is the first call's run of the step's Python: its counters and draws stay, or
+        the check would find the same values in each call. Attributes of modules are restored in any case, and hooks
+        with them: a library with an attribute for its registered hooks would register them twice.
         """
         for table, before in self.tables:
             if id(table) in self.hooks and not _same([*table.values()], [*before.values()]):
@@ -101,7 +101,7 @@ class PythonState:
                 cached.cache_clear()
 
     def restore(self, *, is_placed: bool = False) -> None:
-        """Put back, in place, what is another object now: the step runs once more, from the beginning.
+        """Restore replaced objects, in place: the step runs once more, from the beginning.
 
         Args:
             is_placed: Leave parameters, buffers and optimizers alone: they were placed since.
@@ -117,7 +117,7 @@ class PythonState:
             if is_placed and id(table) in self.placed:
                 continue
             if isinstance(table, dict):
-                if "_opt_called" in table:  # a scheduler's mark that a step was taken: the graph takes it by no call
+                if "_opt_called" in table:  # a scheduler's mark of a step: the graph steps without a call
                     before["_opt_called"] = table["_opt_called"]
                 if not _same([*table, *table.values()], [*before, *before.values()]):
                     table.clear()
@@ -152,7 +152,7 @@ class PythonState:
         return members
 
     def _of_function(self, function: types.FunctionType) -> Iterable[Any]:
-        """Return contents of cells, defaults, and the globals that a function names; nothing of installed libraries."""
+        """Return contents of cells, defaults, and globals in a function's code; nothing of installed libraries."""
         source = getattr(sys.modules.get(function.__module__ or ""), "__file__", None) or ""
         if "site-packages" in source or "dist-packages" in source:
             return []
@@ -166,7 +166,7 @@ class PythonState:
 
 
 def _random_state(value: Any) -> tuple[Callable[[Any], Any], Any] | None:
-    """Return how to put back a generator of Python or NumPy, and its state; None for everything else."""
+    """Return the restoring function and the state of a generator of Python or NumPy; None for everything else."""
     if isinstance(value, random.Random):
         return value.setstate, value.getstate()
     bits = getattr(value, "bit_generator", None)
@@ -187,6 +187,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object, a module or an optimizer; None for functions and what has none."""
+    """Return the attributes of an object, a module or an optimizer; None for functions and objects without any."""
     table = getattr(value, "__dict__", None)
     return table if isinstance(table, dict) and not isinstance(value, types.FunctionType) else None

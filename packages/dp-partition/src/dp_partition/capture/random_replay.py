@@ -1,8 +1,8 @@
-"""Random numbers that are drawn again: what restores a generator's state gets the numbers of before.
+"""Repeated random numbers: after a generator's state is restored, the former numbers come again.
 
-Activation checkpointing saves the state of torch's generators in forward and puts it back while it recomputes. A graph
-cannot put a state back, so while a step is traced states are positions in the sequence of draws, and a draw at an
-earlier position is the value that was drawn there: forward's mask, and not another one.
+Activation checkpointing saves the state of torch's generators in forward and restores it for recomputation. A graph
+cannot restore a state, so while a step is traced states are positions in the sequence of draws, and a draw at an
+earlier position is the value drawn there: forward's mask, and not another one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Position:
-    """Stands for the state of a generator while a step is traced."""
+    """State of a generator while a step is traced."""
 
     device: str
     index: int
@@ -38,10 +38,10 @@ class _Draw:
 
 
 class RandomReplay(TorchDispatchMode):
-    """Records the draws of torch's default generators, and repeats them where their state was put back.
+    """Records the draws of torch's default generators, and repeats them after a restored state.
 
     Args:
-        name: The step's, for errors.
+        name: Name of the step, for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,7 +52,7 @@ class RandomReplay(TorchDispatchMode):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within the block states of generators are positions."""
+        """Replace states of generators by positions within the block."""
         with ExitStack() as stack:
             for module, device in ((torch, "cpu"), (torch.cuda, "cuda")):
                 get, put = self._get(device), self._put(device, module.set_rng_state)
@@ -65,14 +65,14 @@ class RandomReplay(TorchDispatchMode):
                     raise self._refused("puts a generator back to where it was before it drew")
             finally:
                 for known in self.drawn.values():
-                    known.clear()  # holds nothing of the step when it is over
+                    known.clear()  # keeps nothing of a finished step alive
 
     def _get(self, device: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: _Position(device, self.position[device])
 
     def _put(self, device: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def put(new_state: Any, *args: Any, **kwargs: Any) -> None:
-            if not isinstance(new_state, _Position):  # a state from outside the step: seen as such afterwards
+            if not isinstance(new_state, _Position):  # a state from outside the step: detected afterwards
                 original(new_state, *args, **kwargs)
             else:
                 self.position[device] = new_state.index
@@ -92,7 +92,7 @@ class RandomReplay(TorchDispatchMode):
                 raise self._refused(f"draws {func} where {known[position].op} was drawn from the same state")
             return self._again(known[position], args)
         result = func(*args, **kwargs)
-        # A copy, since the step may write to what it drew; where nobody draws again it is dead code.
+        # A copy: the step may write to its draw; without a second draw the copy is dead code.
         known.append(_Draw(func, signature, pytree.tree_map_only(torch.Tensor, aten.clone.default, result)))
         return result
 

@@ -26,11 +26,11 @@ class StepState:
     """The stateful arguments of a train step.
 
     Attributes:
-        modules: ``(prefix, module)``; the prefix is empty when there is one module.
+        modules: ``(prefix, module)``; the prefix is empty for a single module.
         optimizers: The optimizers, in argument order.
-        params: Unique parameters by FQN, in registration order; a tied parameter stands under its first name.
+        params: Unique parameters by FQN, in registration order; a tied parameter has its first name.
         buffers: Unique buffers by FQN.
-        aliases: Every further name of a tied tensor -> the name it stands under.
+        aliases: Every further name of a tied tensor -> its first name.
     """
 
     modules: list[tuple[str, nn.Module]]
@@ -41,11 +41,11 @@ class StepState:
 
     @functools.cached_property
     def reads(self) -> ModuleReads:
-        """Values that the modules keep beside their parameters and buffers."""
+        """Values of the modules beside their parameters and buffers."""
         return ModuleReads(root for _, root in self.modules)
 
     def slots(self) -> Iterator[tuple[str, nn.Module, str, bool]]:
-        """Every place a tensor is registered in: ``(fqn, owner module, attribute, is it a parameter)``."""
+        """Yield every registration of a tensor: ``(fqn, owner module, attribute, is it a parameter)``."""
         for prefix, root in self.modules:
             for path, module in root.named_modules(remove_duplicate=True):
                 base = ".".join(part for part in (prefix, path) if part)
@@ -56,10 +56,10 @@ class StepState:
 
 
 def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
-    """Find the modules and optimizers among the arguments, and the tensors they hold.
+    """Find the modules and optimizers among the arguments, and their tensors.
 
     Raises:
-        PlanError: When there is no module (code ``wrong-type``), or an optimizer steps a tensor that no module holds
+        PlanError: There is no module (code ``wrong-type``), or an optimizer steps a tensor outside of all modules
             (code ``parameter-not-in-module``).
     """
     modules: list[tuple[str, nn.Module]] = []
@@ -77,7 +77,7 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
             Problem("wrong-type", getattr(function, "__name__", "train_step"), found="no nn.Module", hint=hint)
         )
     if len(modules) == 1:
-        modules = [("", modules[0][1])]
+        modules = [("", modules[0][1])]  # one module: names without a prefix
     step_state = StepState(modules, optimizers)
     index_tensors(step_state)
     _check_optimizers(step_state)
@@ -118,7 +118,7 @@ def _check_optimizers(step_state: StepState) -> None:
     for number, optimizer in enumerate(step_state.optimizers):
         inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
         if inner:
-            # Its state would be rebound to no placed parameter, and start anew in each call.
+            # Its state would be rebound to no placed parameter, and start again in each call.
             found = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
             hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
             problems.append(Problem("not-traceable", f"optimizer {number}", found=found, hint=hint))
@@ -138,17 +138,17 @@ def _check_optimizers(step_state: StepState) -> None:
 
 
 def choose_foreach(optimizer: Optimizer) -> None:
-    """Update all parameters of a group at once where the caller has not chosen: half the nodes of a loop."""
+    """Update all parameters of a group at once, unless the caller has chosen: half the nodes of a loop."""
     for group in optimizer.param_groups:
-        # A parameter that a step unfreezes gets its state inside the trace: its count is a constant there, which
-        # multi-tensor updates leave at zero.
+        # A parameter thawed by the step gets its state inside the trace: its count is a constant there, and
+        # multi-tensor updates leave it at zero.
         is_open = "foreach" in group and group["foreach"] is None and all(p.requires_grad for p in group["params"])
         if is_open and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True
 
 
 def keyless_state(optimizers: list[Optimizer]) -> list[Problem]:
-    """Return a problem for each optimizer that keeps state under a key that is no parameter: a graph would lose it."""
+    """Return a problem for each optimizer with state under other keys than parameters: a graph would lose it."""
     hint = "keep it in the state of a parameter, self.state[p], or in a buffer of the model"
     return [
         Problem("python-state", f"optimizer {number}", found=f"{type(optimizer).__name__}.state[{key!r}]", hint=hint)
@@ -159,25 +159,25 @@ def keyless_state(optimizers: list[Optimizer]) -> list[Problem]:
 
 
 def _any(key: Any) -> Any:
-    return key  # torch types keys as tensors; optimizers of one's own use strings and indices
+    return key  # torch types keys as tensors; custom optimizers use strings and indices
 
 
 def has_state(state: dict[Any, Any] | None) -> TypeGuard[dict[Any, Any]]:
-    """Return whether state of a parameter holds anything: SGD keeps a buffer that is None until its first step."""
+    """Return True if a parameter's state holds anything: SGD keeps a None buffer until its first step."""
     return state is not None and any(value is not None for value in state.values())
 
 
 def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """The state that the optimizer's first step would begin with for one parameter.
+    """Return the state at the start of the optimizer's first step, for one parameter.
 
     Args:
         optimizer: A ``torch.optim`` optimizer, or one written like it.
-        group: The parameter group that ``param`` belongs to.
-        param: A parameter or a shard of it; real or fake. Its ``grad`` is left as found.
+        group: The parameter group of ``param``.
+        param: A parameter or a shard of it; real or fake. Its ``grad`` stays unchanged.
 
     Returns:
-        The state, or an empty dict when the optimizer makes it only from the first gradient; the first step then has a
-        graph of its own.
+        The state, or an empty dict if the optimizer makes it only from the first gradient; the first step then has
+        its own graph.
     """
     if isinstance(optimizer, torch.optim.SGD):
         return _momentum_buffer(group, param)
@@ -185,10 +185,10 @@ def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tens
     if init is None:
         return {}
     saved_state, saved_grad = optimizer.state, param.grad
-    optimizer.state = defaultdict(dict)
-    param.grad = torch.zeros_like(param)
+    optimizer.state = defaultdict(dict)  # `_init_group` writes into it
+    param.grad = torch.zeros_like(param)  # without one `_init_group` skips it
     try:
-        names = list(inspect.signature(init).parameters)[1:]
+        names = list(inspect.signature(init).parameters)[1:]  # lists to fill
         init({**group, "params": [param]}, *([] for _ in names))
         return dict(optimizer.state[param])
     finally:
@@ -196,7 +196,7 @@ def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tens
 
 
 def _momentum_buffer(group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """SGD's first buffer is the gradient itself: with no dampening that is what a zero buffer gives."""
+    """Return zeros for SGD's first buffer, the gradient itself: without dampening they give the same."""
     if group["momentum"] != 0 and group["dampening"] == 0:
         return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
     return {}
@@ -206,8 +206,8 @@ def check_traceable(step_state: StepState) -> None:
     """Raise for tensors whose meaning a trace would lose.
 
     Raises:
-        PlanError: For hooks on parameters (``parameter-hooks``), parameters that are distributed already
-            (``already-applied``) and tensors that lie in one another's memory (``shared-memory``).
+        PlanError: For hooks on parameters (``parameter-hooks``), distributed parameters
+            (``already-applied``) and tensors in one another's memory (``shared-memory``).
     """
     problems = [
         Problem("already-applied", name, found="is wrapped in DistributedDataParallel", hint=_UNWRAPPED_HINT)
@@ -236,7 +236,7 @@ def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:
 
 
 def shared_memory(tensors: dict[str, Any]) -> list[Problem]:
-    """Different tensors with overlapping memory: they would come apart when they are placed."""
+    """Return problems of different tensors with overlapping memory: placing would separate them."""
     owners: dict[int, list[tuple[str, int, int]]] = {}
     problems = []
     for name, tensor in tensors.items():

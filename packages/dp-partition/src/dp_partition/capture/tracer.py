@@ -1,4 +1,4 @@
-"""Trace a train step to one fx graph on fake tensors, leaving every object of the caller as it was."""
+"""Trace a train step to one fx graph, without changes of the caller's objects."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class Capture:
     """A traced train step.
 
     Attributes:
-        module: The graph at full parameter shapes; placeholders stand in the order of ``inputs``.
-        inputs: What each placeholder is.
-        returned: What the step returned and put in place, as outputs of the graph.
-        guards: Conditions on hyperparameters under which the trace holds, as sympy expressions.
+        module: The graph at full parameter shapes; placeholders are in the order of ``inputs``.
+        inputs: Source of each placeholder's value.
+        returned: Values returned and installed by the step, as outputs of the graph.
+        guards: Conditions of the trace on hyperparameters, as sympy expressions.
         symbols: The sympy symbol of each hyperparameter.
-        mode: The fake mode that holds the nodes' ``meta["val"]``.
-        cleared: Whether the step clears gradients before its first backward.
-        gradients: Names of parameters whose gradients the step reads, and in how many backward passes each gets one.
-        sizes: The symbol of each size that is one.
-        modes: Modules that the step leaves in another mode than it found them in, and that mode.
-        trained: Parameters whose `requires_grad` it leaves as another, and as which.
-        left: Names of parameters whose gradients it leaves for the next call to clear.
-        groups: Number of the optimizer and of the parameter group that update a parameter, by its name.
+        mode: The fake mode of the nodes' ``meta["val"]``.
+        cleared: The step clears gradients before its first backward.
+        gradients: Names of parameters with gradients read by the step, and the number of backward passes to each.
+        sizes: The symbol of each symbolic size.
+        modes: Modules left in another mode than before, and that mode.
+        trained: Parameters left with another `requires_grad`, and its value.
+        left: Names of parameters with gradients left for the next call to clear.
+        groups: Number of the optimizer and of the parameter group of a parameter, by its name.
     """
 
     module: fx.GraphModule
@@ -81,7 +81,7 @@ class Capture:
         return self.returned.outputs
 
     def drop_argument_gradients(self) -> None:
-        """Leave no gradients on arguments: micro-batches are tensors of their own, which nobody sees."""
+        """Leave no gradients on arguments: micro-batches are the graph's own tensors."""
         (output,) = [node for node in self.module.graph.nodes if node.op == "output"]
         kept = sum(entry.kind != "argument" for entry in self.outputs)  # they are the last
         output.args = (list(output.args[0])[:kept],)
@@ -95,19 +95,19 @@ class _Tracing:
         function: The train step, as written for one device.
         call: Its arguments and keyword arguments.
         step_state: The modules and optimizers among them.
-        batch_of: Shape at which a tensor argument is traced, from the tensor passed; None: its own.
-        device: Where fakes seem to be; None: where the tensors are.
-        marked: Dims of the arguments whose sizes are symbols.
+        batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
+        device: Apparent device of fakes; None: the tensors' own.
+        marked: Dims of the arguments with symbolic sizes.
 
     Attributes:
         mode: The fake mode.
-        inputs: What each input of the graph is.
+        inputs: Source of each input of the graph.
         flat: The fake tensors in the order of the inputs.
-        phases: Which operators are forward, backward and optimizer.
-        written: Real tensors that the step writes: those that it reaches past its arguments.
-        returned: What the step returned.
+        phases: Operators of forward, backward and optimizer.
+        written: Real tensors written by the step: those from outside of its arguments.
+        returned: Values returned by the step.
         symbols: The symbols of its hyperparameters.
-        modes: Modes of modules that it changed.
+        modes: Modes of modules changed by it.
     """
 
     returned: Returned
@@ -132,7 +132,7 @@ class _Tracing:
         )
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
-        self.written = _WrittenTensors()
+        self.written = _WrittenTensors()  # restored after the trace
 
     @property
     def name(self) -> str:
@@ -151,13 +151,13 @@ class _Tracing:
         return module
 
     def body(self, *tensors: Any) -> list[Any]:
-        """The step as a function of its inputs; returns what its graph returns."""
+        """Run the step as a function of its inputs; return its graph's values."""
         args, kwargs = self._arguments(tensors)
         optimizers, modules = self.step_state.optimizers, [module for _, module in self.step_state.modules]
         recording = self.phases.recording(optimizers, modules)
         with installed(self.step_state, self.fakes) as self.symbols, recording:
             tagging, unchanged = gradients_tagging(dict(self.fakes.params)), param_groups_unchanged(optimizers)
-            memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key comes again
+            memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key is reused
             modes = [(part, part.training) for module in modules for part in module.modules()]
             with tagging, torch.enable_grad(), unchanged, RandomReplay(self.name).installed(), self.written:
                 result = self.function(*args, **kwargs)
@@ -169,22 +169,22 @@ class _Tracing:
         return values
 
     def _arguments(self, tensors: tuple[Any, ...]) -> Any:
-        """The step's own arguments, with the graph's inputs in the places of tensors."""
+        """Return the step's own arguments, with the graph's inputs in place of tensors."""
         call = list(self.leaves)
         for position, value in zip(self.positions, tensors[len(tensors) - len(self.positions) :], strict=True):
             call[position] = value
         return pytree.tree_unflatten(call, self.spec)
 
     def guards(self) -> list[Any]:
-        """The conditions on hyperparameters that were decided so far."""
+        """Return the conditions on hyperparameters decided so far."""
         shape_env: Any = self.mode.shape_env
         return [guard.expr for guard in shape_env.guards]
 
 
 class _WrittenTensors(TorchDispatchMode):
-    """Keeps the values of real tensors that a trace is about to write: its graph writes them again in each call.
+    """Keeps the values of real tensors before a trace writes them: its graph writes them again in each call.
 
-    Such tensors are reached past the arguments, in a closure or an attribute, so no fake stands in their place.
+    Such tensors are outside of the arguments, in a closure or an attribute, so no fake replaces them.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class _WrittenTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def restore(self) -> None:
-        """Put back what was written."""
+        """Restore the written tensors."""
         with without_modes(), torch.no_grad():
             for tensor, value in self.values.values():
                 tensor.detach().copy_(value)
@@ -222,33 +222,33 @@ def trace_step(
         args: Its arguments; tensors among them become graph inputs, other leaves are constants of the trace.
         kwargs: Its keyword arguments.
         step_state: The modules and optimizers among the arguments.
-        batch_of: Shape at which a tensor argument is traced, from the tensor passed; default its own.
-        device: Where the tensors seem to be; default where they are.
-        marked: Dims of the arguments whose sizes are symbols of the graph.
+        batch_of: Traced shape of a tensor argument, from the given tensor; default its own.
+        device: Apparent device of the tensors; default their own.
+        marked: Dims of the arguments with symbolic sizes in the graph.
 
     Raises:
-        PlanError: When the step cannot be traced (code ``not-traceable``), carries gradients or Python state from one
+        PlanError: The step cannot be traced (code ``not-traceable``), passes gradients or Python state from one
             call to the next (``python-state``), changes hyperparameters
             (``hyperparameter-changed``), draws numbers that a graph would burn in (``random-replay``), or reads a
-            number that is not part of its result (``value-kept``).
+            number outside of its result (``value-kept``).
     """
     tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device, marked)
     try:
         module = tracing.record()
-    except PlanError:
+    except PlanError:  # it has its own problem
         raise
     except Exception as error:
         problem = trace_problem(tracing.name, error, tracing.phases.stepping)
         raise PlanError(problem, "the train step could not be traced") from error
     made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
     capture = Capture(module, *made, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
-    capture.groups = _groups(step_state)
+    capture.groups = _groups(step_state)  # for fused kernels, which take plain floats
     for name, param in tracing.fakes.params.items():
         if param.requires_grad != step_state.params[name].requires_grad:
             capture.trained[name] = param.requires_grad
         if param.grad is not None:
             capture.left.append(name)
-    if capture.sizes:
+    if capture.sizes:  # only a trace with symbols
         erase_full_slices(module.graph)
         use_first_sizes(module.graph, tracing.mode)
     mark_phases(list(module.graph.nodes), tracing.phases)
@@ -261,14 +261,14 @@ def trace_step(
 
 
 def _without_recurrent_kernels(step_state: StepState) -> contextlib.AbstractContextManager[Any]:
-    """Recurrent layers of oneDNN keep a workspace that no graph can hold: trace torch's own operators instead."""
+    """Trace torch's own operators for recurrent layers: oneDNN's keep a workspace that no graph can hold."""
     layers = any(isinstance(m, nn.RNNBase) for _, root in step_state.modules for m in root.modules())
     return without_onednn() if layers else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _without_cast_cache() -> Iterator[None]:
-    """Autocast remembers casts of weights, and a graph would then miss those of another trace."""
+    """Disable autocast's cache of weight casts: a graph would miss those of another trace."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -281,10 +281,10 @@ def _without_cast_cache() -> Iterator[None]:
 def _no_other_draws(name: str) -> Iterator[None]:
     """Raise if the block draws from Python's or NumPy's generator, or seeds torch's; put all of them back.
 
-    Fakes draw nothing, so that torch's generator moves only where it is seeded.
+    Fakes draw nothing, so torch's generator changes only when it is seeded.
 
     Raises:
-        PlanError: With every generator that was touched (code ``random-replay``).
+        PlanError: With every used generator (code ``random-replay``).
     """
     numpy: Any = sys.modules.get("numpy")
     before = (random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state())
@@ -313,7 +313,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
 
 
 def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> None:
-    """Refuse a number that is read from a tensor and goes nowhere in the graph: a list or a log gets it, once."""
+    """Refuse a number read from a tensor without use in the graph: a list or a log would get it only once."""
     hint = "return it from the step, and keep or print it outside"
     problems = [
         Problem("value-kept", name, found=f"a number read with {node.target} leaves the step", hint=hint)
@@ -321,14 +321,14 @@ def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> Non
         if node.target is torch.ops.aten._local_scalar_dense.default
         and not node.users
         and node.name not in optimizer
-        and "input" not in meta_of(node.args[0])  # a hyperparameter that this step does not use
+        and "input" not in meta_of(node.args[0])  # a hyperparameter without use in this step
     ]
     if problems:
         raise PlanError(problems[:3], "the step keeps values of its own, which a graph would not renew")
 
 
 def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
-    """Return what a failed trace is refused with."""
+    """Return the problem of a failed trace."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()
     if optimizer:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
@@ -341,7 +341,7 @@ def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
 
 
 def asks_for_values(error: Exception) -> bool:
-    """Return whether an error of a trace comes from a value that is not there."""
+    """Return True if a trace failed for lack of a value."""
     words = (
         "data-dependent",
         "DataDependent",
@@ -355,16 +355,16 @@ def asks_for_values(error: Exception) -> bool:
 
 
 def user_line(error: BaseException) -> str:
-    """Return the innermost line of an error's traceback that is neither torch's nor this package's, as text."""
+    """Return the innermost line of an error's traceback outside of torch and this package, as text."""
     between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
     lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
     lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
-    lines = [one for one in lines if not one.filename.startswith(between[:2])]
+    lines = [one for one in lines if not one.filename.startswith(between[:2])]  # torch and this package
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
 
 
 def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:
-    """The optimizer and parameter group of every parameter that has one."""
+    """Return the optimizer and parameter group of every parameter with one."""
     fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     return {
         fqn_of[id(param)]: (number, index)
@@ -379,12 +379,12 @@ def _name_placeholders(module: fx.GraphModule, inputs: list[Input]) -> None:
     for node, entry in zip(placeholders, inputs, strict=True):
         name = "".join(c if c.isalnum() else "_" for c in entry.label)
         node._rename(name)
-        node.target = node.name
+        node.target = node.name  # fx uses it as the argument's name
         meta_of(node)["input"] = entry
 
 
 def _check_gradients(module: fx.GraphModule) -> None:
-    """Gradients that no bucket can hold are refused."""
+    """Refuse gradients that no bucket can hold."""
     problems = []
     for node in module.graph.nodes:
         value = node.meta.get("val")
@@ -396,7 +396,7 @@ def _check_gradients(module: fx.GraphModule) -> None:
 
 
 def _check_constants(module: fx.GraphModule) -> None:
-    """A parameter that the trace met as a constant would never be trained, so it is refused."""
+    """Refuse a parameter that the trace met as a constant: it would never be trained."""
     problems = []
     for node in module.graph.nodes:
         if node.op != "get_attr":

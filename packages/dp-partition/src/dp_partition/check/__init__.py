@@ -1,5 +1,5 @@
-"""Check by execution: at some calls the step also runs eagerly on a copy, and the graph's outcome is compared with it.
+"""Check by execution: compare some calls with an eager run of the step on a copy.
 
-`checked_call` chooses the calls and is the recipe, `copying` copies everything the step works on, `reference` runs the
-copy with `gradients` averaged as the graph does, `verdict` compares.
+`checked_call` schedules and runs a check, `copying` copies everything used by the step, `reference` runs the
+copy with `gradients` averaged as in the graph, `verdict` compares.
 """

@@ -1,11 +1,11 @@
-"""One checked call: copy, run the graph, run the reference, compare, and take everything back if they differ.
+"""One checked call: copy, run the graph, run the reference, compare, and undo everything on a mismatch.
 
-The recipe (all ranks alike, since the copy and the averages communicate):
+The steps (all ranks alike, since the copy and the averages communicate):
 
-1. agree that the copy fits, take a snapshot to go back to, copy the step;
+1. agree that the copy fits, take a snapshot for rollback, copy the step;
 2. run the graph;
 3. run the copy from the same random numbers, and compare;
-4. what is suspicious on any rank is judged by more runs of the copy;
+4. judge suspicious values of any rank by more runs of the copy;
 5. on a mismatch restore the snapshot and raise on every rank.
 """
 
@@ -58,13 +58,13 @@ if TYPE_CHECKING:
     from dp_partition.runner import Runner
 import random
 
-# A right graph's error may be this many times what right results lie apart.
+# Accepted ratio of the graph's error to the spread of right results.
 FACTOR = 10.0
 NUM_PERTURBED = 3
 
 
 class CheckMismatch(PlanError):
-    """The graph's outcome of a checked call is not that of the step. Everything is as before the call."""
+    """The graph's outcome of a checked call differs from the step's. Everything is as before the call."""
 
 
 class CheckedCall:
@@ -73,17 +73,17 @@ class CheckedCall:
     Args:
         runner: The step.
         binding: Its placed model and optimizers.
-        program: The graph that the call runs.
+        program: The graph of the call.
         call: Its arguments.
     """
 
     def __init__(self, runner: Runner, binding: Binding, program: Program, call: CallArguments) -> None:
         self.runner, self.binding, self.program, self.call = runner, binding, program, call
         self.arguments = (call.args, call.kwargs)
-        self.gradients: dict[str, torch.Tensor] = {}  # of the graph, before anything clips them
-        # A step without collectives may be called by some ranks only: its check must not communicate either.
+        self.gradients: dict[str, torch.Tensor] = {}  # of the graph, before clipping
+        # Some ranks alone may call a step without collectives: its check must not communicate either.
         self.communicates = binding.mesh.size() > 1 and any(map(is_collective, program.module.graph.nodes))
-        # What one rank alone knows must not choose the calls that all ranks check.
+        # Knowledge of one rank alone must not choose the calls checked by all ranks.
         self.is_shared = self.communicates or binding.mesh.size() == 1
 
     # ---- the recipe -------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class CheckedCall:
         reasons = [(rank, text) for rank, text in enumerate(self.gather(reason)) if text]
         uncopied = [f"rank {rank}: {text}" for rank, text in reasons if text.startswith("cannot copy")]
         if uncopied:
-            # A generator's first batch, say, would be used for ever, and no check would ever see it.
+            # Otherwise a generator's first batch, say, would be used for ever, without any check.
             self.advance(again=True)
             hint = "pass it to the step as an argument, or its value; check='never' runs the graph without any check"
             problem = Problem("check-error", self.runner.name, found="; ".join(uncopied)[:600], hint=hint)
@@ -115,12 +115,12 @@ class CheckedCall:
         if copied is None or reasons:
             return self.unchecked(reasons[0][1])
         result = self.graph_run(self.gradients)
-        after = self.random_state()
+        after = self.random_state()  # the caller continues from here
         try:
             versions, modes = self.versions(), global_modes()
             self.random.restore()
             ended = self.reference(copied)
-            del copied
+            del copied  # frees its memory before the comparison
             drawn = self.random_state()
             after.restore()
             if ended.outcome is not None and modes != global_modes():
@@ -130,14 +130,14 @@ class CheckedCall:
             self.advance(unseen=self.any_unseen())
         except CheckMismatch:
             raise
-        except BaseException as error:  # a peer died, or the caller interrupts: the graph has run, the check has not
+        except BaseException as error:  # a dead peer or an interrupt: the graph has run, the check has not
             self.roll_back()
             error.add_note(f"raised by the check of {self.runner.subject}; everything is as before the call")
             raise
         return result
 
     def conclude(self, ended: Ended, result: Any, versions: list[int], draws_alike: bool) -> None:
-        """Compare, and raise on every rank what any rank found."""
+        """Compare, and raise the findings of any rank on every rank."""
         found: list[Difference] = []
         failure = None
         if self.versions() != versions:
@@ -161,7 +161,7 @@ class CheckedCall:
         reason = next((text for _, text, _ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
-            self.program.is_checked = True  # another check of it would come to the same end
+            self.program.is_checked = True  # another check of it would end in the same way
             return
         if any(count for _, _, count in rows):
             found = self.judged(found, ended.outcome)  # communicates: all ranks take part
@@ -170,7 +170,7 @@ class CheckedCall:
         self.runner.num_checked += 1
 
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
-        """Leave out what right results differ by as well."""
+        """Leave out differences found between right results as well."""
         noise = dict.fromkeys((one.name for one in found), 0.0)
         post, after = Snapshot(self.binding, self.arguments), self.random_state()
         recorder = Recorder()
@@ -182,7 +182,7 @@ class CheckedCall:
             if outcome is not None and reference is not None:
                 for name in noise:
                     error = measure(name, outcome, reference)
-                    if mode is None or error < 0.2:  # what double precision changes more is another computation
+                    if mode is None or error < 0.2:  # a larger change in double precision is another computation
                         noise[name] = max(noise[name], error)
         post.restore()
         after.restore()
@@ -194,7 +194,7 @@ class CheckedCall:
         ]
 
     def variation(self, transform: Transform | None, mode: Any) -> Outcome | None:
-        """Outcome of another right run; None where it does not go through."""
+        """Return the outcome of another right run; None if it fails."""
         self.before.restore()
         self.random.restore()
         try:
@@ -207,7 +207,7 @@ class CheckedCall:
             return self.reference(copied).outcome
 
     def is_count(self, name: str, reference: Outcome | None) -> bool:
-        """Return whether a value is made of integers, which rounding decides only at ties."""
+        """Return True for integers, changed by rounding only at ties."""
         if reference is None:
             return False
         value = reference.tensors.get(name)
@@ -216,7 +216,7 @@ class CheckedCall:
         return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
     def raise_mismatch(self, found: list[Difference]) -> None:
-        """Raise on every rank if any rank found a difference."""
+        """Raise on every rank if any rank has a difference."""
         rows = self.gather([(one.name, str(one), one.noise) for one in found[:8]])
         problems: list[Problem] = []
         hint = "report it with the step; check='never' trains on without this check"
@@ -236,7 +236,7 @@ class CheckedCall:
             raise CheckMismatch(problems[:8], summary)
 
     def roll_back(self) -> None:
-        """Everything as before the call, and the next call is checked again."""
+        """Restore everything from before the call, and check the next call again."""
         self.before.restore()
         with torch.no_grad():
             for tensor, value in self.constants:
@@ -247,17 +247,17 @@ class CheckedCall:
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def copy(self, transform: Transform | None = None) -> StepCopy:
-        """Copy the step, with what its calls leave for the next one to clear."""
+        """Copy the step, with gradients left by earlier calls for it to clear."""
         copied = copy_step(self.runner.function, self.arguments, self.binding, transform)
         if self.runner.schedule.calls > 1:
             programs = [one for known in self.runner.programs.values() for one in known]
             for name in {name for one in programs for name in one.capture.left}:
-                # The graph leaves no gradients: whatever stands there must not matter to the step.
+                # The graph leaves no gradients: existing ones must not matter to the step.
                 copied.step_state.params[name].grad = torch.ones_like(copied.step_state.params[name])
         return copied
 
     def draws_alike(self, graph: RandomState, reference: RandomState) -> bool:
-        """Return whether graph and step drew alike, where both draw from the same generators."""
+        """Return True if graph and step drew alike, or draw from different generators."""
         local = self.runner.settings.semantics == "local" and self.program.lowered is None
         return not local or graph.equals(reference)
 
@@ -269,7 +269,7 @@ class CheckedCall:
         return run_reference(copied, self.binding, settings, averages, wanted)
 
     def graph_run(self, gradients: dict[str, torch.Tensor] | None = None) -> Any:
-        """Run the graph; a failure is the step's own, and leaves the schedule going."""
+        """Run the graph; a failure is the step's own, and the schedule goes on."""
         try:
             optimizers = read_optimizers(self.binding.step_state.optimizers)
             return self.runner.run(self.binding, self.program, self.call, optimizers, gradients)
@@ -278,7 +278,7 @@ class CheckedCall:
             raise
 
     def count_gradients(self, reference: Outcome) -> None:
-        """Keep in the plan which trained parameters' gradients this check has not compared, and why."""
+        """Record in the plan the gradients not compared by this check, with reasons."""
         missing: dict[str, list[str]] = {}
         for name, passes in self.program.capture.gradients.items():
             if name in self.gradients and f"{name} gradient" in reference.tensors:
@@ -296,17 +296,17 @@ class CheckedCall:
             self.note_unchecked(f"{len(names)} of {total} gradients by themselves ({names[0]}, ...): {reason}")
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, where ranks communicate in a step; otherwise this rank's."""
+        """Return every rank's value if ranks communicate in a step; otherwise this rank's."""
         if not self.communicates:
             return [value]
         return all_gather_objects(self.binding.mesh, value, f"the check of {self.runner.subject}")
 
     def versions(self) -> list[int]:
-        """Version counters of all live tensors: each write of a shadow to one of them shows."""
+        """Return version counters of all live tensors: they show each write of a copy to one of them."""
         return [local_tensor(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
 
     def random_state(self) -> RandomState:
-        """Return the state of all generators that the step may draw from."""
+        """Return the state of all generators within the step's reach."""
         return RandomState(g for g in pytree.tree_leaves(self.arguments) if isinstance(g, torch.Generator))
 
     def advance(self, *, again: bool = False, unseen: bool = False) -> None:
@@ -315,14 +315,14 @@ class CheckedCall:
             self.runner.schedule.advance(again=again, unseen=unseen)
 
     def any_unseen(self) -> bool:
-        """Return whether some rank has traced a graph that no check has run."""
+        """Return True if some rank has traced a graph not yet run by a check."""
         if not self.is_shared:
             return False
         programs = [one for known in self.runner.programs.values() for one in known]
         return any(self.gather(any(not one.is_checked for one in programs)))
 
     def not_checkable(self) -> str:
-        """Why the call is not checked; empty where it is. Chooses the seed of the schedule as well."""
+        """Return the reason not to check the call, else empty. Sets the schedule's seed as well."""
         tensors = [tensor for _, _, _, tensor in live_tensors(self.binding, self.arguments)]
         if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
@@ -332,7 +332,7 @@ class CheckedCall:
         local = sum(local_tensor(t.detach()).numel() * t.element_size() for t in tensors)
         mine = (torch.initial_seed(), free_bytes(self.binding.mesh.device_type), check_bytes(full, local))
         rows = self.gather((*mine, secrets.token_hex(8)))
-        if self.is_shared:  # otherwise this seed is no other rank's
+        if self.is_shared:  # otherwise the seed is this rank's alone
             text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.runner.name}"
             self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
             self.runner.schedule.token = self.runner.schedule.token or rows[0][3]
@@ -340,14 +340,14 @@ class CheckedCall:
         return f"a full copy does not fit into free memory on rank {short[0]}" if short else ""
 
     def unchecked(self, reason: str) -> Any:
-        """Run the call without a check, and keep the reason for the plan."""
+        """Run the call without a check, and record the reason for the plan."""
         self.note_unchecked(reason)
         result = self.graph_run()
         self.advance()
         return result
 
     def note_unchecked(self, reason: str) -> None:
-        """Show in the plan that this call was not checked; warn once for each reason."""
+        """Record an unchecked call in the plan; warn once for each reason."""
         if reason not in self.runner.unchecked:
             self.runner.unchecked.append(reason)
             if "memory" in reason:
@@ -355,7 +355,7 @@ class CheckedCall:
 
 
 def free_bytes(device_type: str) -> int:
-    """Free memory of this process' device."""
+    """Return the free memory of this process' device, in bytes."""
     if device_type == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     try:
@@ -377,7 +377,7 @@ NEVER = 0
 class CheckSchedule:
     """Call numbers to check: 1, 2, then one drawn from each [2^k, 2^(k+1)), for ever.
 
-    Drawn numbers and not powers of two: those would never meet ``step % 10``.
+    Drawn numbers instead of powers of two: those would never meet ``step % 10``.
 
     Args:
         mode: ``"sampled"``, ``"first"`` (calls 1 and 2) or ``"never"``.
@@ -385,8 +385,8 @@ class CheckSchedule:
     Attributes:
         calls: Number of calls so far, failed ones included, so that all ranks count alike.
         next: Number of the next call to check; 0: none.
-        token: Text that no other step on these ranks has; empty before a checked call with collectives.
-        in_a_row: Number of calls that were checked one after the other for a graph that no check has run.
+        token: Text unique to this step on these ranks; empty before a checked call with collectives.
+        in_a_row: Number of consecutive checks for a graph not yet run by a check.
     """
 
     def __init__(self, mode: str) -> None:
@@ -394,16 +394,16 @@ class CheckSchedule:
         self.next = NEVER if mode == "never" else 1
 
     def is_due(self) -> bool:
-        """Count a call; true if it is to be checked. This compare is all that an unchecked call pays."""
+        """Count a call; return True if it is due for a check. An unchecked call costs only this compare."""
         self.calls += 1
-        return 0 < self.next <= self.calls  # `<`: the call that was due failed before it could be checked
+        return 0 < self.next <= self.calls  # `<`: the due call failed before its check
 
     def advance(self, *, again: bool = False, unseen: bool = False) -> None:
         """Choose the next call to check.
 
         Args:
             again: Check the very next call: this one has failed.
-            unseen: Check it because some rank has a graph that no check has run: not for ever, it may never come again.
+            unseen: Check it because some rank has an unchecked graph: not for ever, as it may never run again.
         """
         done = self.calls
         self.in_a_row = self.in_a_row + 1 if unseen and self.in_a_row < IN_A_ROW else 0

@@ -1,6 +1,6 @@
 """Copy a train step with everything it works on: function, closure, model, optimizer, schedulers, arguments.
 
-One pass of pickle's machinery, which keeps identity (a parameter in the model, in ``param_groups`` and in a closure is
+One pass of pickle's machinery keeps identity (a parameter in the model, in ``param_groups`` and in a closure is
 one object in the copy, too). Pickle alone would refuse closures and lose an optimizer's hooks; both are reduced here.
 Tensors never pass through the byte stream.
 """
@@ -30,7 +30,7 @@ from dp_partition.runtime.state import local_tensor
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 _CALLS = (types.BuiltinFunctionType, functools._lru_cache_wrapper, types.MethodWrapperType, OpOverload)
-# Code, types and handles to what exists once; a copy of them would mean nothing.
+# Code, types and handles to unique objects; a copy of them would mean nothing.
 _SHARED = (
     type,
     types.ModuleType,
@@ -53,33 +53,33 @@ _SHARED = (
 
 
 def check_bytes(full: int, local: int) -> int:
-    """Return the bytes that a checked call needs: the copy and its gradients, and a snapshot of the live shards."""
+    """Return the bytes of a checked call: the copy and its gradients, and a snapshot of the live shards."""
     return 2 * full + local
 
 
 class CannotCopyError(Exception):
-    """Something that the step reaches cannot be copied."""
+    """Something within the step's reach cannot be copied."""
 
 
 class Copier:
     """Copies object graphs, all under one memo.
 
     Args:
-        replaced: Tensors that stand for others, by ``id``: plain full tensors for placed ones.
+        replaced: Replacements of tensors, by ``id``: plain full tensors for placed ones.
         transform: Applied to each copied tensor.
     """
 
     def __init__(self, replaced: dict[int, torch.Tensor], transform: Transform | None = None) -> None:
         self.transform = transform or (lambda tensor: tensor)
-        self.handed: list[Any] = []  # what the stream names by its index
+        self.handed: list[Any] = []  # objects named in the stream by index
         self.index: dict[int, int] = {}
-        self.held: list[Any] = []  # no id comes again while copying
+        self.held: list[Any] = []  # alive: no id is reused while copying
         self.cells: list[tuple[types.CellType, types.CellType]] = []
         self.shared_ids: set[int] = set()
         self.replaced = replaced
 
     def copy(self, value: Any) -> Any:
-        """Return a copy that shares no memory and no mutable object with the original.
+        """Return a copy without memory or mutable objects of the original.
 
         Raises:
             CannotCopyError: With the reason.
@@ -115,9 +115,9 @@ class Copier:
         return self.index[id(original)]
 
     def persistent(self, value: Any) -> int | None:
-        """Index of what does not pass through the stream; None for what does."""
+        """Return the index of an object outside of the stream; None for one within it."""
         kind = type(value)
-        if kind in _PLAIN and id(value) not in self.shared_ids:  # the globals of a function are shared
+        if kind in _PLAIN and id(value) not in self.shared_ids:  # a function's globals are shared
             return None
         if id(value) in self.index:
             return self.index[id(value)]
@@ -126,7 +126,7 @@ class Copier:
         if isinstance(value, torch.Tensor):
             return self.hand(value, self._tensor(value))
         if isinstance(value, torch.Generator):
-            # The default one is where the run's own draws come from: it is put back, not copied.
+            # The run's own draws come from the default one: it is restored, not copied.
             return self.hand(value, value if value is torch.default_generator else _generator(value))
         if kind is types.CellType:
             cell = types.CellType()
@@ -192,11 +192,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Nothing:
-    """Target of weak references whose own is gone."""
+    """Target of dead weak references."""
 
 
 def is_importable(function: types.FunctionType) -> bool:
-    """Return whether a module holds the function under its name, and it keeps nothing in cells of its own."""
+    """Return True for a function under its name in a module, or without state."""
     found: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)

@@ -1,6 +1,6 @@
-"""Average the reference's gradients over the ranks, as the graph does: at the end of each backward pass.
+"""Average the reference's gradients over the ranks, as the graph does: after each backward pass.
 
-The order is that of parameters and not that in which gradients arrive: ranks whose batches take other paths would
+The order is that of parameters, not of arrival: ranks with batches on other code paths would
 otherwise fill each other's tensors.
 """
 
@@ -26,11 +26,11 @@ RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
 
 
 class PeerStoppedError(BaseException):
-    """Another rank's reference has stopped. No `Exception`: the step's own handlers must not catch it."""
+    """Another rank's reference has stopped. Not an `Exception`: the step's own handlers must not catch it."""
 
 
 class NotComparableError(BaseException):
-    """The reference cannot be what the graph is to be compared with; says why."""
+    """The reference is not comparable with the graph; holds the reason."""
 
 
 class GradientAverage:
@@ -39,13 +39,13 @@ class GradientAverage:
     Args:
         params: The copied parameters by name.
         mesh: The ranks.
-        comm: How gradients are reduced.
-        averages: Whether the ranks' gradients are averaged; otherwise they stay as they are.
+        comm: Settings of the reduction.
+        averages: Average the ranks' gradients; otherwise they stay as they are.
 
     Attributes:
-        stopped: Why no rank may communicate any more; None while all run.
-        noted: Complete gradients by name, as the first backward pass that makes one leaves it; None for one that
-            another pass adds to.
+        stopped: Reason against any further communication; None while all ranks run.
+        noted: Complete gradients by name, from the first backward pass with one; None if another
+            pass adds to it.
     """
 
     def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, comm: CommConfig, averages: bool) -> None:
@@ -55,7 +55,7 @@ class GradientAverage:
         self.meets = averages and (mesh.size() > 1 or comm.reduce_dtype is not None)
         self.stopped: int | None = None
         self.depth = self.passes = 0
-        self.fired: set[str] = set()
+        self.fired: set[str] = set()  # parameters with a gradient in this pass
         self.micro_batches, self.is_last = 1, True
         self.sums: list[dict[str, torch.Tensor]] = []
         self.noted: dict[str, torch.Tensor | None] = {}
@@ -63,7 +63,7 @@ class GradientAverage:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within the block every outermost backward pass ends with the average."""
+        """Average at the end of every outermost backward pass within the block."""
         backward, grad = torch.autograd.backward, torch.autograd.grad
         with ExitStack() as stack:
             for name, param in self.params.items():
@@ -145,8 +145,8 @@ class GradientAverage:
                 return {}
         if not self.meets:
             return {name: one for name, one in gradients.items() if one is not None}
-        present = self.meet(RUNNING, [one is not None for one in gradients.values()])
-        full = {
+        present = self.meet(RUNNING, [one is not None for one in gradients.values()])  # on any rank
+        full = {  # zeros if only other ranks have one
             name: torch.zeros_like(self.params[name]) if one is None else one
             for (name, one), anywhere in zip(gradients.items(), present, strict=True)
             if anywhere
@@ -155,7 +155,7 @@ class GradientAverage:
         for dtype in dict.fromkeys(one.dtype for one in full.values()):
             names = [name for name, one in full.items() if one.dtype == dtype]
             flat = self._reduce_flat(torch.cat([full[name].reshape(-1) for name in names]))
-            parts = flat.split([full[name].numel() for name in names])
+            parts = flat.split([full[name].numel() for name in names])  # views of one reduced buffer
             for name, part in zip(names, parts, strict=True):
                 like = full[name]
                 result[name] = torch.empty_like(like).copy_(part.view(like.shape))
@@ -164,9 +164,9 @@ class GradientAverage:
     def _over_micro_batches(
         self, gradients: dict[str, torch.Tensor | None], before: dict[str, torch.Tensor | None]
     ) -> dict[str, torch.Tensor | None]:
-        """Mean over the micro-batches of what this pass added to the gradients."""
+        """Return the mean over the micro-batches of this pass's addition to the gradients."""
         if self.passes == len(self.sums):
-            self.sums.append({})
+            self.sums.append({})  # this pass runs for the first time
         sums = self.sums[self.passes]
         self.passes += 1
         mean: dict[str, torch.Tensor | None] = {}
@@ -185,35 +185,35 @@ class GradientAverage:
         world, replicas = shard_world(self.mesh), num_replicas(self.mesh)
         if sent.dtype is not flat.dtype and dtype is torch.float16:
             before, after = division(world * replicas)
-            sent = sent / before
+            sent = sent / before  # within float16's range
             for group in all_groups(self.mesh):
                 dist.all_reduce(sent, group=group)
             return (sent / after).to(flat.dtype)
-        for group in all_groups(self.mesh):  # the average of each axis, as the graph's collectives take it
+        for group in all_groups(self.mesh):  # the average of each axis, as in the graph's collectives
             dist.all_reduce(sent, group=group)
             sent = sent / dist.get_world_size(group)
         return sent.to(flat.dtype)
 
     def meet(self, status: int, present: list[bool] | None = None) -> list[bool]:
-        """Exchange what the ranks' references are about to do.
+        """Exchange the next action of the ranks' references.
 
         Args:
-            status: ``RUNNING`` before an average, otherwise why this rank's reference has come to its end.
-            present: Which parameters have a gradient here.
+            status: ``RUNNING`` before an average, otherwise the reason for the end of this rank's reference.
+            present: True for each parameter with a gradient here.
 
         Returns:
-            Which have one on any rank.
+            True for each parameter with a gradient on any rank.
 
         Raises:
-            PeerStoppedError: Where another rank does something else.
+            PeerStoppedError: Another rank does something else.
         """
         if not self.meets:
             return present or []
-        if self.stopped is not None:
+        if self.stopped is not None:  # peers no longer answer
             raise PeerStoppedError
         flags = present or [False] * len(self.params)
-        row = torch.tensor([status, -status, *flags], dtype=torch.float32)
-        row = row.to(group_device(all_groups(self.mesh)[0]))
+        row = torch.tensor([status, -status, *flags], dtype=torch.float32)  # maximum and minimum in one message
+        row = row.to(group_device(all_groups(self.mesh)[0]))  # the backend's own device
         for group in all_groups(self.mesh):
             dist.all_reduce(row, op=dist.ReduceOp.MAX, group=group)
         greatest, least, *anywhere = row.tolist()

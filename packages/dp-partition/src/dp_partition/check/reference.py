@@ -1,4 +1,4 @@
-"""The reference: the step's own Python, run eagerly on a copy of everything, with the meaning that the graph has.
+"""The reference: the step's own Python, run eagerly on a copy, with the semantics of the graph.
 
 Local semantics: on this rank's batch, gradients averaged over the ranks. Global semantics: on all ranks' rows.
 """
@@ -37,7 +37,7 @@ from dp_partition.runtime.state import Binding, full_tensor, local_tensor
 
 @dataclass
 class StepCopy:
-    """A step with all that it works on, apart from the live one."""
+    """A step with everything it uses, apart from the live one."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -47,13 +47,13 @@ class StepCopy:
 
 @dataclass
 class Outcome:
-    """Tensors, numbers and results that a run of the step left.
+    """Tensors, numbers and results of a run of the step.
 
     Attributes:
         leaves: Its result, flattened.
-        spec: How.
+        spec: Its structure.
         tensors: Local shards of parameters, state and buffers afterwards, by name.
-        before: The same, as they were.
+        before: The same, before the run.
         numbers: Plain values in optimizer state and parameter groups.
     """
 
@@ -64,7 +64,7 @@ class Outcome:
     numbers: dict[str, Any]
 
     def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Take in gradients as they were before the step clipped or scaled them, by parameter."""
+        """Add gradients from before the step's clipping or scaling, by parameter."""
         for name, gradient in gradients.items():
             self.tensors[f"{name} gradient"] = gradient
             self.before[f"{name} gradient"] = torch.zeros_like(gradient)
@@ -82,12 +82,12 @@ class Ended:
 def copy_step(
     function: Callable[..., Any], arguments: Any, binding: Binding, transform: Transform | None = None
 ) -> StepCopy:
-    """Copy a step as things are now. Placed tensors become full and plain, so all ranks of a sharded step call this.
+    """Copy a step in its present state. Placed tensors become full and plain: all ranks of a sharded step call this.
 
     Raises:
         CannotCopyError: On this rank, after all communication.
     """
-    change = transform or (lambda tensor: tensor)
+    change = transform or (lambda tensor: tensor)  # for the variations of a check
     replaced: dict[int, torch.Tensor] = {}
     for param in binding.params.values():  # collectives: in one order on all ranks
         plain = nn.Parameter(change(full_copy(param)), param.requires_grad)
@@ -97,7 +97,7 @@ def copy_step(
         for value in state.values():
             if isinstance(value, DTensor):
                 replaced[id(value)] = change(full_copy(value))
-    copier = Copier(replaced, transform)
+    copier = Copier(replaced, transform)  # one memo for all: identities are kept
     args, kwargs = arguments
     step_state = binding.step_state
     parts = (function, args, kwargs, step_state.modules, step_state.optimizers)
@@ -108,12 +108,12 @@ def copy_step(
     for optimizer in optimizers:
         choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
     made = StepState(modules, optimizers)
-    index_tensors(made)
+    index_tensors(made)  # the names of the live step
     return StepCopy(new_function, new_args, new_kwargs, made)
 
 
 def full_copy(placed: torch.Tensor) -> torch.Tensor:
-    """Full tensor with memory of its own and the strides of the original: fused optimizers walk through memory."""
+    """Return a full tensor with its own memory and the original's strides: fused optimizers go by memory."""
     full = full_tensor(placed)
     return torch.empty_strided(full.shape, placed.stride(), dtype=full.dtype, device=full.device).copy_(full)
 
@@ -136,34 +136,34 @@ def run_reference(
     averages: bool,
     wanted: dict[str, Placement] | None = None,
 ) -> Ended:
-    """Run a copy to its end, on all ranks alike. Random numbers are those of the generators as they stand.
+    """Run a copy to its end, on all ranks alike. Random numbers come from the generators' present state.
 
     Args:
         copied: The copy.
         binding: The placed model and optimizers.
-        settings: How gradients are averaged.
-        averages: Whether the graph averages any: a step that evaluates may be called by some ranks only.
-        wanted: Placement of each gradient that the outcome has to hold as well.
+        settings: Settings of the reduction.
+        averages: The graph averages gradients: some ranks alone may call a step that evaluates.
+        wanted: Placement of each gradient for the outcome.
     """
     local = settings.semantics == "local"
     average = GradientAverage(copied.step_state.params, binding.mesh, settings.comm, local and averages)
     arguments = (copied.args, copied.kwargs)
     before = _locals(copied.step_state, binding, clone=True) | argument_values(arguments, torch.clone)
     constants = FunctionReads(copied.function)
-    python_before = _plain(constants.read())
+    python_before = _plain(constants.read())  # the run must not change it
     try:
         if local:
             result = _run_local(copied, average, settings)
         else:
             result, arguments = _run_global(copied, average, binding, settings)
-        average.meet(FINISHED)
+        average.meet(FINISHED)  # no peer may still wait for an average
     except PeerStoppedError:
         if average.stopped == OUT_OF_MEMORY:
             return Ended(unchecked="out of memory on another rank")
         found = "raises on another rank" if average.stopped == FAILED else "runs other backward passes on other ranks"
         return Ended(unchecked=f"the eager run {found}")
     except NotComparableError as reason:
-        _tell(average, FINISHED)
+        _tell(average, FINISHED)  # peers may wait in an average
         return Ended(unchecked=f"the step {reason}")
     except Exception as error:
         if is_out_of_memory(error):
@@ -172,7 +172,7 @@ def run_reference(
         _tell(average, FAILED)
         return Ended(error=error)
     if _plain(constants.read()) != python_before:
-        # The graph runs none of the step's Python, so the next call would find the values of this one.
+        # The graph runs none of the step's Python: the next call would use the values of this one.
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -189,7 +189,7 @@ def run_reference(
 
 
 def _plain(value: Any) -> Any:
-    """A fingerprint without objects that count by identity: caches may be filled."""
+    """Return a fingerprint without objects compared by identity: caches may be filled."""
     if isinstance(value, tuple | frozenset):
         return tuple(map(_plain, value))
     return None if isinstance(value, ById) else value
@@ -203,7 +203,7 @@ def _tell(average: GradientAverage, status: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on a device or on the host."""
+    """Return True if an allocation failed, on a device or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -218,23 +218,23 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
     """Run the step on each micro-batch; only the last one's update counts, with the mean of all gradients."""
     count, dim = settings.accumulate, settings.batch_dim
     average.micro_batches = count
-    values = [param.detach().clone() for param in copied.step_state.params.values()]
+    values = [param.detach().clone() for param in copied.step_state.params.values()]  # start of each micro-batch
     results = []
     for index in range(count):
         average.is_last = index == count - 1
-        kept = [_state_copy(optimizer) for optimizer in copied.step_state.optimizers]
+        kept = [_state_copy(optimizer) for optimizer in copied.step_state.optimizers]  # restored after all but the last
         args, kwargs = pytree.tree_map(partial(_rows, index=index, count=count, dim=dim), (copied.args, copied.kwargs))
         with average.installed():
             results.append(copied.function(*args, **kwargs))
         if average.is_last:
-            break
+            break  # its update is the step's
         with torch.no_grad():
             for param, value in zip(copied.step_state.params.values(), values, strict=True):
-                param.copy_(value)
-                param.grad = None
+                param.copy_(value)  # undoes the update
+                param.grad = None  # summed in `average`
         for optimizer, state in zip(copied.step_state.optimizers, kept, strict=True):
             optimizer.state.clear()
-            optimizer.state.update(state)
+            optimizer.state.update(state)  # in place: the step may hold the dict
     return pytree.tree_map(_mean_of_scalars, *results)
 
 
@@ -261,13 +261,13 @@ def _mean_of_scalars(*values: Any) -> Any:
 
 
 def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, settings: Settings) -> Any:
-    """Run the step on all ranks' rows. Its draws would be one device's and not the ranks': no comparison then."""
+    """Run the step on all ranks' rows. Random draws would be one device's, not the ranks': then no comparison."""
     group, world = shard_group(binding.mesh), shard_world(binding.mesh)
 
     def all_rows(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.ndim <= settings.batch_dim or world == 1:
             return value
-        mine = value.detach().contiguous()
+        mine = value.detach().contiguous()  # as collectives need it
         rows = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(rows, mine, group=group)
         full = torch.cat(rows, settings.batch_dim).requires_grad_(value.requires_grad)
@@ -276,7 +276,7 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
         return full
 
     args, kwargs = pytree.tree_map(all_rows, (copied.args, copied.kwargs))
-    before = _generator_states()
+    before = _generator_states()  # to detect draws
     with average.installed():
         result = copied.function(*args, **kwargs)
     if world > 1 and not all(map(torch.equal, before, _generator_states())):
@@ -285,7 +285,7 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
 
 
 def _own_rows(value: torch.Tensor, dim: int, binding: Binding) -> torch.Tensor:
-    """This rank's rows of what `_run_global` put together."""
+    """Return this rank's rows of a tensor from `_run_global`."""
     world = shard_world(binding.mesh)
     if value.ndim <= dim or world == 1:
         return value.detach()
@@ -294,12 +294,12 @@ def _own_rows(value: torch.Tensor, dim: int, binding: Binding) -> torch.Tensor:
 
 
 def _generator_states() -> list[torch.Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # never initialises CUDA
     return [torch.get_rng_state(), *cuda]
 
 
 def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> dict[str, torch.Tensor]:
-    """This rank's shards of a copy's tensors."""
+    """Return this rank's shards of a copy's tensors."""
     found: dict[str, torch.Tensor] = {}
 
     def enter(name: str, tensor: torch.Tensor, like: torch.Tensor | None) -> None:
@@ -315,7 +315,7 @@ def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> 
     states, live_states = states_by_id(step_state.optimizers), states_by_id(binding.step_state.optimizers)
     for number in range(len(step_state.optimizers)):
         live = live_states[number]
-        # State of parameters that left the groups stays in the optimizer, and no step touches it.
+        # State of parameters removed from the groups stays in the optimizer, and no step updates it.
         updated = {id(param) for group in step_state.optimizers[number].param_groups for param in group["params"]}
         for key, state in states[number].items():
             fqn = names.get(key, "") if key in updated else ""
@@ -332,14 +332,14 @@ def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> 
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor | None, binding: Binding) -> torch.Tensor:
-    """The part of a full tensor that this rank holds of another one."""
+    """Return this rank's shard of a full tensor, in the layout of another one."""
     if not isinstance(like, DTensor) or like.shape != tensor.shape:
         return tensor
     return cut(tensor, like.placements[-1], binding)
 
 
 def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.Tensor:
-    """The part of a full tensor that this rank holds under a placement."""
+    """Return this rank's shard of a full tensor under a placement."""
     if not isinstance(placement, Shard):
         return tensor
     size = tensor.shape[placement.dim]
@@ -355,8 +355,8 @@ def live_outcome(
     Args:
         binding: The placed model and optimizers.
         arguments: The step's arguments.
-        result: What the step returned.
-        before: The local value that a tensor had before the call.
+        result: The step's result.
+        before: Returns a tensor's local value from before the call.
     """
     leaves, spec = pytree.tree_flatten(result)
     tensors: dict[str, torch.Tensor] = {}
@@ -378,19 +378,19 @@ def argument_values(arguments: Any, rows: Callable[[torch.Tensor], torch.Tensor]
 
 
 def argument_gradients(arguments: Any, rows: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's rows of the gradients that lie on tensor arguments, by name."""
+    """Return this rank's rows of the gradients of tensor arguments, by name."""
     leaves = enumerate(pytree.tree_leaves(arguments))
     found = {index: leaf.grad for index, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf}
     return {f"argument {index}": rows(gradient) for index, gradient in found.items() if _is_dense(gradient)}
 
 
 def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether a value is a tensor that can be compared: no kernel subtracts all sparse or nested ones."""
+    """Return True for comparable tensors: no kernel subtracts all sparse or nested ones."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def numbers_of(step_state: StepState) -> dict[str, Any]:
-    """Plain values of optimizer state and parameter groups, and modes of modules and parameters, by name."""
+    """Return plain values of optimizers, and modes of modules and parameters, by name."""
     found: dict[str, Any] = {f"{name} requires_grad": p.requires_grad for name, p in step_state.params.items()}
     for prefix, root in step_state.modules:
         found |= {f"{path}.training": module.training for path, module in root.named_modules(prefix=prefix)}

@@ -1,4 +1,4 @@
-"""Compare what the graph did with what the step does: relative to what the step changes, tensor by tensor."""
+"""Compare the graph's outcome with the step's: tensor by tensor, relative to the step's changes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dp_partition._torch_compat import TorchDispatchMode, pytree
 from dp_partition.check.copying import Transform
 from dp_partition.check.reference import Outcome
 
-# Beyond this an error is looked at again, next to how far right results lie apart (`noise`).
+# A larger error is compared with the spread of right results (`noise`).
 SUSPICIOUS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-# What is left of a tensor of integers that rounding decides: a prediction at a near tie.
+# Accepted change of an integer tensor by rounding: a prediction at a near tie.
 INTEGERS = 0.01
 _ROUNDING = {torch.float64: 2.2e-16}  # float32's otherwise: gradients are computed in it, or cancel alike
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs.
+    """One value with a difference.
 
     Attributes:
         name: Parameter, buffer, state entry or result.
-        error: By how much, relative to what the step changes; infinite for another shape, dtype or value.
-        found: The first elements that differ, or the values.
-        noise: How far right results lie apart; 0 where it was not measured.
+        error: Relative to the step's change; infinite for another shape, dtype or value.
+        found: The first different elements, or the values.
+        noise: Spread of right results; 0 if not measured.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Difference:
 
 
 def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
-    """Return values that differ by more than rounding usually does; results first."""
+    """Return values with differences beyond usual rounding; results first."""
     found = _result_differences(graph, reference)
     largest = _largest_changes(reference)
     for name, want in reference.tensors.items():
@@ -67,8 +67,8 @@ def _kind(name: str) -> str:
 
 
 def _largest_changes(reference: Outcome) -> dict[str, float]:
-    """Return for each kind of tensor the greatest root mean square of what the step changes."""
-    largest: dict[str, float] = {}
+    """Return for each kind of tensor the largest root mean square of the step's changes."""
+    largest: dict[str, float] = {}  # by the name of the state entry
     for name, value in reference.tensors.items():
         before = reference.before.get(name)
         if value.numel() and value.is_floating_point() and before is not None and before.shape == value.shape:
@@ -94,7 +94,7 @@ def _result_differences(graph: Outcome, reference: Outcome) -> list[Difference]:
 
 
 def measure(name: str, one: Outcome, reference: Outcome) -> float:
-    """Error of one value between two runs of the step that started from nearly the same tensors."""
+    """Return the error of one value between two runs from nearly equal tensors."""
     if name.startswith("result"):
         index = int(name.split(" ")[1]) if " " in name else 0
         if index >= len(one.leaves):
@@ -108,18 +108,18 @@ def measure(name: str, one: Outcome, reference: Outcome) -> float:
         return 0.0
     start, before = one.before.get(name), reference.before.get(name)
     if start is not None and before is not None and got.shape == want.shape and got.is_floating_point():
-        got = got.double() - start.double() + before.double()  # what was changed beforehand is no error
+        got = got.double() - start.double() + before.double()  # without the difference before the run
     return relative_error(got, want, before=before, any_dtype=True)
 
 
 def tolerance(value: torch.Tensor) -> float:
-    """Relative error beyond which a value is looked at again."""
+    """Return the largest relative error without a second look."""
     real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(value.dtype, value.dtype)
     return SUSPICIOUS.get(real, 0.0 if not value.is_floating_point() else 1e-2)
 
 
 def first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
-    """The element that differs most, as text."""
+    """Return the element with the largest difference, as text."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}"
     one, other = as_double(got), as_double(want).to(got.device)
@@ -145,7 +145,7 @@ def _equal(got: Any, want: Any) -> bool:
         return len(got) == len(want) and all(map(_equal, got, want))
     if isinstance(got, bool | int | str | complex | torch.dtype | torch.device):
         return bool(got == want)
-    return True  # objects compare as they please
+    return True  # other objects are not compared
 
 
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
@@ -155,7 +155,7 @@ _COARSEST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass
 class Recording:
-    """Draws of a run, and the coarsest dtype that it computed in."""
+    """Draws of a run, and its coarsest dtype."""
 
     draws: list[Any]
     dtypes: set[torch.dtype]
@@ -183,10 +183,10 @@ class Recorder(TorchDispatchMode):
 
 
 class InDouble(TorchDispatchMode):
-    """Computes everything in double precision, with the random numbers of another run.
+    """Mode for double precision, with the random numbers of another run.
 
     Args:
-        recording: That run's.
+        recording: Recording of that run.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -212,13 +212,13 @@ class InDouble(TorchDispatchMode):
 
 
 def to_double(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in double precision if it is of floating point."""
+    """Return a floating-point tensor in double precision, any other unchanged."""
     wide = _WIDER.get(tensor.dtype)
     return tensor if wide is None else tensor.to(wide)
 
 
 def perturbation(recording: Recording, seed: int) -> Transform:
-    """A change of each tensor by the rounding of the coarsest dtype, up or down."""
+    """Return a change of each tensor by the rounding of the coarsest dtype, up or down."""
     generator = torch.Generator().manual_seed(seed)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""One walk over everything a step can reach: arguments, bound objects, closures, globals that its code names.
+"""Walk over all objects within reach of a step: arguments, bound objects, closures, globals in its code.
 
-A graph takes its model from arguments. A step that runs eagerly may keep it anywhere, so the eager way looks
-there, too.
+A graph takes its model from arguments. A step that runs eagerly may keep it anywhere, so the walk covers
+all of these.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, types.ModuleType
            DeviceMesh, dist.ProcessGroup, torch.Generator)  # fmt: skip
 _LISTS = (list, tuple, set, frozenset, collections.deque)
 _LIBRARIES = ("torch", "numpy", "builtins")
-_MOST = 10_000  # entries of one container, and depth below, beyond which no model is looked for
+_MOST = 10_000  # searched entries of one container; below, the searched depth
 _DEPTH = 8
 
 
 class Reach:
-    """Objects that a step can reach, in one order on all ranks that run the same script.
+    """Objects within reach of a step, in one order on all ranks with the same script.
 
     Args:
         roots: The step's function and its arguments.
@@ -51,20 +51,20 @@ class Reach:
         self._seen: dict[int, Any] = {}  # by id; the value keeps the id from being used again
         self._visit(list(roots), _DEPTH)
         inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
-        outermost = [module for module in self._modules if id(module) not in inside]
+        outermost = [module for module in self._modules if id(module) not in inside]  # named through their parents
         self.modules = [m for module in outermost for m in _with_parameters(module)]
 
     @property
     def states(self) -> list[torch.Tensor]:
-        """Tensors of optimizers' states."""
+        """Return tensors of optimizers' states."""
         entries = [x for o in self.optimizers for state in o.state.values() for x in state.values()]
         return [x for x in entries if isinstance(x, torch.Tensor)]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Unique parameters by name, those of modules first; with several modules the class stands in front.
+        """Return unique parameters by name, those of modules first; several modules are prefixed by class.
 
-        Tensors that train without a module or an optimizer count where there is nothing else: beside a model, one that
+        Trained tensors outside of modules and optimizers count only if there is nothing else: beside a model, one that
         requires gradients may be this rank's own (a perturbation, an image).
         """
         named: dict[int, tuple[str, Any]] = {}
@@ -118,7 +118,7 @@ class Reach:
             return list(value)[:_MOST]
         if isinstance(value, Iterator):
             self.iterators.append(type(value).__name__)
-            return []
+            return []  # a look inside would consume it
         if hasattr(value, "__dict__"):
             self.tables.append(vars(value))
             return list(vars(value).values())
@@ -126,7 +126,7 @@ class Reach:
 
     def _read_by(self, function: types.FunctionType) -> list[Any]:
         if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
-            return []
+            return []  # not the step's own code
         table = function.__globals__
         used = [name for name in sorted(names_used(function)) if name in table]
         return [
@@ -138,13 +138,13 @@ class Reach:
 
 
 def filled(cells: tuple[types.CellType, ...]) -> list[Any]:
-    """Return the contents of cells that have some."""
+    """Return the contents of filled cells."""
     contents = []
     for cell in cells:
         try:
             contents.append(cell.cell_contents)
         except ValueError:
-            continue
+            continue  # an empty cell
     return contents
 
 

@@ -1,10 +1,10 @@
-"""Average gradients over the ranks behind each backward pass, in buckets that travel while backward still runs.
+"""Average gradients over the ranks in each backward pass, in buckets sent while backward still runs.
 
-A step may run several backward passes, reach other parameters in each, and reach other ones on each rank. Ranks meet
+A step may run several backward passes, reach other parameters in each, and other ones on each rank. Ranks meet
 at the start of each pass and at the end of each call: one that raised, or runs another number of passes, makes all of
-them raise. The first time that pass k of a call comes, ranks exchange which parameters it reached; from then on the
-same buckets travel in the same order on every rank, each as soon as its gradients are there. The last bucket waits for
-the end of the pass and carries flags of parameters that were reached for the first time.
+them raise. In the first pass k of a call, ranks exchange the parameters reached by it; from then on the
+same buckets are sent in the same order on every rank, each as soon as its gradients are there. The last bucket waits
+for the end of the pass and carries flags of newly reached parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Message = tuple[torch.Tensor, dist.Work]
 
 @dataclass
 class _Bucket:
-    """Parameters of one dtype and device whose gradients travel together."""
+    """Parameters of one dtype and device, with their gradients in one message."""
 
     members: list[int]
     work: tuple[torch.Tensor, dist.Work] | None = None
@@ -40,7 +40,7 @@ class _Bucket:
 
 @dataclass
 class _Pass:
-    """Buckets that a backward pass sends, once it has come before; and what arrived in the present one."""
+    """Buckets of a backward pass, known from its second run on; and gradients in the present one."""
 
     buckets: list[_Bucket] = field(default_factory=list)
     is_known: bool = False
@@ -49,12 +49,12 @@ class _Pass:
 
 
 class GradientReducer:
-    """Hooks on parameters that average gradients where autograd accumulates them.
+    """Hooks on parameters to average gradients when autograd accumulates them.
 
     Args:
-        parameters: Name -> parameter, in one order on all ranks; frozen ones count when they are trained later.
+        parameters: Name -> parameter, in one order on all ranks; frozen ones count once they are trained.
         group: The ranks.
-        bucket_bytes: Greatest size of a bucket.
+        bucket_bytes: Largest size of a bucket.
         name: The step, for errors.
     """
 
@@ -76,7 +76,7 @@ class GradientReducer:
         self._handles = [self._hooked(index, parameter) for index, parameter in enumerate(self.parameters)]
 
     def _hooked(self, index: int, parameter: nn.Parameter) -> Any:
-        # A frozen parameter takes no hook, and may be trained from some call on.
+        # A frozen parameter accepts no hook, but may be trained from some call on.
         is_trained = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
@@ -85,7 +85,7 @@ class GradientReducer:
             parameter.requires_grad_(is_trained)
 
     def remove(self) -> None:
-        """Take every hook off."""
+        """Remove every hook."""
         for handle in self._handles:
             handle.remove()
 
@@ -109,7 +109,7 @@ class GradientReducer:
         if self._meets:
             self._check(self._meet(_FINISHED))
 
-    # ---- where ranks meet -------------------------------------------------------------------------------------------
+    # ---- meetings of ranks ------------------------------------------------------------------------------------------
 
     def _meet(self, state: int) -> _Message:
         row = torch.tensor([state == other for other in range(3)], dtype=torch.uint8, device=self._message_device)
@@ -118,7 +118,7 @@ class GradientReducer:
         return row, work
 
     def _check(self, message: _Message) -> None:
-        """Raise on every rank unless all ranks are in the same pass, or at the end of the call.
+        """Raise on every rank unless all are in the same pass or all at the end.
 
         Raises:
             PlanError: ``rank-failed`` or ``ranks-diverge``.
@@ -137,7 +137,7 @@ class GradientReducer:
             raise PlanError(Problem("ranks-diverge", self.name, found=found, hint=hint))
 
     def _leave(self, error: Exception) -> None:
-        """Meet the peers once more, in this pass or at the next meeting, so that they raise too."""
+        """Meet the peers once more, at their next exchange, to make them raise too."""
         current = self._current()
         try:
             if self._entry is not None:
@@ -170,8 +170,8 @@ class GradientReducer:
             self._entry = self._meet(_RUNNING) if self._meets else None
         current.arrived.add(index)
         if self._entry is not None and not (self._entry[1].is_completed() and self._entry[0].tolist() == [1, 0, 0]):
-            return  # nothing is sent before all ranks are known to be in this pass
-        # Buckets leave in their order, and the last one at the end: ranks then send alike whatever each one reaches.
+            return  # nothing is sent before all ranks are in this pass
+        # Buckets are sent in order, and the last one at the end: the order is the same whatever each rank reaches.
         while current.launched < len(current.buckets) - 1:
             bucket = current.buckets[current.launched]
             if not current.arrived.issuperset(bucket.members):
@@ -179,7 +179,7 @@ class GradientReducer:
             self._launch(current, bucket)
 
     def _finish(self) -> None:
-        """End a backward pass: send what is left, and put averages in the place of gradients."""
+        """End a backward pass: send the remaining buckets, and replace gradients by averages."""
         current = self._current()
         self.index += 1
         if self.world == 1:
@@ -198,7 +198,7 @@ class GradientReducer:
         current.launched, current.arrived = 0, set()
 
     def _send(self, current: _Pass, *, failed: bool = False) -> set[int]:
-        """Send the buckets that are left, wait, and write the averages; return parameters of no bucket."""
+        """Send the remaining buckets, wait, and write the averages; return parameters without a bucket."""
         while current.launched < len(current.buckets):
             is_last = current.launched == len(current.buckets) - 1
             self._launch(current, current.buckets[current.launched], is_last=is_last, failed=failed)
@@ -214,13 +214,13 @@ class GradientReducer:
         return extra
 
     def _launch(self, current: _Pass, bucket: _Bucket, *, is_last: bool = False, failed: bool = False) -> None:
-        """Start the average of a bucket: gradients, a flag for each, and in the last one flags of the pass."""
+        """Start a bucket's average: gradients, a flag for each, and in the last bucket flags of the pass."""
         gradients = [self._gradient(index) for index in bucket.members]
         flags = [float(index in current.arrived) for index in bucket.members]
         if is_last:
             sent = {index for one in current.buckets for index in one.members}
             flags += [float(index in current.arrived - sent) for index in range(len(self.parameters))]
-            flags += [float(failed)]
+            flags += [float(failed)]  # a failing rank still sends
         tail = torch.tensor(flags, dtype=gradients[0].dtype, device=gradients[0].device)
         flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), tail])
         flat.div_(self.world)  # before the sum, as DDP does
@@ -229,7 +229,7 @@ class GradientReducer:
         current.launched += 1
 
     def _gradient(self, index: int) -> torch.Tensor:
-        """Return a real view of a gradient, or zeros where this rank has none."""
+        """Return a real view of a gradient, or zeros if this rank has none."""
         parameter = self.parameters[index]
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradient = gradient.detach()
@@ -241,12 +241,12 @@ class GradientReducer:
         flags = tail.tolist()
         count = len(bucket.members)
         extra: set[int] = set()
-        if len(flags) > count:
+        if len(flags) > count:  # the last bucket
             self._raise_if_failed(bool(flags[-1]))
             extra = {index for index in range(len(self.parameters)) if flags[count + index]}
         for index, part, flag in zip(bucket.members, parts, flags, strict=False):
             parameter = self.parameters[index]
-            if not flag:  # reached on no rank: no gradient stays no gradient
+            if not flag:  # reached on no rank: a missing gradient stays missing
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -265,10 +265,10 @@ class GradientReducer:
             found = f"another rank raised in backward pass {self.index} of call {self.calls}"
             raise PlanError(Problem("rank-failed", self.name, found=found, hint="see the traceback of that rank"))
 
-    # ---- what comes for the first time ------------------------------------------------------------------------------
+    # ---- first runs of a pass ---------------------------------------------------------------------------------------
 
     def _exchange(self, arrived: Set[int], *, failed: bool = False) -> set[int]:
-        """Return the parameters that any rank reached in this pass."""
+        """Return the parameters reached by any rank in this pass."""
         row = [failed, *(index in arrived for index in range(len(self.parameters)))]
         flags = torch.tensor(row, dtype=torch.uint8, device=self._message_device)
         with named_collective(f"{self.name}, call {self.calls}"):
@@ -279,11 +279,11 @@ class GradientReducer:
         return {index for index, flag in enumerate(reached) if flag}
 
     def _buckets(self, reached: set[int]) -> list[_Bucket]:
-        """Return buckets in the order in which gradients usually arrive: the last parameters first."""
+        """Return buckets in the usual order of gradients: the last parameters first."""
         buckets: list[_Bucket] = []
         sizes: list[int] = []
         open_at: dict[tuple[torch.dtype, torch.device], int] = {}
-        for index in sorted(reached, reverse=True):
+        for index in sorted(reached, reverse=True):  # the same on all ranks
             parameter = self.parameters[index]
             kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
             at = open_at.get(kind)

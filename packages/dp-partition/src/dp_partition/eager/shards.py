@@ -1,6 +1,6 @@
-"""Put the parameters of a watched step into shards of FSDP2, as far as FSDP2 can hold them; the rest stays full.
+"""Shard the parameters of a watched step by FSDP2, as far as FSDP2 supports it; the rest stays full.
 
-Plan first, on values that all ranks share (`plan_units`), then act (`shard`). Parameters that share an optimizer or a
+Plan first, on values equal on all ranks (`plan_units`), then act (`shard`). Parameters of one optimizer or one
 model stay of one kind: norms and multi-tensor updates over both kinds would fail.
 """
 
@@ -31,11 +31,11 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Units:
-    """Modules that FSDP2 shards, innermost first, and parameters that stay full.
+    """Modules to shard by FSDP2, innermost first, and parameters that stay full.
 
     Attributes:
         modules: Each gathers its parameters for its forward.
-        full: Name -> why the parameter stays full.
+        full: Name -> reason to keep the parameter full.
     """
 
     modules: tuple[nn.Module, ...]
@@ -45,13 +45,13 @@ class Units:
 def together(
     reasons: dict[str, str], reach: Reach, parameters: dict[str, nn.Parameter], combined: Iterable[Iterable[str]]
 ) -> dict[str, str]:
-    """Return the reasons with those of parameters that share an optimizer, a model or an operation with a full one."""
+    """Extend the reasons to parameters of the same optimizer, model or operation."""
     names = {id(p): name for name, p in parameters.items()}
     families = [[names[id(p)] for g in o.param_groups for p in g["params"] if id(p) in names] for o in reach.optimizers]
     families += [[names[id(p)] for p in module.parameters() if id(p) in names] for module in reach.modules]
     families += [list(names) for names in combined]
     full, grows = dict(reasons), True
-    while grows:
+    while grows:  # a parameter may be in several families
         grows = False
         for family in families:
             first = next((name for name in family if name in full), None)
@@ -62,13 +62,13 @@ def together(
 
 
 def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, reasons: dict[str, str]) -> Units:
-    """Return what to shard: repeated blocks and the modules around the rest, each with all uses of its parameters.
+    """Plan units: repeated blocks and modules around the rest, each with all uses of its parameters.
 
     Args:
         reach: Models and optimizers.
         parameters: Name -> parameter.
-        watch: What the first call did.
-        reasons: Name -> why it stays full, the same on all ranks.
+        watch: Record of the first call.
+        reasons: Name -> reason to stay full, the same on all ranks.
     """
     full = together(reasons, reach, parameters, sorted(map(sorted, watch.combined)))
     names = {id(p): name for name, p in parameters.items()}
@@ -83,7 +83,7 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
             if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
                 kinds = collections.Counter(map(type, module.children()))
                 candidates += [child for child in module.children() if kinds[type(child)] > 1]
-        # Parameters whose root does not run (`model.encode(x)`): the outermost module that runs at each of their uses.
+        # If the root does not run (`model.encode(x)`): the outermost module that runs at each use of a parameter.
         for parameter in own:
             users = watch.users.get(names[id(parameter)], set())
             if users and root not in users:
@@ -91,7 +91,7 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
         closed = [m for m in dict.fromkeys(candidates) if _is_closed(m, root, names, watch)]
         covered = {id(p) for m in closed for p in m.parameters()}
         missing = [names[id(p)] for p in own if id(p) not in covered]
-        if missing:  # no module that runs holds all of its uses: the whole model stays full
+        if missing:  # no module covers all of their uses: they stay full, and so does all that shares with them
             more = {**reasons, **dict.fromkeys(missing, "no module runs at every use of it")}
             return plan_units(reach, parameters, watch, more)
         units += sorted(closed, key=order.__getitem__, reverse=True)
@@ -99,7 +99,7 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
 
 
 def _is_closed(module: nn.Module, root: nn.Module, names: dict[int, str], watch: Watch) -> bool:
-    """Return whether a module has a forward that runs at every use of its parameters, and shares none with others."""
+    """Return True if a module runs at every use of its parameters, all its own."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
         return False
     own = list(module.parameters())
@@ -116,7 +116,7 @@ def _places(root: nn.Module) -> collections.Counter[int]:
 
 
 def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
-    """Return why an optimizer needs full parameters, or an empty text: steps of two copies, full and sharded."""
+    """Return the reason to give an optimizer full parameters, or an empty text: compares full and sharded copies."""
     updates: list[list[torch.Tensor]] = []
     for sharded in (False, True):
         try:
@@ -131,11 +131,11 @@ def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
     return ""
 
 
-_STEPS = 6  # some do more in each fifth or sixth
+_STEPS = 6  # some do more in every fifth or sixth
 
 
 def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
-    """Return what steps of a copy add to each parameter, from random gradients."""
+    """Return the updates of each parameter by steps of a copy, from random gradients."""
     copied = object.__new__(type(optimizer))
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     kept = {k: v for k, v in vars(optimizer).items() if k != "step"}  # a scheduler's wrapper would step the live one
@@ -153,7 +153,7 @@ def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
     before = [parameter.detach().clone() for parameter in parameters]
     repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
     with random_state_restored(), ClosedTraps():
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # equal draws for both copies
         for _ in range(_STEPS):
             type(copied).step(copied)
     after = [p.full_tensor() if isinstance(p, DTensor) else p for g in copied.param_groups for p in g["params"]]
@@ -161,12 +161,12 @@ def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
 
 
 def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]], convert: Place) -> None:
-    """Put new parameters in the place of old ones, in groups, state, lists and dicts that a walk reached.
+    """Replace old parameters by new ones, in groups, state, lists and dicts of a walk.
 
     Args:
         reach: The walk.
-        swap: ``id`` of an old parameter -> it and its successor.
-        convert: Gives state of an old parameter's shape the layout of the new one.
+        swap: ``id`` of an old parameter -> it and the new one.
+        convert: Converts state of an old parameter's shape to the layout of the new one.
     """
 
     def new(value: Any) -> Any:
@@ -175,7 +175,7 @@ def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]],
     for table in reach.tables:
         if isinstance(table, list | collections.deque) and any(id(value) in swap for value in table):
             values = [new(value) for value in table]
-            table.clear()
+            table.clear()  # in place: other objects hold the list
             table.extend(values)
         elif isinstance(table, dict) and any(id(k) in swap or id(v) in swap for k, v in table.items()):
             items = [(key, new(key), new(value)) for key, value in table.items()]
@@ -214,7 +214,7 @@ def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh:
 
 
 class _Retired(nn.Parameter):
-    """Class of a parameter that shards have replaced: whatever still holds it, a use of it raises its name."""
+    """Class of a parameter replaced by shards: any use of it raises its name."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,7 +223,7 @@ class _Retired(nn.Parameter):
 
 
 def _retire(name: str, parameter: nn.Parameter) -> None:
-    """Free a replaced parameter; one that no walk has found raises when it is used, in a backward pass as well."""
+    """Free a replaced parameter; one missed by the walk raises when used, in a backward pass as well."""
     parameter.grad = None
     parameter.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: _raise_retired(name))
     parameter.data = parameter.new_empty(0)
@@ -238,13 +238,13 @@ def _raise_retired(name: str) -> NoReturn:
 
 
 def placement_of(mesh: DeviceMesh) -> Place:
-    """Return a function that gives a full tensor, equal on all ranks, the layout of FSDP2's parameters."""
+    """Return a function from full tensors, equal on all ranks, to FSDP2's layout."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     return lambda x: distribute_tensor(x.detach(), mesh, placements, src_data_rank=None) if x.ndim else x
 
 
 def _refuse_writes(unit: FSDPModule) -> None:
-    """Raise where a forward writes a parameter that FSDP2 has gathered: the write would be lost."""
+    """Raise if a forward writes a parameter gathered by FSDP2: the write would be lost."""
     versions: dict[tuple[nn.Module, str], int] = {}  # forwards nest, and modules share names
 
     def before(module: nn.Module, args: Any) -> None:
@@ -259,13 +259,13 @@ def _refuse_writes(unit: FSDPModule) -> None:
 
     for module in unit.modules():  # type: ignore[attr-defined]  # an FSDPModule is a module
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(after, prepend=True)
+        module.register_forward_hook(after, prepend=True)  # before FSDP2 frees it
 
 
 class ClosedTraps(TorchFunctionMode):
-    """Mode in which reads, writes and hooks that DTensors get silently wrong are right or refused, in one thread.
+    """Mode against silently wrong reads, writes and hooks on DTensors, in one thread.
 
-    ``item()`` and its like read one rank's part of a partial sum, ``.data =`` changes nothing, and a gradient hook
+    ``item()`` and its like read one rank's summand of a partial sum, ``.data =`` changes nothing, and a gradient hook
     never runs, since FSDP2 writes ``.grad`` itself.
     """
 
@@ -278,7 +278,7 @@ class ClosedTraps(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, DTensor) for kind in types):
             if func in self._READS:
-                args = (args[0].full_tensor(), *args[1:])
+                args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
             elif func == self._SET_DATA:
                 return _set_data(*args)
             elif func in self._HOOKS and isinstance(args[0], nn.Parameter):

@@ -1,8 +1,8 @@
-"""A step that runs eagerly on every rank: its own Python, gradients averaged by hooks, or parameters in FSDP2's shards.
+"""A step that runs eagerly on every rank: its own Python; gradients averaged by hooks, or FSDP2's shards.
 
 Replicated, nothing is replaced: any optimizer, hook, branch or Python state works as on one device. Sharded, call 1
-runs on full parameters and is watched; then FSDP2 holds what it can, the rest stays full and is named. A step may write
-a rank's own values into parameters, as under DDP: full ones are compared in calls 1, 2, 4, 8, ...
+runs on full parameters and is watched; then FSDP2 shards all it can, the rest stays full and is reported. A step may
+write a rank's own values into parameters, as under DDP: full ones are compared in calls 1, 2, 4, 8, ...
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dp_partition.eager.shards import (
 )
 from dp_partition.eager.watch import Watch
 
-_WORDS = 1 << 20  # 64-bit words that a checksum takes at once
+_WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
 
 
 class EagerStep:
@@ -54,14 +54,14 @@ class EagerStep:
         name: The step, for messages.
         bucket_bytes: Greatest size of a bucket of gradients.
         reason: Why the step runs eagerly.
-        is_sharded: Whether parameters lie in FSDP2's shards after the first call.
-        full: ``"keep"``: what FSDP2 cannot hold stays full; ``"refuse"``: it raises.
-        roots: Models and optimizers of earlier calls, which the first eager one may not be given.
+        is_sharded: Parameters are in FSDP2's shards after the first call.
+        full: ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise.
+        roots: Models and optimizers of earlier calls: the first eager call may lack them.
 
     Attributes:
         parameters: Name -> parameter.
-        units: Modules that FSDP2 shards; none before the end of the first call.
-        num_compared: How often parameters were compared between ranks.
+        units: Modules sharded by FSDP2; none before the end of the first call.
+        num_compared: Number of comparisons of parameters between ranks.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EagerStep:
         assert self.reducer is not None
         self.num_calls += 1
         if self.is_sharded and not self.is_placed:
-            # A compiled module would hide its parameters' uses; it is compiled anew from the next call on.
+            # A compiled module would hide its parameters' uses; it is compiled again from the next call on.
             watch = Watch(self.parameters, self.modules, Reach(self.function, args, kwargs, self.roots).states)
             with self.reducer.call(), torch.compiler.set_stance("force_eager"), watch:
                 result = self.function(*args, **kwargs)
@@ -101,15 +101,15 @@ class EagerStep:
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         with self.reducer.call(), ClosedTraps() if self.units.modules else nullcontext():
             result = self.function(*args, **kwargs)
-        if not self.num_calls & (self.num_calls - 1):
+        if not self.num_calls & (self.num_calls - 1):  # a power of two
             self.compare_ranks()
         return pytree.tree_map_only(DTensor, DTensor.full_tensor, result)
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch) -> None:
-        """Shard what FSDP2 can hold, the same on all ranks.
+        """Shard all that FSDP2 supports, the same on all ranks.
 
         Raises:
-            PlanError: On every rank: ``full-parameters`` where something stays full and ``full="refuse"``.
+            PlanError: On every rank: ``full-parameters`` if something stays full and ``full="refuse"``.
         """
         reach = Reach(self.function, args, kwargs, self.roots)
         layout = placement_of(self.mesh)
@@ -136,7 +136,7 @@ class EagerStep:
         if self.units.full:
             self._report_full()
         assert self.reducer is not None
-        self.reducer.remove()
+        self.reducer.remove()  # shards are reduced by FSDP2
         self.parameters = shard(reach, self.parameters, self.units, self.mesh)
         kept = {name: p for name, p in self.parameters.items() if name in self.units.full}
         self.reducer = GradientReducer(kept, flat_group(self.mesh), self.bucket_bytes, self.name)
@@ -155,11 +155,11 @@ class EagerStep:
         warnings.warn(f"{self.name}: {text}: {names[0]} {why}", stacklevel=5)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take up the models that the step reaches: rank 0's values everywhere, hooks on every parameter.
+        """Adopt the models within reach: rank 0's values everywhere, hooks on every parameter.
 
         Raises:
-            PlanError: On every rank, before anything is changed: ``wrong-type`` without a parameter,
-                ``unsupported-wrapper`` for models that another wrapper holds, ``parameter-hooks``,
+            PlanError: On every rank, before any change: ``wrong-type`` without a parameter,
+                ``unsupported-wrapper`` for models in another wrapper, ``parameter-hooks``,
                 ``ranks-disagree`` for other parameters on other ranks.
         """
         reach = Reach(self.function, args, kwargs, self.roots)
@@ -209,7 +209,7 @@ class EagerStep:
         """Hold every parameter full and plain in the block; every rank enters it.
 
         Args:
-            writeback: Keep what the block writes to parameters; otherwise it is dropped.
+            writeback: Keep values written to parameters in the block; otherwise they are dropped.
         """
         for unit in self.units.modules:
             unit.reshard()  # type: ignore[operator]  # an FSDPModule's
@@ -242,7 +242,7 @@ class EagerStep:
                     parameter.copy_(place(values[id(parameter)]))
 
     def release(self) -> None:
-        """Take the hooks off, and make every parameter, gradient and optimizer state full and plain again."""
+        """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.units.modules:
             reach = Reach(self.function, self.modules, self.roots)
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
@@ -257,7 +257,7 @@ class EagerStep:
                             plain = nn.Parameter(full.full_tensor(), parameter.requires_grad)
                             if isinstance(parameter.grad, DTensor):
                                 plain.grad = DTensor.full_tensor(parameter.grad)
-                            swap[id(parameter)] = parameter, plain
+                            swap[id(parameter)] = parameter, plain  # tied parameters stay one
                         module._parameters[key] = swap[id(parameter)][1]
             repoint(reach, swap, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
         if self.reducer is not None:
@@ -266,7 +266,7 @@ class EagerStep:
         self.is_placed = False
 
     def explain(self) -> str:
-        """Return what runs and what was compared, a line each."""
+        """Return lines about the way of running and the comparisons."""
         count = len(self.parameters)
         full = [p for p in self.parameters.values() if not isinstance(p, DTensor)]
         compared = f"{len(full)} full parameters, {sum(p.numel() for p in full):,} elements, equal on all ranks"
@@ -279,7 +279,7 @@ class EagerStep:
         ])  # fmt: skip
 
     def _has_new_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a module got parameters since, or a call brings another module."""
+        """Return True if a module has new parameters, or a call brings another module."""
         known = {id(p) for p in self.parameters.values()}
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
         return any(id(p) not in known for module in (*self.modules, *given) for p in module.parameters())
@@ -327,5 +327,5 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
         words = padded[start : start + _WORDS]
         places = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
         plain += int(words.sum())
-        weighted += int((words * places).sum())
+        weighted += int((words * places).sum())  # sees swapped words
     return plain, weighted

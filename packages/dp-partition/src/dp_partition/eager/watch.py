@@ -1,7 +1,7 @@
-"""Watch one call of a step: which parameters FSDP2 could not keep in shards, and in which modules the others are used.
+"""Watch one call of a step: parameters unfit for FSDP2's shards, and modules that use the others.
 
-FSDP2 gathers a module's parameters for its forward and lets them go after it. What reads a parameter elsewhere, writes
-it in a forward, or asks for second derivatives would see a shard, or be lost.
+FSDP2 gathers a module's parameters for its forward and frees them after it. Code that reads a parameter elsewhere,
+writes it in a forward, or takes second derivatives would see a shard, or be lost.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dp_partition._torch_compat import has_gradient_hooks, pytree
 
 
 class Watch(TorchFunctionMode):
-    """Notes parameters that have to stay full, while the block runs.
+    """Mode to note parameters that have to stay full, while the block runs.
 
     Args:
         parameters: Name -> parameter.
-        roots: The modules that hold them.
-        states: Tensors of optimizers, which move into shards with the parameters.
+        roots: The modules around them.
+        states: Tensors of optimizers; they move into shards with the parameters.
 
     Attributes:
-        reasons: Name -> why the parameter has to stay full.
-        users: Name -> modules that were running at every use of the parameter.
+        reasons: Name -> reason to keep the parameter full.
+        users: Name -> modules running at every use of the parameter.
         ran: Numbers of the modules that ran, in order; ranks compare them.
-        combined: Parameters that one operation outside of forwards uses: all are in shards, or none.
+        combined: Parameters used by one operation outside of forwards: all are sharded, or none.
     """
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], roots: Iterable[nn.Module], states: Iterable[torch.Tensor]
     ) -> None:
         super().__init__()
-        # Tensors that would be DTensors on shards -> the parameters that they are computed from.
+        # Tensors that would be DTensors on shards -> parameters in their computation.
         self.origins = WeakTensorKeyDictionary(dict.fromkeys(states, frozenset[str]()))
         self.origins.update({parameter: frozenset([name]) for name, parameter in parameters.items()})
         self.combined: set[frozenset[str]] = set()
@@ -91,13 +91,13 @@ class Watch(TorchFunctionMode):
                 if writes and args[0] is parameter:
                     self.reasons.setdefault(fqn, f"a forward writes it ({name})")
                 running = set(self._stack)
-                self.users[fqn] = self.users.get(fqn, running) & running
+                self.users[fqn] = self.users.get(fqn, running) & running  # at every use
             elif torch.is_grad_enabled() and _has_gradient(result, parameter):
                 self.reasons.setdefault(fqn, f"is read outside of any module's forward ({name})")
         return result
 
     def _note_outside(self, name: str, tensors: list[torch.Tensor], result: Any) -> None:
-        """Follow what is computed from parameters: combined with a plain tensor, it would fail on shards."""
+        """Follow values computed from parameters: combined with a plain tensor, they would fail on shards."""
         known = [self.origins[x] for x in tensors if x in self.origins]
         if not known:
             return

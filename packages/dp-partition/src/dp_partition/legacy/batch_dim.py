@@ -15,13 +15,13 @@ REDUCED = -2
 
 
 class BatchDimAnalyzer:
-    """Follow the batch dim from the inputs through the operators of a graph, never by comparing sizes.
+    """Follow the batch dim from the inputs through a graph's operators, never by comparing sizes.
 
     Args:
         batch_dim: The batch dim of the graph's inputs.
 
     Attributes:
-        batch_dim_map: Dim of each node, ``-1`` for tensors without a batch, ``-2`` where the batch was reduced away.
+        batch_dim_map: Dim of each node, ``-1`` for tensors without a batch, ``-2`` after a reduction over the batch.
         batch_dim_size: Size of the global batch, ``-1`` before `init_batch_dim_size`.
     """
 
@@ -43,14 +43,14 @@ class BatchDimAnalyzer:
         """Return the batch dim of a node.
 
         Raises:
-            RuntimeError: Before it was set or computed.
+            RuntimeError: It was neither set nor computed.
         """
         if node not in self.batch_dim_map:
             raise RuntimeError(f"the batch dim of {node} is not known; call compute_batch_dim first")
         return self.batch_dim_map[node]
 
     def compute_batch_dim(self, node: fx.Node, full_reduction: bool = False) -> int:
-        """Return a node's batch dim; ``full_reduction`` takes the batch for reduced away in this node."""
+        """Return a node's batch dim; ``full_reduction`` marks the batch as reduced away in this node."""
         if self.batch_dim_size == -1:
             raise RuntimeError("set the batch size first: init_batch_dim_size")
         if full_reduction:
@@ -59,12 +59,12 @@ class BatchDimAnalyzer:
             inputs = {one: self.batch_dim_map.get(one, NO_BATCH) for one in node.graph.nodes if one.op == "placeholder"}
             types = {one: NodeType.PARAM if dim == NO_BATCH else NodeType.ACT for one, dim in inputs.items()}
             homes = StoragePlacements({one: _placement(dim) for one, dim in inputs.items()}, types)
-            for one, plan in propagate(node.graph, homes, 1, local=False).items():
-                self.batch_dim_map.setdefault(one, _dim_of(plan.output))
+            for one, plan in propagate(node.graph, homes, 1, local=False).items():  # one rank: no size matters
+                self.batch_dim_map.setdefault(one, _dim_of(plan.output))  # dims set by the caller stay
         return self.batch_dim_map[node]
 
     def compute_act_spec(self, node: fx.Node, mesh: DeviceMesh) -> PlacementSpec:
-        """Return the placement of an activation: sharded on its batch dim, partial where that was reduced, or full."""
+        """Return the placement of an activation: sharded on its batch dim, partial after its reduction, or full."""
         return PlacementSpec(mesh, (_placement(self.compute_batch_dim(node)),))
 
 

@@ -32,9 +32,9 @@ class DataParallel:
 
 
 def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a train step so that it trains data-parallel on all ranks, each with its own rows of the batch.
+    """Decorate a train step to run data-parallel, each rank with its own rows.
 
-    A decorated function takes ``last_train_step=`` as well, which changes nothing, and has its `Step` as ``.step``.
+    A decorated function takes ``last_train_step=`` as well, without effect, and has its `Step` as ``.step``.
 
     Raises:
         PlanError: At the first call, before ``torch.distributed`` was initialised (code ``no-process-group``).
@@ -48,7 +48,7 @@ def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[...
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop("last_train_step", None)
             if "step" not in vars(wrapper):
-                vars(wrapper)["step"] = _step(function, args, kwargs, mode)
+                vars(wrapper)["step"] = _step(function, args, kwargs, mode)  # now torch.distributed is ready
             return vars(wrapper)["step"](*args, **kwargs)
 
         return wrapper
@@ -62,5 +62,5 @@ def _step(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialised", hint=hint))
     modules = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)]
     device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks, as in torch 2.1
     return compile_step(function, mesh=mesh, style=mode.parallel_style)

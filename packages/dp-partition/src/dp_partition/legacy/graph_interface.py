@@ -1,4 +1,4 @@
-"""Partition a traced step, and place the model and optimizer it was traced from."""
+"""Partition a traced step, and place its model and optimizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def partition_data_parallel(
     parallel_style: DataParallelStyle,
     input_batch_dim: int,
 ) -> GraphModule:
-    """Partition a train step that was traced at the batch of all ranks together, and place what it works on.
+    """Partition a train step traced at the batch of all ranks together, and place its tensors.
 
     The model's parameters and the optimizer's state become DTensors, in ``optimizer.param_groups`` too;
     ``params_buffers`` and ``named_states`` hold the local tensors afterwards, in the order of the graph's placeholders.
@@ -55,22 +55,22 @@ def partition_data_parallel(
     Args:
         graph: The traced step; its first placeholders are the values of ``params_buffers``, then those of
             ``named_states``, then the batch. Changed in place.
-        model: The module that holds the parameters and buffers.
-        optimizer: Its optimizer, if there is one.
+        model: The module with the parameters and buffers.
+        optimizer: Its optimizer, if any.
         params_buffers: Parameters and buffers by full name.
         named_states: Optimizer state by parameter name.
-        args: The step's arguments; the graph says all that is needed about them.
+        args: The step's arguments; the graph is enough, they are not used.
         kwargs: The step's keyword arguments; likewise.
         mesh: One-dimensional mesh.
         parallel_style: ``DEFAULT``, ``REPLICATE`` or ``FULLY_SHARD``.
         input_batch_dim: The batch dim of the batch's tensors.
 
     Returns:
-        The graph of this rank, nodes with ``meta["node_type"]``. The tensors are placed only when this succeeded.
+        The graph of this rank, nodes with ``meta["node_type"]``. The tensors are placed only after success.
     """
     num_params = len(params_buffers)
     num_states = len(pytree.tree_leaves(named_states))
-    if eliminate_dead(graph.graph):
+    if eliminate_dead(graph.graph):  # the code must match the graph
         graph.recompile()
     strategies = build_data_parallel_strategies(graph, num_params, num_states, mesh=mesh, batch_dim=input_batch_dim)
     mark_data_parallel_shardings(graph, num_params, num_states, strategies, parallel_style)
@@ -95,11 +95,11 @@ def place_tensors(
     mesh: DeviceMesh,
     choose: Chooser,
 ) -> None:
-    """Put DTensors where the parameters, buffers and state were."""
+    """Replace the parameters, buffers and state by DTensors."""
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     names: dict[torch.Tensor, str] = {}
     for name, tensor in list(params_buffers.items()):
-        if tensor not in replaced:
+        if tensor not in replaced:  # tied tensors once
             names[tensor] = name
             placed = place_one(tensor, mesh, choose(tuple(tensor.shape)))
             is_param = isinstance(tensor, nn.Parameter)
@@ -116,7 +116,7 @@ def place_tensors(
 
 
 def place_one(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
-    """A DTensor of which this rank holds its part of ``tensor``."""
+    """Return a DTensor with this rank's shard of ``tensor``."""
     full = tensor.detach()
     part = local_shard(full, placement, mesh.size(), mesh.get_local_rank())
     return as_dtensor(part, full, mesh, placement)
@@ -160,15 +160,15 @@ def mark_data_parallel_shardings(
     """Choose one strategy for every node and write it to ``meta["sharding"]``.
 
     Args:
-        train_step_graph: The graph that the strategies were built for.
-        num_parameters: Number of leading placeholders that are parameters or buffers.
-        num_states: Number of placeholders after them that are optimizer state.
-        dp_strategy_map: What `build_data_parallel_strategies` returned.
+        train_step_graph: Graph of the strategies.
+        num_parameters: Number of leading placeholders of parameters or buffers.
+        num_states: Number of placeholders after them of optimizer state.
+        dp_strategy_map: Result of `build_data_parallel_strategies`.
         parallel_mode: ``REPLICATE`` and ``FULLY_SHARD`` take the replicated and the sharded strategy of each node;
             ``DEFAULT`` shards parameters and state that divide evenly and replicates the rest.
 
     Raises:
-        PlanError: For another style (code ``conflicting-arguments``), or when the mixture cannot be distributed.
+        PlanError: Another style (code ``conflicting-arguments``), or a mixture that cannot be distributed.
     """
     if parallel_mode is DataParallelStyle.DEFAULT:
         _mark_mixed(train_step_graph.graph, num_parameters, num_states, dp_strategy_map)
@@ -176,7 +176,7 @@ def mark_data_parallel_shardings(
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
         hint = "use dp_partition.compile for it"
         raise PlanError(Problem("conflicting-arguments", "parallel_mode", found=str(parallel_mode), hint=hint))
-    index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1
+    index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1  # a single strategy is both
     for node in train_step_graph.graph.nodes:
         strategies = dp_strategy_map[node].strategies
         meta_of(node)["sharding"] = strategies[index] if strategies else None
@@ -205,7 +205,7 @@ def _placement(strategy: PlacementStrategy) -> Placement:
 
 
 def mesh_of(strategies: dict[fx.Node, StrategyType]) -> DeviceMesh:
-    """The mesh that strategies are for."""
+    """Return the mesh of strategies."""
     for strategy in strategies.values():
         for one in strategy.strategies:
             if isinstance(one.output_spec, PlacementSpec):
@@ -216,7 +216,7 @@ def mesh_of(strategies: dict[fx.Node, StrategyType]) -> DeviceMesh:
 def partitioner(graph: GraphModule) -> GraphModule:
     """Turn a marked single-device graph into this rank's graph.
 
-    Inserts collectives where a node wants an input in another place than it lies, adapts arguments that name shapes,
+    Inserts collectives for inputs wanted in another placement, adapts arguments with shapes,
     removes the markings, and leaves local values in ``meta["val"]``.
 
     Args:
@@ -235,7 +235,7 @@ def partitioner(graph: GraphModule) -> GraphModule:
     world, rank = mesh.size(), mesh.get_local_rank()
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]
-    mode = _fake_mode(graph.graph)
+    mode = _fake_mode(graph.graph)  # fakes of one graph share a mode
     inputs = local_inputs(graph.graph, placements, mode, world, rank)
     plans = {node: _plan_of(node, strategy) for node, strategy in strategies.items()}
     partition_for_rank(graph, plans, world, rank, mesh.get_group().group_name, CommConfig())
@@ -245,14 +245,14 @@ def partitioner(graph: GraphModule) -> GraphModule:
 
 
 def _spec_of(state: OutputPlacement, mesh: DeviceMesh) -> Outputs:
-    """The spec of a state on a mesh."""
+    """Return the spec of a state on a mesh."""
     if isinstance(state, tuple):
         return tuple(_spec_of(one, mesh) for one in state)
     return PlacementSpec(mesh, (state,)) if isinstance(state, Placement) else None
 
 
 def strategy_of(node: fx.Node, plan: NodePlan, mesh: DeviceMesh) -> PlacementStrategy:
-    """A node's plan as a strategy, inputs in the order of ``all_input_nodes``."""
+    """Return a node's plan as a strategy, inputs in the order of ``all_input_nodes``."""
     if node.op == "placeholder":
         return PlacementStrategy(_spec_of(plan.output, mesh))
     inputs = tuple(_spec_of(plan.inputs.get(source), mesh) for source in node.all_input_nodes)
@@ -269,7 +269,7 @@ def _plan_of(node: fx.Node, strategy: PlacementStrategy) -> NodePlan:
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    """Return the mode of the values that a graph was traced with."""
+    """Return the fake mode of a graph's traced values."""
     values = [node.meta.get("val") for node in graph.nodes]
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or new_fake_mode()
 
@@ -283,12 +283,12 @@ def replicate_all(shape: tuple[int, ...]) -> Placement:
 
 
 def shard_all(shape: tuple[int, ...]) -> Placement:
-    """Everything that has a dim 0 is sharded on it."""
+    """Shard everything with a dim 0 on it."""
     return Shard(0) if shape else Replicate()
 
 
 def shard_even(world: int) -> Chooser:
-    """Shard what divides evenly, replicate the rest."""
+    """Shard even sizes, replicate the rest."""
     return lambda shape: Shard(0) if shape and shape[0] and shape[0] % world == 0 else Replicate()
 
 
@@ -299,15 +299,15 @@ def build_data_parallel_strategies(
     mesh: DeviceMesh,
     batch_dim: int = 0,
 ) -> dict[fx.Node, StrategyType]:
-    """Work out how every node of a train step can be distributed.
+    """Find all strategies for every node of a train step.
 
-    The graph is brought into canonical form first: gradient tags become notes on the nodes they tag, dead nodes go
-    (writes to memory are not dead), and operators that cannot be run on shards as they are get taken apart.
+    The graph is brought into canonical form first: gradient tags become notes on the tagged nodes, dead nodes go
+    (writes to memory are not dead), and operators without a rule for shards are decomposed.
 
     Args:
         train_step_graph: The step, traced at the batch of all ranks together. Changed in place.
-        num_params: Number of leading placeholders that are parameters or buffers.
-        num_states: Number of placeholders after them that are optimizer state.
+        num_params: Number of leading placeholders of parameters or buffers.
+        num_states: Number of placeholders after them of optimizer state.
         mesh: One-dimensional mesh.
         batch_dim: The batch dim of all other tensor placeholders.
 
@@ -315,7 +315,7 @@ def build_data_parallel_strategies(
         For every node its type with one strategy, or two: ``[replicated, sharded]``.
 
     Raises:
-        PlanError: When the step cannot be distributed.
+        PlanError: The step cannot be distributed.
     """
     if mesh.ndim != 1:
         raise PlanError(Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} axes", hint="pass one axis of it"))
@@ -330,7 +330,7 @@ def build_data_parallel_strategies(
 
 
 def prepare(module: GraphModule) -> None:
-    """Canonical form of a traced step, for global semantics."""
+    """Bring a traced step into canonical form, for global semantics."""
     erase_profiler(module.graph)
     remove_tags(module.graph)
     merge_aliases(module.graph)
@@ -389,5 +389,5 @@ def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> Strat
 
 
 def _reduces_batch(node: fx.Node, plan: NodePlan) -> bool:
-    """A partial activation: the batch was summed or averaged away."""
+    """Return True for a partial activation: the batch was summed or averaged away."""
     return plan.node_type is NodeType.ACT and getattr(plan.output, "is_partial", lambda: False)()

@@ -1,8 +1,8 @@
-"""Bucket and schedule: few large collectives instead of many small ones, issued early and waited for late.
+"""Bucket and schedule: few large collectives instead of many small ones, issued early and awaited late.
 
-Gradients are gathered into buckets in the order in which backward finishes them; a bucket is reduced as soon as its
-last gradient is there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of
-the compute that needs them. Order and content of buckets depend on the graph alone, so they are the same on every rank.
+Gradients are collected in buckets in the order of backward; a bucket is reduced as soon as its last gradient is
+there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of
+compute. Order and content of buckets depend on the graph alone, so they are the same on every rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dp_partition.sharding.propagate import is_gradient
 
 @dataclass
 class _Bucket:
-    """Moves that travel together."""
+    """Moves of one collective."""
 
     moves: list[Move]
-    ready: int  # position after which every start holds its final value
-    needed: int  # position of the first node that uses a result
+    ready: int  # from here on every start holds its final value
+    needed: int  # position of the first use of a result
 
 
 def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: CommConfig) -> None:
@@ -42,33 +42,33 @@ def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: 
     if comm.bucket_bytes <= 0 and comm.plain:
         return
     positions = {node: index for index, node in enumerate(graph.nodes)}
-    nodes = list(graph.nodes)
-    live = [move for move in moves if move.result.users and move.start in positions]
+    nodes = list(graph.nodes)  # the order before insertions
+    live = [move for move in moves if move.result.users and move.start in positions]  # others are unused or erased
     gathers = [m for m in live if _is_gather(m) and comm.bucket_bytes > 0]
-    reductions = [m for m in live if _is_reduction(m)]
+    reductions = [m for m in live if _is_reduction(m)]  # averages and sums of gradients
     timing = _Timing(nodes, positions)
     gather_buckets = _group(gathers, timing, comm.bucket_bytes, timing.first_use)
     reduce_buckets = _group(reductions, timing, comm.bucket_bytes, timing.ready)
     issues: list[tuple[_Bucket, tuple[int, int, int]]] = []
     for index, bucket in enumerate(gather_buckets):
-        ahead = gather_buckets[max(index - comm.prefetch, 0)]
+        ahead = gather_buckets[max(index - comm.prefetch, 0)]  # sent when this one is needed
         earliest = max(bucket.ready + 1, timing.start_of_backward(bucket))
-        sent = min(max(ahead.needed, earliest), bucket.needed)
+        sent = min(max(ahead.needed, earliest), bucket.needed)  # never after its first use
         issues.append((bucket, (sent, bucket.needed, bucket.needed)))
     for index, bucket in enumerate(reduce_buckets):
         awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], comm))
         issues.append((bucket, (bucket.ready + 1, awaited, bucket.needed)))
-    gone: set[fx.Node] = set()
+    gone: set[fx.Node] = set()  # erased: no places to insert at
     for bucket, places in issues:
         stands = [next(node for node in nodes[place:] if node not in gone) for place in places]
         _emit(graph, mover, bucket, (stands[0], stands[1], stands[2]), comm, gone)
 
 
 def _place_is_wanted(buckets: list[_Bucket], comm: CommConfig) -> int:
-    """Return the position where a bucket must become one of shards: where the ``prefetch``-th after it is sent.
+    """Return the position to await the first bucket at: where the ``prefetch``-th after it is sent.
 
-    What is sent lives until it is awaited; waiting only in the optimizer would keep all gradients full until then. A
-    bucket that is all-reduced stays as large as it is.
+    A sent buffer lives until it is awaited; awaiting it only in the optimizer would keep all gradients full until
+    then. An all-reduced bucket does not get smaller.
     """
     first, ahead = buckets[0], max(comm.prefetch, 1)
     scattered = [bucket for bucket in buckets if isinstance(bucket.moves[0].wanted, Shard)]
@@ -90,7 +90,7 @@ def _is_reduction(move: Move) -> bool:
 
 
 class _Timing:
-    """When values are there and when they are needed, as positions in the graph before it is rearranged."""
+    """Last writes and first uses of values, as positions in the graph before it is rearranged."""
 
     def __init__(self, nodes: list[fx.Node], positions: dict[fx.Node, int]) -> None:
         self.nodes, self.positions = nodes, positions
@@ -102,13 +102,13 @@ class _Timing:
                     self.writes.setdefault(known, []).append(position)
 
     def first_use(self, move: Move) -> int:
-        """Position of the first node that uses the result."""
+        """Return the position of the result's first use."""
         return min(self.positions[user] for user in move.result.users)
 
     def ready(self, move: Move) -> int:
-        """Position of the last node that makes or writes the value before it is moved."""
+        """Return the position of the value's last write before the move."""
         start, end = self.positions[move.start], self.positions[move.before]
-        roots = {root_of(move.start), move.start}
+        roots = {root_of(move.start), move.start}  # a write to either changes the value
         if move.start.target is TAG_GRAD:
             tagged = move.start.args[0]
             assert isinstance(tagged, fx.Node)
@@ -117,18 +117,18 @@ class _Timing:
         return max(start, self.last_placeholder, *writes) if writes else max(start, self.last_placeholder)
 
     def start_of_backward(self, bucket: _Bucket) -> int:
-        """Return the start of backward, for a bucket that backward needs: earlier it would occupy memory."""
+        """Return the start of backward for a bucket needed there, as it would occupy memory earlier."""
         if meta_of(self.nodes[bucket.needed]).get("phase") != "backward":
             return 0
         return next(i for i, node in enumerate(self.nodes) if meta_of(node).get("phase") == "backward")
 
     def segment(self, move: Move) -> str:
-        """The part of the step that needs the result."""
+        """Return the phase of the result's first use."""
         return str(meta_of(self.nodes[self.first_use(move)]).get("phase"))
 
 
 def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move], int]) -> list[_Bucket]:
-    """Fill buckets in order; a bucket holds one dtype and one kind of move, and is ready before it is needed."""
+    """Fill buckets in order; each has one dtype and one kind of move, and is ready before it is needed."""
     buckets: list[_Bucket] = []
     open_buckets: dict[Any, _Bucket] = {}
     for move in sorted(moves, key=lambda m: (order(m), timing.positions[m.start])):
@@ -145,7 +145,7 @@ def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move
             buckets.append(bucket)
         bucket.moves.append(move)
         bucket.ready, bucket.needed = max(bucket.ready, ready), min(bucket.needed, needed)
-    by_need = order == timing.first_use
+    by_need = order == timing.first_use  # gathers; reductions by readiness
     return sorted(buckets, key=lambda b: b.needed if by_need else b.ready)
 
 
@@ -161,16 +161,16 @@ def _emit(
     comm: CommConfig,
     gone: set[fx.Node],
 ) -> None:
-    """Write a bucket's collective into the graph and let its results replace the single moves'.
+    """Write a bucket's collective into the graph; its results replace those of the single moves.
 
     Args:
         graph: The graph.
-        mover: Writes the nodes.
+        mover: Inserts the nodes.
         bucket: The moves.
-        stands: Before which node it is sent, awaited, and needed; what has several parts uses all of them.
-        comm: How gradients are reduced.
-        gone: Gets the nodes that are erased: what is written before an erased node is not met on the way back through
-            the graph, by which the last use of every value is found.
+        stands: Nodes to insert before: to send, to await, and to use it; an emission in several stages uses all.
+        comm: Settings of the reduction.
+        gone: Gets the erased nodes: a node inserted before one would be missed by the walk back through
+            the graph for the last use of every value.
     """
     old = [move.result for move in bucket.moves]
     gathers = _is_gather(bucket.moves[0])
@@ -194,7 +194,7 @@ StagedEmission = Generator[None, None, list[fx.Node]]
 
 
 def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None) -> StagedEmission:
-    """Gradients of one bucket, averaged or summed over the ranks: full, or this rank's shards."""
+    """Reduce the gradients of one bucket over the ranks: to full ones, or to this rank's shards."""
     kind = moves[0].origin
     assert isinstance(kind, Partial)
     if isinstance(moves[0].wanted, Replicate):
@@ -205,7 +205,7 @@ def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None) -> Stage
 def _all_reduced(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
     like, sizes = moves[0].like, [math.prod(m.shape) for m in moves]
     node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
-    meta_of(node)["packs"] = True
+    meta_of(node)["packs"] = True  # for `send_alone`
     flat = FlatBuffer(node, sum(sizes), like, kind.reduce_op, scatter=False)
     full = yield from reduce_flat(mover, flat, dtype)
     pieces = mover.call(aten.split_with_sizes.default, full, sizes)
@@ -213,7 +213,7 @@ def _all_reduced(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dt
 
 
 def _scattered(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
-    if len(moves) == 1:  # it is sent as it is
+    if len(moves) == 1:  # sent without a copy
         rows = mover.pad(moves[0].start, moves[0].shape[0])
     else:
         rows = _chunks(mover, moves)
@@ -230,20 +230,20 @@ def _scattered(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtyp
 
 
 def _chunks_of(world: int, moves: list[Move]) -> tuple[list[int], list[int]]:
-    """Number of rows of each tensor a rank has, padding included, and how many elements those are."""
+    """Return each tensor's rows on a rank, padding included, and their elements."""
     chunks = [-(-m.shape[0] // world) for m in moves]
     return chunks, [chunk * math.prod(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
 
 
 def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
-    """Parameters of one bucket, full, from every rank's shards."""
+    """Gather the full parameters of one bucket from every rank's shards."""
     world = mover.world
     chunks, sizes = _chunks_of(world, moves)
     flats = []
     for chunk, m in zip(chunks, moves, strict=True):
-        start, end = chunk_bounds(m.shape[0], world, mover.rank)
+        start, end = chunk_bounds(m.shape[0], world, mover.rank)  # the last ranks may have fewer rows
         local = _flat(mover, m.start, m.shape)
-        missing = (chunk - (end - start)) * math.prod(m.shape[1:])
+        missing = (chunk - (end - start)) * math.prod(m.shape[1:])  # gathered chunks have one size
         flats.append(mover.call(aten.constant_pad_nd.default, local, [0, missing]) if missing else local)
     alone = len(flats) == 1
     flat = mover.call(aten.contiguous.default, flats[0]) if alone else mover.call(aten.cat.default, flats)
@@ -254,13 +254,13 @@ def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
     results = []
     for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True)):
         full = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
-        padded = chunk * world != m.shape[0]
+        padded = chunk * world != m.shape[0]  # the tail is cut off
         results.append(mover.call(aten.slice.Tensor, full, 0, 0, m.shape[0]) if padded else full)
     return results
 
 
 def _chunks(mover: Mover, moves: list[Move]) -> fx.Node:
-    """The gradients as ``[world, chunk]``, side by side; one call, where none of them is empty."""
+    """Return the gradients as ``[world, chunk]``, side by side; in one call if none of them is empty."""
     if all(math.prod(m.shape) for m in moves):
         return mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
     rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [mover.world, -1]) for m in moves]

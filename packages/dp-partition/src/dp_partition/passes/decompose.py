@@ -1,7 +1,6 @@
-"""Take operators apart that no rule shards: losses with a mean, batch statistics, and what torch has a decomposition
-for.
+"""Decompose operators without a rule: losses with a mean, batch statistics, all that torch decomposes.
 
-Only global semantics needs this. An operator without rule and without decomposition stays, and runs on gathered inputs.
+Only global semantics needs this. An operator without rule and decomposition stays, and runs on gathered inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MEAN = 1  # torch's number for reduction="mean"
 
 
 def remove_tags(graph: fx.Graph) -> None:
-    """Replace gradient tags by a note on the node they tag."""
+    """Replace gradient tags by a note on the tagged node."""
     for node in list(graph.nodes):
         if node.target is TAG_GRAD:
             source = node.args[0]
@@ -34,14 +33,14 @@ def remove_tags(graph: fx.Graph) -> None:
 
 
 def decompose(module: GraphModule, mode: FakeTensorMode) -> None:
-    """Take apart what has no rule, in place, until nothing more can be taken apart."""
+    """Decompose operators without a rule, in place, as far as possible."""
     pending = [node for node in module.graph.nodes if is_op(node)]
     while pending:
         node = pending.pop()
         recipe = _recipe(node)
         if recipe is not None:
             pending += _splice(module, node, recipe, mode)
-    eliminate_dead(module.graph)
+    eliminate_dead(module.graph)  # outputs that no one uses
 
 
 def _recipe(node: fx.Node) -> Callable[..., Any] | None:
@@ -49,7 +48,7 @@ def _recipe(node: fx.Node) -> Callable[..., Any] | None:
     if target in _OWN:
         return _OWN[target]
     if base_name(node).startswith("nll_loss"):
-        return decomposition_of(target) if MEAN in node.args else None
+        return decomposition_of(target) if MEAN in node.args else None  # sums have a rule
     if find_rule(node) is not None or is_random(node) or not any(map(is_tensor, node.all_input_nodes)):
         return None
     if base_name(node) in ("copy", "_local_scalar_dense", "bernoulli", "empty_like"):
@@ -58,7 +57,7 @@ def _recipe(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _splice(module: GraphModule, node: fx.Node, recipe: Callable[..., Any], mode: FakeTensorMode) -> list[fx.Node]:
-    """Replace a node by the graph of its decomposition; the new nodes."""
+    """Replace a node by the graph of its decomposition; return the new nodes."""
     sources = list(node.all_input_nodes)
 
     def run(*values: Any) -> Any:
@@ -118,7 +117,7 @@ def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
 def _var_mean(
     source: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean from sums: sums over a sharded batch are partial sums, the numbers of elements are global."""
+    """Variance and mean from sums: over a sharded batch these are partial sums, with global counts."""
     dims = list(dim) if dim else list(range(source.ndim))
     count = 1
     for d in dims:

@@ -1,8 +1,8 @@
 """Insert collectives: turn the single-device graph into the graph of one rank.
 
-Brings each input where its node's plan wants it, and adapts the arguments that name shapes. Every value is moved at
-most once to each placement. A value that is written keeps only the copy that was written: views of another copy are
-taken anew, and where an input of the graph was written in a gathered copy, the rank's part is copied back.
+Moves each input to its planned placement, and adapts arguments with shapes. Every value is moved at
+most once to each placement. After a write only the written copy is valid: views of another copy are
+taken again, and if an input of the graph was written in a gathered copy, the rank's shard is copied back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
 from dp_partition.plan.placements import NodeType, RankLocal, local_shape
 from dp_partition.sharding.propagate import NodePlan, gradient_name, is_gradient
 
-# Which argument of an operator names the output's shape.
+# Position of the argument with the output's shape.
 SHAPE_ARGUMENTS: dict[Any, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
@@ -34,7 +34,7 @@ SHAPE_ARGUMENTS: dict[Any, int] = {
     aten.select_backward.default: 1,
 }
 
-# Which argument names the number of rows (dim 0) of the input.
+# Position of the argument with the number of rows (dim 0) of the input.
 ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
 
 LOWERED = (OWN_ROWS, SHARE_ROWS)
@@ -42,7 +42,7 @@ LOWERED = (OWN_ROWS, SHARE_ROWS)
 
 @dataclass(frozen=True)
 class Taken:
-    """Origin of a view: the node it looks at, where that lay, and the node of the rank's graph."""
+    """Origin of a view: its base, the base's placement, and the base's node in the rank's graph."""
 
     base: fx.Node
     placement: Placement | None
@@ -56,14 +56,14 @@ class Inserter:
         self.module, self.plans, self.world, self.rank = module, plans, mover.world, mover.rank
         self.mover = mover
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
-        self.homes: dict[fx.Node, tuple[Placement, fx.Node]] = {}  # of what outlives the step
+        self.homes: dict[fx.Node, tuple[Placement, fx.Node]] = {}  # of tensors that outlive the step
         self.taken: dict[fx.Node, Taken] = {}
         self.native: dict[fx.Node, Placement] = {}
-        self.roots: dict[fx.Node, fx.Node] = {}  # of views, as in the graph before anything was moved
+        self.roots: dict[fx.Node, fx.Node] = {}  # of views, as in the graph before all moves
         self.family: dict[fx.Node, list[fx.Node]] = {}
         self.moves: list[Move] = []
-        self.gathered: dict[fx.Node, str] = {}  # in which phase a source was moved last
-        self.unread = single_gradients(module.graph)
+        self.gathered: dict[fx.Node, str] = {}  # phase of a source's last move
+        self.unread = single_gradients(module.graph)  # gradients without a reader so far
 
     def run(self) -> None:
         """Rewrite the full graph."""
@@ -72,7 +72,7 @@ class Inserter:
                 self.rewrite(node, self.plans[node])
 
     def rewrite(self, node: fx.Node, plan: NodePlan) -> None:
-        """Bring a node's inputs where it wants them and remember where its output lies."""
+        """Move a node's inputs to their placements, and record its output's."""
         wanted = {source: plan.inputs.get(source) for source in node.all_input_nodes}
         written, base = mutated_inputs(node), base_of(node)
         self.note_gradients(node, wanted)
@@ -110,7 +110,7 @@ class Inserter:
             node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
 
     def note_gradients(self, node: fx.Node, wanted: dict[fx.Node, Placement | None]) -> None:
-        """Mark the first node that reads an averaged gradient: passes change what it reads, and not where."""
+        """Mark the first reader of an averaged gradient, by argument position: passes replace the argument itself."""
         rows = []
         for source, placement in wanted.items():
             if source in self.unread and isinstance(placement, Replicate | Shard):
@@ -120,7 +120,7 @@ class Inserter:
             meta_of(node)["reads"] = rows
 
     def lower_rows(self, node: fx.Node) -> None:
-        """ZeRO's markers: the rank's rows as a view of the parameter, and all rows copied back into it."""
+        """Lower ZeRO's markers: the rank's rows as a view of the parameter, and all rows copied back into it."""
         param = node.args[0]
         assert isinstance(param, fx.Node)
         shape = tuple(param.meta["val"].shape)
@@ -142,10 +142,10 @@ class Inserter:
         self.module.graph.erase_node(node)
 
     def agree(self, node: fx.Node, plan: NodePlan) -> None:
-        """Random numbers that are to be the same on every rank: rank 0's count.
+        """Share rank 0's random numbers if they have to be the same on every rank.
 
         Raises:
-            PlanError: For an operator that returns several tensors.
+            PlanError: The operator returns several tensors.
         """
         if self.world == 1 or Replicate() not in pytree.tree_leaves(plan.output):
             return
@@ -154,15 +154,15 @@ class Inserter:
             found = "draws numbers that all ranks share, and returns several tensors"
             raise PlanError(Problem("random-replay", f"node {node.name} ({node.target})", found=found, hint=hint))
         with self.module.graph.inserting_after(node):
-            shared = self.mover.call(aten.copy_.default, node, node)  # its source is put in below
+            shared = self.mover.call(aten.copy_.default, node, node)  # the source is set below
         with self.module.graph.inserting_before(shared):
-            mine = node if self.rank == 0 else self.mover.call(aten.zeros_like.default, node)
+            mine = node if self.rank == 0 else self.mover.call(aten.zeros_like.default, node)  # sum: rank 0's
             shared.update_arg(1, self.mover.all_reduce(mine, Partial("sum")))
         meta_of(shared)["agrees"] = True
         copy_notes(node, shared, "node_type", "phase", "val")
 
     def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
-        """The node that holds ``source`` where it is wanted, moved there if need be."""
+        """Return the node with ``source`` at the wanted placement, moved if needed."""
         if not self.versions[source]:
             self.versions[source] = {self.native[source]: self.take_again(source, before)}
         known = self.versions[source]
@@ -171,10 +171,10 @@ class Inserter:
         if wanted in known and not (again and self.gathered.get(source) == "forward"):
             return known[wanted]
         if again:
-            known.pop(Replicate(), None)
+            known.pop(Replicate(), None)  # forward's copy must not live on
         origin = _best_origin(known, wanted)
         if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
-            return known[origin]
+            return known[origin]  # each rank's own values: nothing to move
         if isinstance(origin, Partial) and isinstance(wanted, Shard) and self.plans[source].reduce_whole:
             known[Replicate()] = self.version(source, Replicate(), before)
             origin = Replicate()
@@ -190,7 +190,7 @@ class Inserter:
         return result
 
     def describe(self, start: fx.Node, result: fx.Node, source: fx.Node, before: fx.Node) -> None:
-        """Let inserted nodes carry the type of what they move, and the phase that needs it."""
+        """Give inserted nodes the type of the moved value, and the phase of its user."""
         node = result
         while node is not start:
             copy_notes(source, node, "node_type")
@@ -198,10 +198,10 @@ class Inserter:
             node = node.all_input_nodes[0]
 
     def keep_written(self, node: fx.Node, source: fx.Node, placement: Placement) -> None:
-        """After a write only what shares the written memory is the tensor; of a shard that is written, no full copy.
+        """After a write keep only copies in the written memory; of a written shard keep no full copy.
 
         Raises:
-            PlanError: ``shared-memory`` for a value that is used later, and whose written copy cannot stand for it.
+            PlanError: ``shared-memory`` for a value with later uses, but without a copy in the written memory.
         """
         memory = root_of(self.version(source, placement, node))
         root = self.roots.get(source, source)
@@ -218,7 +218,7 @@ class Inserter:
             self.versions[relative] = known
 
     def write_back(self, node: fx.Node, source: fx.Node, known: dict[Placement, fx.Node]) -> dict[Placement, fx.Node]:
-        """The rank's part of a full copy that was written goes to where the tensor lies."""
+        """Copy the rank's shard of a written full copy back to the tensor."""
         (placement, home), full = self.homes[source], known.get(Replicate())
         if not isinstance(placement, Shard) or full is None:
             raise self.lost(node, source)
@@ -235,7 +235,7 @@ class Inserter:
         return PlanError(Problem("shared-memory", f"node {node.name} ({node.target})", found=found))
 
     def take_again(self, view: fx.Node, before: fx.Node) -> fx.Node:
-        """A view of what its base is now: the copy that it looked at was not the one that was written."""
+        """Take a view of its base again: it was a view of another copy than the written one."""
         if view not in self.taken:
             raise self.lost(before, view)
         taken = self.taken[view]
@@ -252,7 +252,7 @@ class Inserter:
         return again
 
     def fit_shape(self, node: fx.Node, placement: Placement) -> None:
-        """Let an argument that names the output's shape name the local one."""
+        """Replace the output's global shape in an argument by the local one."""
         position = SHAPE_ARGUMENTS.get(node.target)
         if position is not None and isinstance(placement, Shard):
             shape = local_shape(tuple(node.meta["val"].shape), placement, self.world, self.rank)
@@ -260,7 +260,7 @@ class Inserter:
 
 
 def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placement:
-    """Prefer what is full, then a shard; an unreduced value comes last."""
+    """Prefer a full value, then a shard; an unreduced value comes last."""
 
     def rank(placement: Placement) -> int:
         if isinstance(placement, Replicate):
@@ -271,7 +271,7 @@ def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placemen
 
 
 def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Gradients by node, of parameters that have one in the step: several are summed before they are complete."""
+    """Return gradients by node, if it is the parameter's only one in the step: several are incomplete until summed."""
     means = {node: str(meta_of(node)["mean_gradient"]) for node in graph.nodes if "mean_gradient" in meta_of(node)}
     found = means or {node: gradient_name(node) for node in graph.nodes if is_gradient(node)}
     counts = Counter(found.values())
@@ -279,7 +279,7 @@ def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def erase_tags(graph: fx.Graph) -> None:
-    """Drop gradient tags: the tagged value takes their place, and remembers whose gradient it is."""
+    """Replace gradient tags by the tagged values, with a note of the parameter."""
     for node in list(graph.nodes):
         if node.target is TAG_GRAD or node.target is OWN_ROWS:
             if node.target is TAG_GRAD and len(node.args) > 1:

@@ -1,4 +1,4 @@
-"""Local shapes: run a rank's graph on fake tensors and record what each node holds on that rank."""
+"""Local shapes: run a rank's graph on fake tensors and record each node's local value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Recorder(fx.Interpreter):
             hint = "this is a defect of dp-partition's rule for the operator"
             raise PlanError(Problem("shape-mismatch", f"node {n.name} ({n.target})", found=found, hint=hint)) from error
         n.meta["val"] = value
-        n.meta.pop("tensor_meta", None)
+        n.meta.pop("tensor_meta", None)  # of the global value
         return value
 
 
@@ -32,10 +32,10 @@ def record_local_values(module: fx.GraphModule, inputs: list[Any], mode: FakeTen
     Args:
         module: A rank's graph.
         inputs: Fake local values of its placeholders.
-        mode: The mode that they belong to.
+        mode: Their fake mode.
 
     Raises:
-        PlanError: When an operator does not accept its local inputs (code ``shape-mismatch``).
+        PlanError: An operator does not accept its local inputs (code ``shape-mismatch``).
     """
     with mode, torch.no_grad():
         _Recorder(module, garbage_collect_values=True).run(*inputs)
@@ -44,14 +44,14 @@ def record_local_values(module: fx.GraphModule, inputs: list[Any], mode: FakeTen
 def local_inputs(
     graph: fx.Graph, placements: list[Placement], mode: FakeTensorMode, world: int, rank: int
 ) -> list[Any]:
-    """Return a fake local tensor for every placeholder, in order; what is no tensor stands for itself."""
+    """Return a fake local tensor for every placeholder, in order; other values unchanged."""
     fakes: list[Any] = []
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     with mode:
         for node, placement in zip(nodes, placements, strict=True):
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
-                fakes.append(0.5 if value is None else value)  # a hyperparameter
+                fakes.append(0.5 if value is None else value)  # a hyperparameter: any float
                 continue
             shape = local_shape(tuple(value.shape), placement, world, rank)
             stride = value.stride() if shape == tuple(value.shape) else torch.empty(shape, device="meta").stride()

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the forward and backward part of a step repeated for micro-batches, the optimizer run once.
+"""Gradient accumulation: forward and backward repeated for micro-batches, the optimizer run once.
 
 A pass over the captured graph of one micro-batch. Gradients of the micro-batches are averaged before they are
 reduced, so there is one reduction per step; for losses that are means over rows the step equals one on the full batch.
@@ -20,26 +20,26 @@ from dp_partition.sharding.propagate import gradient_name
 
 
 def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
-    """Let a graph traced for one micro-batch work through ``count`` of them, in place.
+    """Make a graph traced for one micro-batch process ``count`` of them, in place.
 
     Args:
-        capture: A canonical capture; its batch placeholders take ``count`` times as many rows afterwards.
+        capture: A canonical capture; its batch placeholders have ``count`` times as many rows afterwards.
         count: Number of micro-batches.
         dim: Batch dim of the tensor arguments.
 
     Raises:
-        PlanError: When something other than gradients and scalar results leaves the backward pass.
+        PlanError: Something other than gradients and scalar results leaves the backward pass.
     """
     graph = capture.module.graph
     nodes = list(graph.nodes)
     last = max((position for position, node in enumerate(nodes) if node.target is TAG_GRAD), default=-1)
     if last < 0:
         raise PlanError(Problem("cannot-accumulate", "accumulate", found="the step has no backward pass"))
-    body = [n for n in nodes[: last + 1] if n.op != "placeholder"]
-    rest = nodes[last + 1 :]
-    crossing = _crossing(body, set(rest))
+    body = [n for n in nodes[: last + 1] if n.op != "placeholder"]  # forward and backward
+    rest = nodes[last + 1 :]  # optimizer and outputs
+    crossing = _crossing(body, set(rest))  # raises before the graph changes
     slices = _slice_batch(graph, nodes, body[0], count, dim)
-    copies: list[dict[fx.Node, fx.Node]] = [{node: node for node in body}]
+    copies: list[dict[fx.Node, fx.Node]] = [{node: node for node in body}]  # first: the original
     for index in range(1, count):
         copies.append({arg: parts[index] for arg, parts in slices.items()})
         with graph.inserting_before(rest[0]):
@@ -58,7 +58,7 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
 
 
 def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
-    """Values that the optimizer part or the caller take from the repeated part; only what can be averaged."""
+    """Return values passed from the repeated part to the optimizer or the caller; refuse those without a mean."""
     found, problems = [], []
     for node in body:
         users = [user for user in node.users if user in rest]
@@ -80,7 +80,7 @@ def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
 
 
 def _copies_gradient(node: fx.Node) -> bool:
-    """Return whether autograd copies a gradient here: one that is a view gets memory with its parameter's strides."""
+    """Return True if autograd copies a gradient here: a view gets memory with its parameter's strides."""
     written = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
     sources = [user.args[1] for user in written]
     made = node.target in (aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default)
@@ -98,19 +98,19 @@ def _is_view_of_gradient(node: Any) -> bool:
 def _slice_batch(
     graph: fx.Graph, nodes: list[fx.Node], before: fx.Node, count: int, dim: int
 ) -> dict[fx.Node, list[fx.Node]]:
-    """The micro-batches of every batch placeholder, whose value becomes the full batch."""
+    """Slice every batch placeholder into micro-batches; its value becomes the full batch."""
     slices: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         value: Any = node.meta.get("val")
         if kind_of(node) != "arg" or value is None or value.ndim <= dim:
             continue
-        size = value.shape[dim]
+        size = value.shape[dim]  # of one micro-batch
         slices[node] = []
         for i in range(count):
             with graph.inserting_before(before):
                 part = graph.call_function(aten.slice.Tensor, (node, dim, i * size, (i + 1) * size))
                 meta_of(part).update({"val": value, "phase": "forward"})
-                if dim > 0:  # the trace has seen a micro-batch without gaps, and made views of it
+                if dim > 0:  # the trace took views of a contiguous micro-batch
                     part = graph.call_function(aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
                     meta_of(part).update({"val": value, "phase": "forward"})
             slices[node].append(part)

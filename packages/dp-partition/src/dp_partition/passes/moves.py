@@ -1,8 +1,8 @@
-"""Write the moves from one placement to another into a graph, as functional collectives.
+"""Write moves between placements into a graph, as functional collectives.
 
-A mover knows the rank it builds for: slices of uneven shards differ between ranks, the sequence of collectives does
+A mover builds for one rank: slices of uneven shards differ between ranks, the sequence of collectives does
 not. Shards follow ``torch.chunk``: equal chunks of ``ceil(n / world)``, the last ones smaller or empty. Uneven
-tensors are padded to ``world`` equal chunks for communication; the padding is the tail of the result and is cut off.
+tensors are padded to ``world`` equal chunks for communication; the padding is the tail of the result and is removed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # over dim 0,
 
 @dataclass
 class Move:
-    """One move that was written into a graph.
+    """One move in a graph.
 
     Attributes:
         start: The value before.
         result: The value after.
-        origin: Where it lay.
-        wanted: Where it lies then.
+        origin: Placement before.
+        wanted: Placement after.
         shape: Its global shape.
-        node_type: What it is to the step.
-        before: The node that wants it.
+        node_type: Its role in the step.
+        before: Its first user.
         like: A tensor of its dtype and device.
     """
 
@@ -55,15 +55,15 @@ class Move:
 
 @dataclass
 class Mover:
-    """Inserts moves on one mesh axis; averages of gradients are taken over a second one as well.
+    """Inserts moves on one mesh axis; gradients are averaged over a second one as well.
 
     Attributes:
-        graph: The graph; nodes go to its current insertion point.
+        graph: The graph; nodes are inserted at its current insertion point.
         world: Size of the group.
-        rank: Rank in the group that the graph is for.
+        rank: This graph's rank in the group.
         group: Name of the process group.
-        replica_group: Name of the group of this rank's counterparts in other replicas, over which gradients are
-            averaged as well; empty on a mesh of one axis.
+        replica_group: Name of the group of this rank's counterparts in other replicas, to average gradients
+            over as well; empty on a mesh of one axis.
         replicas: Size of that group.
     """
 
@@ -75,12 +75,12 @@ class Mover:
     replicas: int = 1
 
     def move(self, node: fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> fx.Node:
-        """A node with the value of ``node``, brought from one placement to another.
+        """Return a node with the value of ``node``, moved from one placement to another.
 
         Args:
-            node: The value, as ``source`` says.
-            source: Where it lies.
-            target: Where it is wanted.
+            node: The value.
+            source: Its placement.
+            target: The wanted placement.
             shape: Its global shape.
         """
         if isinstance(source, Partial):
@@ -93,22 +93,22 @@ class Mover:
         if isinstance(target, Shard):
             return self.cut(node, target.dim, shape)
         assert isinstance(target, Partial), f"no move from {source} to {target}"
-        if target.reduce_op in ("max", "min", "avg") or self.rank == 0:
+        if target.reduce_op in ("max", "min", "avg") or self.rank == 0:  # a sum: zeros on other ranks
             return node
         return self.call(aten.zeros_like.default, node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new call."""
+        """Insert a call."""
         return self.graph.call_function(target, args, kwargs)
 
     def issue(self, target: Any, *args: Any, ranks: int | None = None) -> fx.Node:
-        """A new collective, which remembers among how many ranks it is."""
+        """Insert a collective, with a note of its number of ranks."""
         node = self.call(target, *args)
         meta_of(node)["ranks"] = ranks or self.world
         return node
 
     def over_replicas(self, node: fx.Node, kind: Partial) -> fx.Node:
-        """An average over the replicas as well, of what was averaged over this axis."""
+        """Average over the replicas as well, after this axis."""
         if not self.replica_group or kind.reduce_op != "avg":
             return node
         return self.wait(
@@ -116,14 +116,14 @@ class Mover:
         )
 
     def wait(self, node: fx.Node) -> fx.Node:
-        """The result of a collective."""
+        """Insert the wait for a collective's result."""
         return self.call(collectives.wait_tensor.default, node)
 
     def all_reduce(self, node: fx.Node, kind: Partial) -> fx.Node:
         """Partial -> replicated."""
         if kind.reduce_op.startswith("norm"):
             order = float(kind.reduce_op.removeprefix("norm"))
-            powers = self.call(aten.pow.Tensor_Scalar, node, order)
+            powers = self.call(aten.pow.Tensor_Scalar, node, order)  # p-norms add as powers
             total = self.wait(self.issue(collectives.all_reduce.default, powers, "sum", self.group))
             return self.call(aten.pow.Tensor_Scalar, total, 1.0 / order)
         total = self.wait(self.issue(collectives.all_reduce.default, node, kind.reduce_op, self.group))
@@ -132,14 +132,14 @@ class Mover:
     def reduce_scatter(self, node: fx.Node, kind: Partial, dim: int, shape: tuple[int, ...]) -> fx.Node:
         """Partial -> shard."""
         front = self.call(aten.transpose.int, node, 0, dim) if dim else node
-        padded = self.pad(front, shape[dim])
+        padded = self.pad(front, shape[dim])  # equal chunks for all ranks
         target = collectives.reduce_scatter_tensor.default
-        result = self.issue(target, padded, kind.reduce_op, self.world, self.group)
+        result = self.issue(target, padded, kind.reduce_op, self.world, self.group)  # along dim 0
         mine = self.unpad(self.over_replicas(self.wait(result), kind), shape[dim])
         return self.from_front(mine, dim)
 
     def pad(self, node: fx.Node, size: int) -> fx.Node:
-        """Rows 0..size -> rows of ``world`` equal chunks, contiguous."""
+        """Pad rows 0..size to ``world`` equal chunks, contiguous."""
         missing = -(-size // self.world) * self.world - size
         rows = node
         if missing:
@@ -148,7 +148,7 @@ class Mover:
         return self.call(aten.contiguous.default, rows)
 
     def unpad(self, chunk: fx.Node, size: int) -> fx.Node:
-        """The rank's chunk without padding."""
+        """Return the rank's chunk without padding."""
         start, end = chunk_bounds(size, self.world, self.rank)
         if end - start == -(-size // self.world):
             return chunk
@@ -157,7 +157,7 @@ class Mover:
     def all_gather(self, node: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
         """Shard -> replicated."""
         size = shape[dim]
-        step = -(-size // self.world)
+        step = -(-size // self.world)  # rows of a full chunk
         front = self.call(aten.transpose.int, node, 0, dim) if dim else node
         start, end = chunk_bounds(size, self.world, self.rank)
         if end - start != step:
@@ -171,7 +171,7 @@ class Mover:
         return self.from_front(full, dim)
 
     def from_front(self, node: fx.Node, dim: int) -> fx.Node:
-        """Dim 0 back to where it belongs; contiguous, since a view that the trace took of the value may want that."""
+        """Move dim 0 back to its place; contiguous, for views that the trace took of the value."""
         if dim == 0:
             return node
         return self.call(aten.contiguous.default, self.call(aten.transpose.int, node, 0, dim))

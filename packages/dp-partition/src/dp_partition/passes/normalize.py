@@ -1,8 +1,8 @@
 """Canonical form of a captured graph: one node per tensor, live inputs connected, nothing dead, nothing lost.
 
-Contract: afterwards every in-place operator is used for its effect alone (later uses name the tensor it wrote), no
+Contract: afterwards every in-place operator is used for its effect alone (later uses take the written tensor), no
 alias without a change of shape is left, hyperparameters are inputs, and dead nodes are gone. An operator that writes
-memory is never dead, whether its output is used or not.
+memory is never dead, even without users.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, muta
 
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
-# Their results are views all the same; the names mean that autograd need not keep track of that.
+# Their results are views too; the names only switch off autograd's tracking.
 _VIEWS = {
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
@@ -36,7 +36,7 @@ def normalize(capture: Capture) -> None:
 
 
 def connect_hyperparameters(graph: fx.Graph) -> None:
-    """Read a hyperparameter from its placeholder, which holds a Python float at run time."""
+    """Read a hyperparameter from its placeholder, a Python float at run time."""
     for node in list(graph.nodes):
         if node.target is aten._local_scalar_dense.default and kind_of(node.args[0]) == "hyper":
             node.replace_all_uses_with(node.args[0])
@@ -44,20 +44,20 @@ def connect_hyperparameters(graph: fx.Graph) -> None:
 
 
 def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, int]]) -> None:
-    """Fused optimizer kernels take plain floats: replace the traced values by the live inputs."""
+    """Replace traced floats in fused optimizer kernels by the live inputs."""
     placeholders = [(node, meta_of(node)["input"]) for node in graph.nodes if "input" in meta_of(node)]
     hyperparameters = {entry.hyper: node for node, entry in placeholders if entry.hyper is not None}
     owner = {node: groups.get(entry.name) for node, entry in placeholders if entry.kind == "param"}
     for node in graph.nodes:
         if not is_op(node) or not node.target._schema.name.startswith("aten::_fused_"):
             continue
-        first = pytree.tree_leaves(node.args[0])
+        first = pytree.tree_leaves(node.args[0])  # the kernel's parameters
         group = owner.get(first[0]) if first else None
         if group is None:
             continue
         for argument, value in arguments(node):
             if argument.name in FUSED_ARGUMENTS and isinstance(value, float | int):
-                beta = argument.name.startswith("beta")
+                beta = argument.name.startswith("beta")  # one element of `betas`
                 key = ("betas", int(argument.name[-1]) - 1) if beta else (argument.name, None)
                 source = hyperparameters.get(Hyperparameter(*group, *key))
                 if source is not None:
@@ -65,20 +65,20 @@ def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, 
 
 
 def name_views(graph: fx.Graph) -> None:
-    """Call operators whose results are views by names that say so."""
+    """Replace unsafe splits by operators declared as views."""
     for node in graph.nodes:
         node.target = _VIEWS.get(node.target, node.target)
 
 
 def erase_profiler(graph: fx.Graph) -> None:
-    """Drop the profiler ranges that optimizers open around their steps."""
+    """Drop the profiler ranges around optimizer steps."""
     for node in reversed(list(graph.nodes)):
         if is_op(node) and node.target.namespace == "profiler":
             graph.erase_node(node)
 
 
 def merge_aliases(graph: fx.Graph) -> None:
-    """Let every tensor be known by one node: detached aliases and the outputs of in-place operators are merged."""
+    """Merge detached aliases and outputs of in-place operators: one node for every tensor."""
     for node in list(graph.nodes):
         if not is_op(node):
             continue
@@ -89,7 +89,7 @@ def merge_aliases(graph: fx.Graph) -> None:
             written = mutated_inputs(node)
             returned = node.target._schema.returns[0].alias_info
             if len(written) == 1 and returned is not None and returned.is_write:
-                source = written[0] if place_of(node) == place_of(written[0]) else None
+                source = written[0] if place_of(node) == place_of(written[0]) else None  # same strides, same place
         if source is not None:
             node.replace_all_uses_with(source)
             if node.target in _ALIASES:
@@ -97,7 +97,7 @@ def merge_aliases(graph: fx.Graph) -> None:
 
 
 def eliminate_dead(graph: fx.Graph) -> bool:
-    """Erase nodes without users and without effects; whether anything was erased."""
+    """Erase nodes without users and without effects; return True if there were any."""
     changed = False
     for node in reversed(list(graph.nodes)):
         if not node.users and not has_effect(node):

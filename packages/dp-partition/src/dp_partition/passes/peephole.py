@@ -1,4 +1,4 @@
-"""Local rewrites of a rank's graph: packing that is not needed, views of views, fused kernels, slow calls."""
+"""Local rewrites of a rank's graph: needless packing, views of views, fused kernels, slow calls."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from dp_partition.ops import (
 
 
 def send_alone(graph: fx.Graph) -> None:
-    """Send a gradient that shares its bucket with no other as it is, where nothing else looks at its memory.
+    """Send a gradient alone in its bucket without a copy, if nothing else uses its memory.
 
     Args:
-        graph: A graph without gradient tags, which is changed. Reductions work in place, on what is packed.
+        graph: A graph without gradient tags, which is changed. Reductions work in place, on the packed buffer.
     """
     for packing in [node for node in graph.nodes if meta_of(node).pop("packs", False)]:
         rows: Any = packing.args[0]
@@ -35,7 +35,7 @@ def send_alone(graph: fx.Graph) -> None:
 
 
 def _only_source(row: fx.Node) -> fx.Node | None:
-    """The node that makes a flat gradient, if nothing else looks at its memory: views have one user each."""
+    """Return the producer of a flat gradient, if nothing else uses its memory: views have one user each."""
     node = row
     while len(node.users) == 1:
         base = base_of(node)
@@ -47,7 +47,7 @@ def _only_source(row: fx.Node) -> fx.Node | None:
 
 
 def _gradient(row: fx.Node) -> fx.Node:
-    """The gradient that is packed flat."""
+    """Return the gradient before it was made flat."""
     return row if "val" in row.meta else row.all_input_nodes[0]
 
 
@@ -57,26 +57,26 @@ def _is_contiguous(node: fx.Node) -> bool:
 
 
 def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
-    """Let users of a view use what it is equal to, in place; what the step returns stays as it is.
+    """Replace views by equal earlier tensors, in place; the step's results stay as they are.
 
     Args:
         graph: A rank's graph.
-        traced: Its nodes that the single device's graph has too. Equal are shape, strides and place of their values
-            there, which views of a shard follow; what was inserted for a rank holds other values than it was made for.
+        traced: Its nodes from the single device's graph. Values equal there (shape, strides, place) are equal on
+            shards too; nodes inserted for a rank have other values than their views were taken of.
     """
     for node in list(graph.nodes):
         equal = _equal_before(node, traced)
         if equal is not None:
-            if "gradient" not in meta_of(equal):
+            if "gradient" not in meta_of(equal):  # it keeps its own note
                 copy_notes(node, equal, "gradient")
             node.replace_all_uses_with(equal, lambda user: user.op != "output")
-    for node in reversed(list(graph.nodes)):
+    for node in reversed(list(graph.nodes)):  # users before what they use
         if not node.users and node.op == "call_function" and base_of(node) is not None and not mutated_inputs(node):
             graph.erase_node(node)
 
 
 def _equal_before(node: fx.Node, traced: set[fx.Node]) -> fx.Node | None:
-    """The first of the nodes that it is a view of, and that is the same tensor."""
+    """Return the first base of a view that is the same tensor."""
     found, base = None, base_of(node) if node.op == "call_function" and node in traced else None
     while base is not None and base in traced and is_tensor(base):
         if place_of(base) == place_of(node):
@@ -86,7 +86,7 @@ def _equal_before(node: fx.Node, traced: set[fx.Node]) -> fx.Node | None:
 
 
 def make_contiguous_for_fused(graph: fx.Graph) -> None:
-    """Give every fused optimizer kernel of a rank's graph tensors that lie alike, in place."""
+    """Give every fused optimizer kernel of a rank's graph contiguous tensors, in place."""
     for node in list(graph.nodes):
         if is_op(node) and node.target._schema.name.startswith("aten::_fused_"):
             strided = [index for index, param in enumerate(node.args[0]) if _is_strided(param)]
@@ -102,12 +102,12 @@ def _is_strided(node: Any) -> bool:
 def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
     written: list[tuple[fx.Node, fx.Node]] = []
     for argument, value in list(arguments(node)):
-        if not isinstance(value, list | tuple) or not value or argument.name == "state_steps":
+        if not isinstance(value, list | tuple) or not value or argument.name == "state_steps":  # scalars
             continue
-        members = list(value)
+        members = list(value)  # others stay as they are
         for index in indices:
             with graph.inserting_before(node):
-                copied = graph.call_function(
+                copied = graph.call_function(  # fused kernels go by memory, not by strides
                     aten.clone.default, (members[index],), {"memory_format": torch.contiguous_format}
                 )
             copy_notes(members[index], copied, "node_type")
@@ -117,8 +117,8 @@ def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
             members[index] = copied
         set_argument(node, argument.name, members)
     with graph.inserting_after(node):
-        for original, copied in reversed(written):
-            back = graph.call_function(aten.copy_.default, (original, copied))
+        for original, copied in reversed(written):  # each goes right after the kernel
+            back = graph.call_function(aten.copy_.default, (original, copied))  # results, in the old strides
             copy_notes(node, back, "phase")
 
 
@@ -149,7 +149,7 @@ FUNCTIONS: dict[Any, Any] = {
 
 
 def use_bindings(graph: fx.Graph) -> None:
-    """Let a graph call operators through their bindings, in place."""
+    """Call operators through their Python bindings, in place."""
     for node in graph.nodes:
         if node.op != "call_function" or not _is_bound(node):
             continue
@@ -160,7 +160,7 @@ def use_bindings(graph: fx.Graph) -> None:
 
 
 def _is_bound(node: fx.Node) -> bool:
-    """Return whether the binding takes these arguments for the same overload."""
+    """Return True if the binding takes these arguments for the same overload."""
     if node.target is aten.sum.dim_IntList:
         return isinstance(node.args[1], list | tuple) and len(node.args[1]) > 0
     if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):

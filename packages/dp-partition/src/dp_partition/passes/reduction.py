@@ -1,7 +1,7 @@
 """Reduction of a flat buffer of gradients: its dtype and the mesh axes.
 
-Written as generators: what comes up to a ``yield`` is sent, what comes after it is needed later. `bucketing` puts each
-part into the graph.
+Written as generators: code up to a ``yield`` sends, code after it needs the result. `bucketing` puts each
+stage into the graph.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class FlatBuffer:
     """A flat buffer of gradients.
 
     Attributes:
-        node: It.
+        node: The buffer.
         numel: Number of its elements.
         like: A tensor of its dtype and device.
         op: ``"avg"`` (local semantics) or ``"sum"``.
-        scatter: Whether each rank keeps its part of the result instead of all of it.
+        scatter: Each rank keeps its shard of the result instead of all of it.
     """
 
     node: fx.Node
@@ -39,17 +39,17 @@ class FlatBuffer:
 
 
 def reduce_flat(mover: Mover, flat: FlatBuffer, dtype: torch.dtype | None) -> StagedEmission:
-    """The reduced buffer, or this rank's part of it, in the dtype that it came in.
+    """Reduce the buffer, in full or to this rank's shard; the result has the buffer's dtype.
 
-    With ``dtype`` the buffer is cast before it is sent and cast back when it is there. The average is the collective's
-    own, but in float16 the sum is divided in two parts, before and after, each near the root of the number of ranks,
-    as FSDP does: neither the sum nor what is sent leaves the dtype's range.
+    With ``dtype`` the buffer is cast before it is sent and cast back afterwards.
     """
     cast = dtype is not None and dtype != flat.like.dtype
     averaged, op, node = flat.op == "avg", flat.op, flat.node
     before, after = 1.0, 1.0
     if cast:
         node = mover.call(aten._to_copy.default, node, dtype=dtype)
+        # A float16 sum is divided before and after, each near the root of the number of ranks, as FSDP does: neither
+        # the sum nor the sent buffer leaves the dtype's range. Other dtypes use the collective's average.
         if averaged and dtype is torch.float16:
             op, (before, after) = "sum", division(mover.world * mover.replicas)
     node = _divided(mover, node, before)
@@ -59,7 +59,7 @@ def reduce_flat(mover: Mover, flat: FlatBuffer, dtype: torch.dtype | None) -> St
         work = mover.issue(collectives.all_reduce_.default, node, op, mover.group)
     yield
     node = mover.wait(work)
-    if averaged and mover.replica_group:
+    if averaged and mover.replica_group:  # second: a shard is smaller to send
         work = mover.issue(collectives.all_reduce_.default, node, op, mover.replica_group, ranks=mover.replicas)
         yield
         node = mover.wait(work)

@@ -1,7 +1,7 @@
-"""Reshard after forward: let go of gathered parameters after forward, and gather them again for backward.
+"""Reshard after forward: free gathered parameters after forward, and gather them again for backward.
 
-A pass over the single-device graph. It chooses the sharded parameters, marks them, and gives backward views of its own
-where it used views that forward made: those would keep the gathered parameter alive. `insert` gathers a marked
+A pass over the single-device graph. It chooses the sharded parameters, marks them, and gives backward its own views
+in place of forward's: those would keep the gathered parameter alive. `insert` gathers a marked
 parameter once for each half of the step.
 """
 
@@ -21,11 +21,11 @@ _CASTS = (aten._to_copy.default,)
 
 @dataclass(frozen=True)
 class Idle:
-    """A sharded parameter that forward and backward both need.
+    """A sharded parameter used in both forward and backward.
 
     Attributes:
         param: Its placeholder.
-        derived: Views and casts of it that forward made, in order.
+        derived: Its views and casts in forward, in order.
     """
 
     param: fx.Node
@@ -33,12 +33,12 @@ class Idle:
 
 
 def reshard_after_forward(graph: fx.Graph, homes: Mapping[fx.Node, Placement], mode: bool | frozenset[str]) -> int:
-    """Mark the parameters that are gathered twice; return how many.
+    """Mark the parameters to gather twice; return their number.
 
     Args:
         graph: The single-device graph, with phases.
         homes: Placements of the placeholders.
-        mode: ``True``: all that both halves use. ``False``: none. Names: those, as far as both halves use them.
+        mode: ``True``: all used in both halves. ``False``: none. Names: those, as far as both halves use them.
     """
     if mode is False:
         return 0
@@ -55,7 +55,7 @@ def reshard_after_forward(graph: fx.Graph, homes: Mapping[fx.Node, Placement], m
 
 
 def _idle(node: fx.Node, place: dict[fx.Node, int]) -> Idle | None:
-    """The parameter's idle time; None if it has none, or if forward or backward write it or a cast of it."""
+    """Return the parameter's idle time; None without one, or if forward or backward write it or a cast of it."""
     derived: list[fx.Node] = []
     queue = [node]
     while queue:
@@ -65,23 +65,23 @@ def _idle(node: fx.Node, place: dict[fx.Node, int]) -> Idle | None:
                 queue.append(user)
     users = [user for one in (node, *derived) for user in one.users if user not in derived]
     if any(set(mutated_inputs(user)) & {node, *derived} for user in users if meta_of(user).get("phase") != "optimizer"):
-        return None  # gathered or cast again, it would not have what was written
+        return None  # a second gather or cast would lack the written values
     forward = [place[user] for user in users if meta_of(user).get("phase") == "forward"]
     backward = [place[user] for user in users if meta_of(user).get("phase") == "backward"]
     if not forward or not backward or max(forward) >= min(backward):
-        return None
+        return None  # no pause between them
     return Idle(node, tuple(sorted(derived, key=place.__getitem__)))
 
 
 def _follows(node: fx.Node) -> bool:
-    """Return whether the node is a view or a cast of one tensor."""
+    """Return True for a view or a cast of one tensor."""
     return node.op == "call_function" and (viewed_input(node) is not None or node.target in _CASTS)
 
 
 def _views_for_backward(graph: fx.Graph, one: Idle) -> None:
-    """Copies of forward's views and casts for the users in backward."""
+    """Copy forward's views and casts for their users in backward."""
     late = {n for n in one.derived if any(meta_of(user).get("phase") == "backward" for user in n.users)}
-    needed = set(late)
+    needed = set(late)  # and the views that these are taken of
     for node in reversed(one.derived):
         if node in needed:
             needed.update(source for source in node.all_input_nodes if source in one.derived)
@@ -89,7 +89,7 @@ def _views_for_backward(graph: fx.Graph, one: Idle) -> None:
     if not users:
         return
     copies: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(min(users)):
+    with graph.inserting_before(min(users)):  # fx orders nodes by position
         for node in one.derived:
             if node in needed:
                 copies[node] = graph.node_copy(node, substitution(copies))

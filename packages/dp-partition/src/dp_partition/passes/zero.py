@@ -1,8 +1,7 @@
-"""Parameters full, optimizer state sharded (ZeRO-1 and ZeRO-2): the optimizer updates this rank's rows of each
-parameter.
+"""Full parameters, sharded optimizer state (ZeRO-1 and ZeRO-2): each rank updates its rows.
 
-The pass works on the single-device graph, where both markers are the identity: `OWN_ROWS` names the rows of a parameter
-that a rank updates, `SHARE_ROWS` puts the rows of all ranks back into the full parameter after the update. `insert`
+The pass works on the single-device graph, where both markers are the identity: `OWN_ROWS` stands for the rows of a
+parameter updated by a rank, `SHARE_ROWS` puts the rows of all ranks into the full parameter after the update. `insert`
 turns the first into a view of the parameter's own memory and the second into an all-gather and a copy.
 """
 
@@ -29,12 +28,12 @@ SHARE_ROWS: Any = torch.ops.dp_partition.share_rows.default
 
 
 def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
-    """Let everything after the last gradient work on the rank's rows of the named parameters."""
+    """Make all nodes after the last gradient work on the rank's rows of the named parameters."""
     nodes = list(graph.nodes)
     last = max((position for position, node in enumerate(nodes) if is_gradient(node)), default=-1)
-    if last < 0:
+    if last < 0:  # no gradient, so no update
         return
-    late = dict.fromkeys(node for node in nodes[last + 1 :] if node.op != "output")
+    late = dict.fromkeys(node for node in nodes[last + 1 :] if node.op != "output")  # ordered, for the insertion point
     output = nodes[-1]
     for node in nodes:
         if kind_of(node) != "param" or meta_of(node)["input"].name not in names:
@@ -47,7 +46,7 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
             rows = graph.call_function(OWN_ROWS, (node,))
             meta_of(rows).update({"val": node.meta["val"], "phase": "optimizer"})
             again = {node: rows}
-            for view in early[1:]:  # of the rows, as the update leaves them
+            for view in early[1:]:  # views of the updated rows
                 again[view] = graph.node_copy(view, substitution(again))
                 meta_of(again[view])["phase"] = "optimizer"
         for alias in early:
@@ -59,7 +58,7 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
 
 
 def _early_views(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
-    """Views of a parameter from before the update that are used after it, each after what it looks at."""
+    """Return early views of a parameter with late uses, each after its base."""
     found: list[fx.Node] = []
     for user in node.users:
         if user not in late and base_of(user) is node:

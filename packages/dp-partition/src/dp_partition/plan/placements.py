@@ -1,8 +1,8 @@
-"""Values that say how the tensor of a graph node lies on the ranks of one mesh axis.
+"""Placements of a graph node's tensor on the ranks of one mesh axis.
 
-Vocabulary: a *placement* is torch's ``Shard``, ``Replicate`` or ``Partial``. Two words are added: `RankLocal`, a tensor
-that every rank computed for itself and that has no meaning as a whole (activations under local semantics), and
-``Partial("norm<p>")``, whose reduction is the p-norm of the ranks' values (the partial p-norms of shards).
+Vocabulary: a *placement* is torch's ``Shard``, ``Replicate`` or ``Partial``. Two are added: `RankLocal`, a tensor
+computed by every rank for itself and without a global meaning (activations under local semantics), and
+``Partial("norm<p>")``, reduced to the p-norm of the ranks' values (the partial p-norms of shards).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dp_partition._shared.problems import PlanError, Problem
 
 
 class RankLocal(Placement):
-    """The ranks' values are unrelated: each rank's is the result of its own computation."""
+    """Unrelated values of the ranks: each one is the result of a rank's own computation."""
 
     def __repr__(self) -> str:
         return "RankLocal()"
@@ -43,7 +43,7 @@ class PlacementSpec:
 
     @property
     def placement(self) -> Placement:
-        """The placement on the only axis."""
+        """Return the placement on the only axis."""
         return self.placements[0]
 
 
@@ -53,12 +53,12 @@ Outputs = PlacementSpec | tuple["Outputs", ...] | None
 
 @dataclass(frozen=True)
 class PlacementStrategy:
-    """One way to distribute a node: where its value lies and where its inputs must lie.
+    """One strategy for a node: placements of its value and of its inputs.
 
     Attributes:
         output_spec: Spec of the value; a tuple for nodes with several outputs.
-        input_specs: One entry per ``node.all_input_nodes``, ``None`` for inputs that are no tensors (a tuple for an
-            input that is itself a list); ``None`` as a whole for placeholders.
+        input_specs: One entry per ``node.all_input_nodes``, ``None`` for inputs other than tensors (a tuple for an
+            input that is itself a list); a single ``None`` for placeholders.
     """
 
     output_spec: Outputs
@@ -66,12 +66,12 @@ class PlacementStrategy:
 
 
 class DataParallelStrategy:
-    """The ways to distribute one node in a data-parallel graph.
+    """The strategies for one node in a data-parallel graph.
 
     Args:
-        node_type: What the node is to the train step.
+        node_type: Role of the node in the train step.
         strategies: The candidates: one, or two as ``[replicated, sharded]``.
-        reduction_over_batch: Whether the node's value is a reduction over the batch (a loss, for instance).
+        reduction_over_batch: The node's value is a reduction over the batch (a loss, for instance).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TupleStrategy:
     """The strategies of a node with several outputs, one child per output."""
 
     def __init__(self, childs: Sequence[DataParallelStrategy], strategies: Sequence[PlacementStrategy] = ()) -> None:
-        self.childs = tuple(childs)
+        self.childs = tuple(childs)  # torch's spelling
         self.strategies = list(strategies)
 
     def __str__(self) -> str:
@@ -105,17 +105,17 @@ StrategyType = DataParallelStrategy | TupleStrategy
 
 
 def describe(spec: Outputs | Placement) -> str:
-    """Short name of a spec or placement: ``R``, ``S(0)``, ``P(avg)``, ``local``."""
+    """Return a short name of a spec or placement: ``R``, ``S(0)``, ``P(avg)``, ``local``."""
     if spec is None:
         return "-"
     if isinstance(spec, tuple):
         return "(" + ", ".join(describe(one) for one in spec) + ")"
     placements = spec.placements if isinstance(spec, PlacementSpec) else (spec,)
-    return "x".join(_describe_one(placement) for placement in placements)
+    return "x".join(_describe_one(placement) for placement in placements)  # one for each axis
 
 
 def _describe_one(placement: Placement) -> str:
-    if isinstance(placement, RankLocal):
+    if isinstance(placement, RankLocal):  # not one of torch's
         return "local"
     if isinstance(placement, Shard):
         return f"S({placement.dim})"
@@ -128,8 +128,8 @@ class DataParallelStyle(Enum):
     """Placement of parameters, gradients and optimizer state on the data-parallel ranks.
 
     Attributes:
-        DEFAULT: Shard every parameter whose dim 0 the world size divides, replicate the others: no padding, and a
-            mixture of reduce-scatter and all-reduce.
+        DEFAULT: Shard every parameter with a dim 0 divisible by the world size, replicate the others: no padding, and
+            a mixture of reduce-scatter and all-reduce.
         REPLICATE: Every rank holds everything, as under DistributedDataParallel.
         FULLY_SHARD: Everything is sharded on dim 0, uneven parameters too, as under FSDP (ZeRO-3).
         ZERO1: Parameters replicated, optimizer state sharded; gradients are all-reduced.
@@ -149,8 +149,8 @@ class NodeType(Enum):
     """Role of a graph node's tensor in the train step.
 
     Attributes:
-        PARAM: A parameter (or buffer), or something computed from parameters alone.
-        ACT: An activation: anything that depends on the batch.
+        PARAM: A parameter (or buffer), or a function of parameters alone.
+        ACT: An activation: any function of the batch.
         GRAD: A parameter's gradient, before or after its reduction.
         STATE: Optimizer state.
         NON_TENSOR: No tensor: the graph's output, scalars, tuples of different things.
@@ -164,10 +164,10 @@ class NodeType(Enum):
 
 
 def parse_style(style: str | DataParallelStyle) -> DataParallelStyle:
-    """Read a style given by name or as an enum member.
+    """Return a style given by name or as an enum member.
 
     Raises:
-        PlanError: For a name that is no style (code ``invalid-argument``).
+        PlanError: The name is no style (code ``invalid-argument``).
     """
     if isinstance(style, DataParallelStyle):
         return style
@@ -179,13 +179,13 @@ def parse_style(style: str | DataParallelStyle) -> DataParallelStyle:
 
 
 def chunk_bounds(size: int, world: int, rank: int) -> tuple[int, int]:
-    """Start and end of a rank's chunk of a dim, as ``torch.chunk`` cuts it."""
-    step = -(-size // world)
-    return min(rank * step, size), min((rank + 1) * step, size)
+    """Return start and end of a rank's chunk of a dim, as in ``torch.chunk``."""
+    step = -(-size // world)  # rounded up
+    return min(rank * step, size), min((rank + 1) * step, size)  # the last chunks may be empty
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, world: int, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's part of a tensor of global ``shape``."""
+    """Return the shape of a rank's shard of a tensor of global ``shape``."""
     if not isinstance(placement, Shard):
         return shape
     start, end = chunk_bounds(shape[placement.dim], world, rank)

@@ -1,4 +1,4 @@
-"""The plan: where every parameter, its gradient and its optimizer state lie, decided from shapes alone."""
+"""The plan: placements of every parameter, its gradient and its optimizer state, from shapes alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A parameter, as far as planning needs to know it."""
+    """Metadata of a parameter for planning."""
 
     name: str
     shape: tuple[int, ...]  # global
@@ -40,10 +40,10 @@ class ParamPlan:
     Attributes:
         info: The parameter.
         param: Placement of the parameter between steps.
-        grad: Placement its gradient is reduced to.
+        grad: Placement of its reduced gradient.
         state: Placement of optimizer state of the same shape.
-        reason: Which rule decided.
-        aliases: Other names it is registered under (tied parameters).
+        reason: The deciding rule.
+        aliases: Its other registered names (tied parameters).
     """
 
     info: TensorInfo
@@ -54,7 +54,7 @@ class ParamPlan:
     aliases: tuple[str, ...] = ()
 
     def local_numel(self, placement: Placement, world: int, rank: int) -> int:
-        """Elements of a rank's part under one of the placements."""
+        """Return the elements of a rank's shard under one of the placements."""
         return math.prod(local_shape(self.info.shape, placement, world, rank))
 
 
@@ -63,14 +63,14 @@ class PartitionPlan:
     """Placement of everything that persists between steps.
 
     Attributes:
-        style: The style asked for.
+        style: The requested style.
         semantics: ``"local"`` or ``"global"``.
         world: Number of data-parallel ranks.
         params: One entry per unique parameter.
         replicas: Number of replicas of all that (``"hybrid"``); a gradient is averaged over them too.
-        reduction: How gradients are reduced, where it is not plainly: their dtype on the way, or the hook's name.
-        checks: Which calls were compared with the eager step, and why others were not; no part of the plan itself.
-        problems: What is wrong with the plan; a plan with problems is not carried out.
+        reduction: Reduction of gradients, unless it is plain: their dtype in it, or the hook's name.
+        checks: Calls compared with the eager step, and reasons for no comparison; not compared between plans.
+        problems: Problems of the plan; a plan with problems is not executed.
     """
 
     style: DataParallelStyle
@@ -84,16 +84,16 @@ class PartitionPlan:
 
     def __getitem__(self, name: str) -> ParamPlan:
         for param in self.params:
-            if name == param.info.name or name in param.aliases:
+            if name == param.info.name or name in param.aliases:  # tied: any of its names
                 return param
         raise KeyError(name)
 
     def param_bytes(self, rank: int = 0) -> int:
-        """Bytes of parameters that a rank holds between steps."""
+        """Return the bytes of parameters on a rank between steps."""
         return sum(p.local_numel(p.param, self.world, rank) * p.info.dtype.itemsize for p in self.params)
 
     def explain(self, name: str | None = None) -> str:
-        """Text about one parameter, or a table of all."""
+        """Return text about one parameter, or a table of all."""
         if name is not None:
             return _explain_one(self[name], self.world, self._notes())
         lines = [
@@ -109,7 +109,7 @@ class PartitionPlan:
         return "\n".join(lines)
 
     def _notes(self) -> list[str]:
-        """Lines about how gradients travel, where there is something to say."""
+        """Return lines about replicas, reduction and checks, unless they are plain."""
         lines = []
         if self.replicas > 1:
             lines.append(f"  {self.replicas} replicas of these ranks; gradients are averaged over the replicas as well")
@@ -120,7 +120,7 @@ class PartitionPlan:
         return lines
 
     def to_json(self) -> str:
-        """The plan as JSON; the same on every rank."""
+        """Return the plan as JSON; the same on every rank."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -145,12 +145,12 @@ class PartitionPlan:
                 ],
                 "problems": [str(problem) for problem in self.problems],
             },
-            sort_keys=True,
+            sort_keys=True,  # the digest compares ranks
         )
 
     @property
     def digest(self) -> str:
-        """Stands for the plan when ranks compare plans."""
+        """A hash, for comparing plans between ranks."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
@@ -165,20 +165,20 @@ def plan_placements(
     replicas: int = 1,
     reduction: str = "",
 ) -> PartitionPlan:
-    """Decide where every parameter lies. Pure: shapes and integers in, a value out.
+    """Plan every parameter's placement. Pure: shapes and integers in, a value out.
 
     Args:
         params: The unique parameters, in registration order.
-        style: Style of those parameters that ``overrides`` does not name.
+        style: Style of parameters not named by ``overrides``.
         world: Number of data-parallel ranks.
         semantics: Recorded in the plan.
-        overrides: Name patterns (``fnmatch``) -> ``Replicate()`` or ``Shard(0)``; the first that matches counts.
-        aliases: Further names of tied parameters -> the name they are planned under.
+        overrides: Name patterns (``fnmatch``) -> ``Replicate()`` or ``Shard(0)``; the first match counts.
+        aliases: Further names of tied parameters -> their name in the plan.
         replicas: Number of replicas of these ranks, recorded in the plan.
-        reduction: How gradients are reduced, likewise.
+        reduction: Reduction of gradients, likewise.
     """
-    patterns = dict(overrides or {})
-    used: set[str] = set()
+    patterns = dict(overrides or {})  # in order: the first match counts
+    used: set[str] = set()  # all matches, not only the first ones
     problems: list[Problem] = []
     planned = []
     others: dict[str, list[str]] = {}
@@ -191,7 +191,7 @@ def plan_placements(
             used.update(p for p in patterns if any(fnmatch.fnmatchcase(n, p) for n in names))
             problems += _check_override(info, patterns[pattern])
             placement = patterns[pattern]
-            homes = (placement, placement, placement, f"placements[{pattern!r}]")
+            homes = (placement, placement, placement, f"placements[{pattern!r}]")  # parameter, gradient, state
         else:
             homes = _home_by_style(info, style, world)
         planned.append(ParamPlan(info, *homes, aliases=tuple(others.get(info.name, ()))))
@@ -205,7 +205,7 @@ def plan_placements(
 def _check_override(info: TensorInfo, placement: Placement) -> list[Problem]:
     if isinstance(placement, Replicate):
         return []
-    if isinstance(placement, Shard) and placement.dim == 0 and info.shape:
+    if isinstance(placement, Shard) and placement.dim == 0 and info.shape:  # passes shard dim 0 only
         return []
     hint = "use Replicate() or Shard(0)"
     return [Problem("invalid-layout", info.name, found=f"{placement!r} for shape {list(info.shape)}", hint=hint)]
@@ -215,13 +215,13 @@ def _home_by_style(
     info: TensorInfo, style: DataParallelStyle, world: int
 ) -> tuple[Placement, Placement, Placement, str]:
     full, shard = Replicate(), Shard(0)
-    if not info.shape:
+    if not info.shape:  # no dim to shard
         return full, full, full, "a scalar cannot be sharded"
     if style is DataParallelStyle.REPLICATE:
         return full, full, full, "style"
-    if style is DataParallelStyle.ZERO1:
+    if style is DataParallelStyle.ZERO1:  # gradients are all-reduced
         return full, full, shard, "style"
-    if style is DataParallelStyle.ZERO2:
+    if style is DataParallelStyle.ZERO2:  # gradients are reduce-scattered
         return full, shard, shard, "style"
     if style is DataParallelStyle.DEFAULT and info.shape[0] % world:
         return full, full, full, f"dim 0 of size {info.shape[0]} does not divide by {world}"

@@ -1,4 +1,4 @@
-"""Choices of the caller of `compile`, as one value that the stages read."""
+"""Choices of the caller of `compile`, as one value for all stages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _REDUCED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class CommConfig:
-    """Arrangement of communication.
+    """Settings of communication.
 
     Attributes:
-        bucket_bytes: Greatest size of a bucket; a larger tensor travels alone. 0: no buckets.
-        prefetch: How many buckets of parameters are on their way ahead of the one that compute needs, and how many
-            buckets of gradients on their way to becoming shards.
-        reduce_dtype: In which dtype gradients are reduced; None: in their own.
+        bucket_bytes: Largest size of a bucket; a larger tensor is sent alone. 0: no buckets.
+        prefetch: Number of parameter buckets in flight ahead of the one needed by compute, and of
+            gradient buckets in flight before they become shards.
+        reduce_dtype: Dtype of the reduction of gradients; None: their own.
     """
 
     bucket_bytes: int = 25 << 20
@@ -36,7 +36,7 @@ class CommConfig:
 
     @property
     def plain(self) -> bool:
-        """Return whether gradients are averaged by the plain collective, in their own dtype."""
+        """Return True if gradients are averaged by the plain collective, in their own dtype."""
         return self.reduce_dtype is None
 
 
@@ -53,19 +53,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices that hold for all programs of a step; what they mean is said at `compile`.
+    """Choices for all programs of a step, documented at `compile`.
 
     Attributes:
-        style: How parameters lie that ``placements`` does not name.
+        style: Style of parameters not named by ``placements``.
         semantics: ``"local"`` or ``"global"``.
         placements: Name patterns -> placement.
         batch_dim: Batch dim of tensor arguments.
-        comm: How communication is arranged.
+        comm: Settings of communication.
         accumulate: Number of micro-batches.
-        reshard: ``True``, ``False``, or the names of parameters that are gathered again for backward.
+        reshard: ``True``, ``False``, or the names of parameters to gather again for backward.
         backend: ``"eager"`` or ``"inductor"``.
         check: ``"sampled"``, ``"first"`` or ``"never"``.
-        dynamic: Dims of tensor arguments whose sizes are symbols of a trace.
+        dynamic: Dims of tensor arguments with symbolic sizes in a trace.
         capture: ``"auto"``, ``"always"`` or ``"never"``.
         full: ``"keep"`` or ``"refuse"``.
     """
@@ -84,12 +84,12 @@ class Settings:
     full: str = "keep"
 
     def text(self) -> str:
-        """Return the choices that have to be equal on every rank and show neither in the plan nor in collectives."""
+        """Return choices to compare between ranks, as they show neither in the plan nor in collectives."""
         chosen = (self.semantics, self.accumulate, self.batch_dim, self.backend, self.check, self.capture)
         return ", ".join(map(str, (*chosen, self.dynamic)))
 
     def needs_graph(self) -> str:
-        """Return which choice only a graph carries out; empty where the step may run eagerly."""
+        """Return a choice that needs a graph; empty if the step may run eagerly."""
         needs = {
             "semantics='global'": self.semantics == "global",
             f"accumulate={self.accumulate}": self.accumulate > 1,
@@ -100,13 +100,13 @@ class Settings:
         return next((name for name, is_needed in needs.items() if is_needed), "")
 
     def reduction(self) -> str:
-        """Return the reduction of gradients as text for the plan; empty where it is plain."""
+        """Return the reduction of gradients as text for the plan; empty if it is plain."""
         dtype = self.comm.reduce_dtype
         return "" if dtype is None else f"in {str(dtype).removeprefix('torch.')}"
 
     def problems(self) -> list[Problem]:
         """Return the problems of the choices, by themselves and together."""
-        found = [
+        found = [  # every choice, not only the first wrong one
             *_choice("semantics", self.semantics, ("local", "global")),
             *_choice("backend", self.backend, ("eager", "inductor")),
             *_choice("check", self.check, ("sampled", "first", "never")),
@@ -116,10 +116,10 @@ class Settings:
         if self.semantics == "global" and self.accumulate > 1:
             text = f"accumulate={self.accumulate}, global semantics"
             found.append(Problem("cannot-accumulate", "accumulate", found=text, hint="use semantics='local'"))
-        if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:
+        if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:  # rules know one axis
             text = "hybrid, global semantics"
             found.append(Problem("conflicting-arguments", "style", found=text, hint="use semantics='local'"))
-        if self.capture == "never" and self.needs_graph():
+        if self.capture == "never" and self.needs_graph():  # no eager way to do it
             hint = "leave it out, or use capture='always'"
             found.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
         if not all(isinstance(dim, int) for dim in self.dynamic):
@@ -129,7 +129,7 @@ class Settings:
             hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
             found_ = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
             found.append(Problem("conflicting-arguments", "mark_dynamic", found=found_, hint=hint))
-        dtype: object = self.comm.reduce_dtype
+        dtype: object = self.comm.reduce_dtype  # not checked yet
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"
             found.append(Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint))

@@ -1,5 +1,5 @@
-"""Runtime: a placed model, and what happens around each run of a graph.
+"""Runtime: a placed model, and all that runs around a graph.
 
-`state` places parameters and optimizer state, `io` brings in what was changed since the last call, `consensus` lets
-ranks agree, `rollback` takes back what a failed step left.
+`state` places parameters and optimizer state, `io` reconciles changes since the last call, `consensus` compares
+ranks, `rollback` undoes a failed step.
 """

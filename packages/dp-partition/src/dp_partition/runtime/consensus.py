@@ -1,7 +1,7 @@
-"""Ranks take up a program together, or all refuse it: what one cannot trace, or traced otherwise, the others hear of.
+"""Consensus: ranks adopt a program together, or all refuse it, after a failed or a different trace.
 
-A rank that raised alone would leave the others in their first collective until the group's timeout; ranks whose
-programs issue different collectives could fill each other's tensors with what was meant for others.
+A rank that raised alone would leave the others in their first collective until the group's timeout; ranks with
+different collectives could fill each other's tensors with values for others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dp_partition.mesh import all_groups
 from dp_partition.ops import is_collective
 
 T = TypeVar("T")
-_PATIENCE_S = 10.0  # for ranks that enter a call later than one that cannot go on
+_PATIENCE_S = 10.0  # for ranks that enter a call later than a failed one
 
 HINT = (
     "run the same step on every rank, with the same model and the same arguments of compile; under global semantics "
@@ -32,7 +32,7 @@ HINT = (
 
 
 def collectives_digest(graph: fx.Graph) -> str:
-    """Return a digest of a graph's collectives, their order and the values they carry, without batch sizes."""
+    """Return a digest of a graph's collectives with carried names, in order; no batch sizes."""
     lines = [
         f"{node.target} {' '.join(name for source in node.all_input_nodes for name in carried_names(source))}"
         for node in graph.nodes
@@ -42,23 +42,23 @@ def collectives_digest(graph: fx.Graph) -> str:
 
 
 def batch_text(leaves: list[Any]) -> str:
-    """Shapes and dtypes of tensors among arguments."""
+    """Return shapes and dtypes of tensors among arguments."""
     return ", ".join(f"{list(one.shape)} {one.dtype}" for one in leaves if isinstance(one, torch.Tensor))
 
 
 def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
-    """Return the value of ``attempt`` once every rank has made it alike; a collective.
+    """Return the value of ``attempt`` if every rank has made it alike; a collective.
 
     Args:
         mesh: The ranks.
-        name: What is attempted, for errors.
-        attempt: Returns a value, and facts about it that must be equal on every rank. Must not communicate.
+        name: Name of the attempt, for errors.
+        attempt: Returns a value, and metadata to be equal on every rank. Must not communicate.
 
     Raises:
-        PlanError: On every rank, where a rank's attempt failed or facts differ.
+        PlanError: On every rank, if a rank's attempt failed or metadata differ.
         RuntimeError: A peer died.
     """
-    if mesh.size() == 1:
+    if mesh.size() == 1:  # no one to compare with
         return attempt()[0]
     made, error = capture_errors(attempt)
     lines = [] if made is None else [f"{key}: {value}" for key, value in made[1].items()]
@@ -68,21 +68,21 @@ def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping
 
 
 def announce(label: str, rank: int) -> None:
-    """Count this rank among those that trace; ``label`` is empty where ranks share none."""
+    """Announce this rank's trace; ``label`` is empty if ranks share none."""
     if label and (store := default_store()) is not None:
         store.set(f"{label}/{rank}", "")
 
 
 def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
-    """Return, the same on all ranks, whether all had announced a trace when the first was through with its.
+    """Return True, on all ranks, if all announced a trace before one finished it.
 
-    No collective: a rank may trace alone, which the others never learn of. Ranks enter a call within less than a trace
-    takes, as a rule. The first verdict that is written holds for the late ones too.
+    No collective: a rank may trace alone, unknown to the others. As a rule ranks enter a call within less time than a
+    trace takes. The first verdict in the store holds for late ranks too.
 
     Args:
-        label: The call, on all ranks alike.
-        ranks: Those that run the step.
-        waits: Give the others some time: this rank has failed, and would leave them in a collective.
+        label: The call, equal on all ranks.
+        ranks: Ranks of the step.
+        waits: Wait some time for the others: this rank has failed, and would leave them in a collective.
     """
     store = default_store() if label else None
     if store is None:
@@ -90,12 +90,12 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
     until = time.monotonic() + _PATIENCE_S * waits
     keys, verdict = [f"{label}/{rank}" for rank in ranks], f"{label}/all"
     while not (is_complete := store.check(keys)) and not store.check([verdict]) and time.monotonic() < until:
-        time.sleep(0.01)
-    return bool(store.compare_set(verdict, "", "yes" if is_complete else "no") == b"yes")
+        time.sleep(0.01)  # a store cannot wait for either of two keys
+    return bool(store.compare_set(verdict, "", "yes" if is_complete else "no") == b"yes")  # the first verdict stays
 
 
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Rank 0's values of all tensors, a few large messages per dtype; the tensors passed are left alone."""
+    """Return rank 0's values of all tensors, by a few large messages per dtype; the given tensors stay unchanged."""
     result: dict[str, torch.Tensor] = {}
     buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
@@ -103,7 +103,7 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
     groups = all_groups(mesh)
     backend_device = group_device(groups[0])
     for names in buckets.values():
-        for part in _by_bytes(names, tensors):
+        for part in _by_bytes(names, tensors):  # bounds the flat buffer
             flat = torch.cat([tensors[name].reshape(-1) for name in part])
             travelling = flat.to(backend_device) if backend_device.type != flat.device.type else flat
             for group in groups:
@@ -129,6 +129,6 @@ def _by_bytes(names: list[str], tensors: dict[str, torch.Tensor], limit: int = 6
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Device of the messages of a group: the CPU where it has a backend for it."""
+    """Return the device of a group's messages: the CPU if the group has a backend for it."""
     kinds = [device.type for device in group._device_types]
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])

@@ -1,9 +1,9 @@
-"""Inputs and outputs of a graph, and changes that a caller made since the last call.
+"""Inputs and outputs of a graph, and reconciliation with a caller's changes since the last call.
 
-A change is taken over where its meaning is clear, and refused by name where not.
+A change is adopted if its meaning is clear, and refused by name if not.
 
-State that `load_state_dict` put in place is full and plain; a parameter that was thawed, or came into the optimizer
-with `add_param_group`, has no state yet; a buffer may be another tensor. A graph that is fed any of these as it stands
+State from `load_state_dict` is full and plain; a parameter after thawing, or new in the optimizer
+by `add_param_group`, has no state yet; a buffer may be another tensor. A graph on any of these unchanged
 would compute on wrong memory.
 """
 
@@ -24,13 +24,13 @@ from dp_partition.runtime.state import Binding, as_dtensor
 
 
 def reconcile(binding: Binding) -> OptimizerReads:
-    """Bring state and buffers where the graphs expect them; return what the optimizers hold then.
+    """Convert state and buffers to the layout of the graphs; return the optimizers' contents.
 
     Raises:
-        PlanError: ``model-changed`` for parameters and buffers that came or went, ``parameter-not-in-module`` for a
-            parameter of an optimizer that is not placed, ``state-device`` for state on another mesh or with
-            other placements, ``shape-mismatch`` for state of another shape than before, ``tied-weights`` for one of two
-            names of a buffer that names another one now.
+        PlanError: ``model-changed`` for new or missing parameters and buffers, ``parameter-not-in-module`` for an
+            unplaced parameter of an optimizer, ``state-device`` for state on another mesh or with
+            other placements, ``shape-mismatch`` for state of another shape than before, ``tied-weights`` if one of two
+            names of a buffer stands for another one now.
     """
     _check_structure(binding)
     _reconcile_buffers(binding)
@@ -47,7 +47,7 @@ def reconcile(binding: Binding) -> OptimizerReads:
                     problems.append(Problem("parameter-not-in-module", f"optimizer {number}", found=found, hint=hint))
                 elif param.requires_grad or id(param) in states:
                     state, seen = states.get(id(param)), binding.seen.get((number, fqn))
-                    # The same objects as at the last call lie as they lay then: what most calls find.
+                    # The same objects as at the last call still have their layout: the usual case.
                     same = state is not None and seen is not None and len(state) == len(seen)
                     if not same or not all(map(operator.is_, state.values(), seen)):  # type: ignore[union-attr,arg-type]
                         problems += _reconcile_state(binding, number, group, fqn, states)
@@ -65,7 +65,7 @@ def _reconcile_state(
         states.pop(id(param), None)
         optimizer.state.pop(param, None)
         fresh = binding.fresh_state(optimizer, group, fqn, param)
-        if fresh:
+        if fresh:  # thawed, or in a new group
             optimizer.state[param] = states[id(param)] = fresh
         return []
     shapes = binding.state_shapes.get((number, fqn), {})
@@ -73,7 +73,7 @@ def _reconcile_state(
     problems = []
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
-            continue
+            continue  # numbers and scalars need no placement
         if isinstance(value, DTensor):
             if value.device_mesh != binding.mesh or tuple(value.placements) != tuple(wanted):
                 found = f"lies as {tuple(value.placements)} on {value.device_mesh}, not as {tuple(wanted)}"
@@ -92,7 +92,7 @@ def _reconcile_state(
 
 
 def _check_structure(binding: Binding) -> None:
-    """Tensors of the model are those that were placed, under their names; hooks and other modules trace anew."""
+    """Compare the model's tensors with the placed ones, by name; after other changes index them again."""
     if not binding.step_state.reads.look() and binding.built is binding.step_state.reads.structure:
         return
     before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.step_state.slots()))
@@ -125,11 +125,11 @@ def _reconcile_buffers(binding: Binding) -> None:
 
 
 def check_no_gradients(step_state: StepState, cleared: bool) -> None:
-    """Raise where gradients lie on parameters that the step would add to.
+    """Refuse gradients on parameters that the step would add to.
 
     Args:
         step_state: The model and its optimizers.
-        cleared: Whether the step clears gradients before its first backward.
+        cleared: The step clears gradients before its first backward.
 
     Raises:
         PlanError: ``python-state`` for each such parameter.
@@ -152,9 +152,9 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
 
     Args:
         binding: The placed model and optimizers.
-        program: The graph that is run.
+        program: The graph to run.
         leaves: The step's arguments, flattened.
-        optimizers: What was read from the optimizers at this call.
+        optimizers: The optimizers' contents at this call.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     params, buffers = binding.params, binding.step_state.buffers
@@ -176,7 +176,7 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
 
 
 def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], leaves: list[Any]) -> None:
-    """Put buffers, state and gradients of arguments in place, and set the modes that the step sets."""
+    """Store buffers, state and gradients of arguments, and set the modes set by the step."""
     for module, mode in program.capture.modes:
         module.training = mode
     for name, trained in program.capture.trained.items():
@@ -192,12 +192,12 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
         elif entry.kind == "argument":
             tensor = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][int(entry.name)]
-            # No write in place: a check that finds a mismatch puts the old gradient back.
+            # Not in place: after a mismatch the check puts the old gradient back.
             tensor.requires_grad_().grad = value if tensor.grad is None else tensor.grad + value
 
 
 def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:
-    """Put a new tensor where a buffer was."""
+    """Replace a buffer by a new tensor, under all of its names."""
     for fqn, module, attribute, is_param in binding.slots:
         if not is_param and binding.step_state.aliases.get(fqn, fqn) == name:
             module._buffers[attribute] = value

@@ -27,17 +27,17 @@ class Program:
     """A step partitioned for one rank.
 
     Attributes:
-        capture: What was traced; its module is the partitioned graph.
-        inputs: What each placeholder wants.
-        output_placements: Where each returned value lies.
+        capture: The trace; its module is the partitioned graph.
+        inputs: Source of each placeholder's value.
+        output_placements: Placement of each returned value.
         mesh: The ranks.
-        lowered: The partitioned graph with its compute compiled; None where it runs as it is.
-        bound: The partitioned graph as it runs otherwise; made when it first does.
-        guard_values: Hyperparameters and sizes for which its guards were found to hold last.
-        right_sizes: Up to two marked sizes for which it was found to be the graph of that length.
+        lowered: The partitioned graph with compiled compute; None if it runs as it is.
+        bound: The partitioned graph as it runs otherwise; made at its first run.
+        guard_values: Hyperparameters and sizes of the last guard check without a violation.
+        right_sizes: Up to two marked sizes with this graph as the right one for their length.
         is_checked: A check by execution has run it.
-        is_new: The call that traced it has not run it yet.
-        labelled: Inputs by their kinds, as `labels` found them.
+        is_new: The tracing call has not run it yet.
+        labelled: Inputs by their kinds, as cached by `labels`.
     """
 
     capture: Capture
@@ -59,7 +59,7 @@ class Program:
         return self.capture.module
 
     def run(self, inputs: list[Any]) -> Any:
-        """The graph's values for this rank's inputs."""
+        """Return the graph's values for this rank's inputs."""
         if self.lowered is not None:
             return self.lowered(*inputs)
         if self.bound is None:
@@ -69,9 +69,9 @@ class Program:
         return self.execute(self.bound, inputs)
 
     def execute(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
-        """Run a graph; where a node of compute raises, its error gets the node's name."""
+        """Run a graph; add the name of a failing compute node to its error."""
         try:
-            return module.forward(*inputs)  # not the module's call, which prints and drops the traceback
+            return module.forward(*inputs)  # not the module's call: it prints and drops the traceback
         except Exception as error:
             node = failed_node(module, error)
             if node is not None and not is_collective(node) and not is_wait(node):
@@ -79,9 +79,9 @@ class Program:
             raise
 
     def run_noting_gradients(self, inputs: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """The graph's values, and copies of gradients by name, as the first node that uses one reads it."""
+        """Return the graph's values, and copies of gradients by name, as seen by their first reader."""
         if self.lowered is not None:
-            return self.lowered(*inputs), {}  # what lies between its compiled pieces is not to be had
+            return self.lowered(*inputs), {}  # values between its compiled pieces are not accessible
         graph = self.for_backend()
         use_bindings(graph)
         noted: dict[str, fx.Node] = {}
@@ -96,35 +96,35 @@ class Program:
         return values, dict(zip(noted, gradients, strict=True))
 
     def gradient_placements(self) -> dict[str, Placement]:
-        """Placement of each gradient that `run_noting_gradients` may return."""
+        """Return the placement of each gradient of `run_noting_gradients`."""
         rows = [row for node in self.module.graph.nodes for row in meta_of(node).get("reads", ())]
         return {name: placement for _, name, placement in rows}
 
     def constants(self) -> list[torch.Tensor]:
-        """Return the tensors that the step reaches past its arguments; the graph may write them."""
+        """Return the step's tensors from outside of its arguments; the graph may write them."""
         names = [str(node.target) for node in self.module.graph.nodes if node.op == "get_attr"]
         values = [getattr(self.module, name) for name in names]
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     def for_backend(self) -> fx.Graph:
-        """A copy of the partitioned graph with its collectives as the backend carries them best."""
+        """Return a copy of the partitioned graph with the best collectives for the backend."""
         graph = fx.Graph()
-        graph.output(graph.graph_copy(self.module.graph, {}))
+        graph.output(graph.graph_copy(self.module.graph, {}))  # a copy: rewrites leave the original
         if is_gloo(shard_group(self.mesh), self.mesh.device_type):
             reduce_scatter_as_all_to_all(graph)
         return graph
 
     def labels(self, kinds: tuple[str, ...]) -> list[tuple[str, int]]:
-        """Name and position of the inputs of these kinds; worked out once."""
+        """Return name and position of the inputs of these kinds; cached."""
         if kinds not in self.labelled:
             self.labelled[kinds] = [(e.label, index) for index, e in enumerate(self.inputs) if e.kind in kinds]
         return self.labelled[kinds]
 
     def with_local_values(self) -> fx.GraphModule:
-        """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for."""
+        """Return the partitioned graph, with this rank's shapes in ``meta["val"]``; computed at the first call."""
         if self.local_fakes is not None:
             record_local_values(self.module, self.local_fakes, self.capture.mode)
-            self.local_fakes = None
+            self.local_fakes = None  # computed once
         return self.module
 
     def sizes_of(self, leaves: list[Any]) -> tuple[int, ...]:
@@ -133,9 +133,9 @@ class Program:
         return tuple([tensors[index].shape[dim] for index, dim in self.capture.sizes])
 
     def broken_guard(self, values: dict[tuple[Any, ...], float], sizes: tuple[int, ...] = ()) -> Any:
-        """Return a decision of the trace that does not hold for these hyperparameters and sizes; None: all do."""
+        """Return a decision of the trace violated by these hyperparameters and sizes; None if all hold."""
         now = (*values.values(), *sizes)
-        if now == self.guard_values:
+        if now == self.guard_values:  # a steady call changes none
             return None
         symbols = self.capture.symbols
         substitution = {symbol: values[hyper] for hyper, symbol in symbols.items() if symbol is not None}

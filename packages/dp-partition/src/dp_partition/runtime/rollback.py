@@ -1,4 +1,4 @@
-"""Values of a placed model as they are now, to go back to: shards, optimizer state, buffers, arguments, generators."""
+"""Values of a placed model for rollback: shards, optimizer state, buffers, arguments, generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dp_partition.runtime.state import Binding, local_tensor
 
 
 class Snapshot:
-    """Copies of all tensors that a step writes, and the objects that hold them.
+    """Copies of all tensors written by a step, and of the tables around them.
 
     Args:
         binding: The placed model and optimizers.
@@ -27,7 +27,7 @@ class Snapshot:
             del name
             self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
         for optimizer in binding.step_state.optimizers:
-            self.states += [(state, dict(state)) for state in optimizer.state.values()]
+            self.states += [(state, dict(state)) for state in optimizer.state.values()]  # a step may replace entries
         self.modes = [(part, part.training) for _, root in binding.step_state.modules for part in root.modules()]
         self.trained = [(param, param.requires_grad) for param in binding.params.values()]
         leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
@@ -36,14 +36,14 @@ class Snapshot:
         self.found = {id(tensor): copy for _, _, tensor, copy in self.entries}
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value that a tensor had on this rank; None for one that was not there."""
+        """Return a tensor's earlier value on this rank; None for a new one."""
         return self.found.get(id(tensor))
 
     def restore(self) -> None:
         """Put tensors and values back."""
         for table, before in (*self.states, self.buffers):
             table.clear()
-            table.update(before)
+            table.update(before)  # the same dict: others hold it
         for module, mode in self.modes:
             module.training = mode
         for param, trained in self.trained:
@@ -53,12 +53,12 @@ class Snapshot:
         with torch.no_grad():
             for container, key, tensor, value in self.entries:
                 if container is not None:
-                    container[key] = tensor
+                    container[key] = tensor  # the same object, then its values
                 local_tensor(tensor.detach()).copy_(value)
 
 
 def live_tensors(binding: Binding, arguments: Any) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
-    """Name, holding dict, key and tensor of all that a step may write. The dict of a parameter is never written."""
+    """Yield name, containing dict, key and tensor of all that a step may write. Parameters stay in their dicts."""
     step_state = binding.step_state
     for fqn, param in binding.params.items():
         yield fqn, None, None, param
@@ -76,15 +76,15 @@ def live_tensors(binding: Binding, arguments: Any) -> Iterator[tuple[str, Any, A
 
 
 def state_name(optimizer: int, fqn: str, key: Any) -> str:
-    """Name of an optimizer's state entry in errors."""
+    """Return the name of an optimizer's state entry for errors."""
     return f"{fqn} {key}" if optimizer == 0 else f"{fqn} {key} of optimizer {optimizer}"
 
 
 class StepInterrupted(RuntimeError):
-    """A step failed after it had begun to write parameters or optimizer state.
+    """A step failed after its first write to parameters or optimizer state.
 
     Attributes:
-        written: Names of the tensors that were written.
+        written: Names of the written tensors.
     """
 
     def __init__(self, written: list[str], subject: str = "the step") -> None:
@@ -102,14 +102,14 @@ class StepInterrupted(RuntimeError):
 
 @contextmanager
 def guarded(subject: str, kept: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Run a step; if it fails, put buffers back and say whether anything else was written.
+    """Run a step; if it fails, restore buffers and report all other writes.
 
     Args:
-        subject: Call and rank, for errors: that of a dead peer's collective names neither.
-        kept: Parameters and optimizer state by name; they are written at the end of a step, and not copied.
-        restored: Buffers by name; they are small, and copied before the step.
+        subject: Call and rank, for errors: a dead peer's collective names neither.
+        kept: Parameters and optimizer state by name; written at the end of a step, and not copied.
+        restored: Buffers by name; small, and copied before the step.
     """
-    versions = {name: tensor._version for name, tensor in kept.items()}
+    versions = {name: tensor._version for name, tensor in kept.items()}  # counts writes in place
     copies = {name: tensor.clone() for name, tensor in restored.items()}
     try:
         yield

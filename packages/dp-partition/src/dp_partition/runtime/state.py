@@ -1,4 +1,4 @@
-"""Bind: put a model's parameters and its optimizers' state where the plan says, and bring them back.
+"""Bind: place a model's parameters and its optimizers' state by the plan, and restore them.
 
 Parameters become DTensors, in the module and in the optimizers' ``param_groups``; state of a parameter's shape
 becomes a DTensor as well. The graph works on the local tensors behind them, in place.
@@ -30,7 +30,7 @@ from dp_partition.runtime.consensus import broadcast_from_first
 
 
 def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
-    """A rank's part of a full tensor, with memory of its own when it is a shard."""
+    """Return a rank's shard of a full tensor; a real shard has its own memory."""
     if not isinstance(placement, Shard):
         return tensor
     start, end = chunk_bounds(tensor.shape[placement.dim], world, rank)
@@ -38,29 +38,29 @@ def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: in
 
 
 def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """A DTensor around a local part; ``like`` has the global shape and strides."""
+    """Return a DTensor of a local shard; ``like`` has the global shape and strides."""
     shape, stride = torch.Size(like.shape), tuple(like.stride())
     return DTensor.from_local(local, mesh, on_mesh(placement, mesh), run_check=False, shape=shape, stride=stride)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The rank's local tensor behind a DTensor, or the tensor itself."""
+    """Return the local tensor of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Binding:
-    """A model and its optimizers while they are placed on a mesh.
+    """A model and its optimizers while placed on a mesh.
 
     Attributes:
         step_state: The module and optimizers; its parameters are the placed ones.
-        plan: Where everything lies.
+        plan: The placements.
         params: The placed parameters by name.
         names: Their names by ``id``.
         owner_ids: The modules and optimizers by ``id``.
-        built: How the modules were built when their tensors were last looked for.
-        seen: The state of each parameter that was last found to lie as planned, by optimizer and name.
+        built: Structure of the modules when their tensors were last indexed.
+        seen: State of each parameter when last found in its planned layout, by optimizer and name.
         state_shapes: Its global shapes.
-        is_unsharded: Whether the modules hold full plain parameters for a while (`plain.unsharded`).
+        is_unsharded: The modules hold full plain parameters for a while (`plain.unsharded`).
     """
 
     def __init__(self, step_state: StepState, plan: PartitionPlan, mesh: DeviceMesh) -> None:
@@ -79,12 +79,12 @@ class Binding:
         self.hints: list[Any] = []  # handles of forward hooks
 
     def hold_storages(self) -> None:
-        """Keep the storages of the placed parameters, by which an assignment to ``.data`` is seen."""
-        self.held = [param.untyped_storage() for param in self.params.values()]  # held: no key comes again
+        """Keep the storages of the placed parameters, to detect an assignment to ``.data``."""
+        self.held = [param.untyped_storage() for param in self.params.values()]  # held: no key is reused
         self.storage_keys = storage_keys(self.params.values())
 
     def index_slots(self) -> None:
-        """Find the places that tensors are registered in."""
+        """Index the registrations of all tensors."""
         self.slots = list(self.step_state.slots())
         aliases = self.step_state.aliases
         self.param_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if p]
@@ -96,12 +96,12 @@ class Binding:
         placed: dict[str, nn.Parameter] = {}
         for fqn, param in self.step_state.params.items():
             placement = self.plan[fqn].param
-            local = local_shard(values.pop(fqn), placement, self.world, self.rank)
+            local = local_shard(values.pop(fqn), placement, self.world, self.rank)  # frees the full copy
             placed[fqn] = nn.Parameter(as_dtensor(local, param, self.mesh, placement), param.requires_grad)
         states = self.placed_states(placed, values)
         for fqn, value in values.items():
             if fqn in self.step_state.buffers:
-                self.step_state.buffers[fqn].copy_(value)
+                self.step_state.buffers[fqn].copy_(value)  # in place: graphs read them
         self.install(placed, states)
         for prefix, root in self.step_state.modules:
             self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
@@ -116,7 +116,7 @@ class Binding:
         return tensors if self.mesh.size() == 1 else broadcast_from_first(tensors, self.mesh)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Existing optimizer state, under names that cannot collide with parameters."""
+        """Return existing optimizer state, under names distinct from those of parameters."""
         found = {}
         for number, fqn, state in self.states():
             for key, value in state.items():
@@ -125,7 +125,7 @@ class Binding:
         return found
 
     def states(self) -> Iterator[tuple[int, str, dict[Any, Any]]]:
-        """State of every parameter that has some."""
+        """Yield the state of every parameter with some."""
         fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
         for number, optimizer in enumerate(self.step_state.optimizers):
             for group in optimizer.param_groups:
@@ -136,7 +136,7 @@ class Binding:
     def placed_states(
         self, placed: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
     ) -> list[dict[str, dict[Any, Any]]]:
-        """State of every optimizer by parameter name: what there was, or what the first step would begin with."""
+        """Return every optimizer's state by parameter name: existing state, or that of the first step's start."""
         result: list[dict[str, dict[Any, Any]]] = []
         existing = {(number, fqn): state for number, fqn, state in self.states()}
         for number, optimizer in enumerate(self.step_state.optimizers):
@@ -155,30 +155,30 @@ class Binding:
         return result
 
     def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
-        """Return the state that the optimizer's first step would begin with for a placed parameter."""
+        """Return the state at the start of the optimizer's first step, for a placed parameter."""
         fresh = initial_state(optimizer, group, nn.Parameter(self.state_like(fqn, param), True))
         return {key: self.place_state(fqn, value, full=False) for key, value in fresh.items()}
 
     def state_like(self, fqn: str, param: nn.Parameter) -> torch.Tensor:
-        """An empty local tensor of the shape that state of this parameter has here."""
+        """Return a local tensor with the local shape of this parameter's state."""
         plan = self.plan[fqn]
         if plan.state == plan.param:
             return local_tensor(param.data)
         return local_shard(local_tensor(param.data), plan.state, self.world, self.rank)
 
     def place_state(self, fqn: str, value: Any, *, full: bool) -> Any:
-        """One state entry: like its parameter's state placement if it has the parameter's shape."""
+        """Return a state entry: in its parameter's state placement if it has the parameter's shape."""
         if not isinstance(value, torch.Tensor):
             return value
         plan, like = self.plan[fqn], self.step_state.params[fqn]
         expected = tuple(like.shape) if full else self.local_state_shape(fqn)
         if value.ndim == 0 or tuple(value.shape) != expected:
-            return value
+            return value  # a counter, or not elementwise
         local = local_shard(value, plan.state, self.world, self.rank) if full else value
         return as_dtensor(local, like, self.mesh, plan.state)
 
     def local_state_shape(self, fqn: str) -> tuple[int, ...]:
-        """Local shape of state that has the parameter's shape."""
+        """Return the local shape of state with the parameter's shape."""
         plan = self.plan[fqn]
         shape = plan.info.shape
         if not isinstance(plan.state, Shard):
@@ -187,7 +187,7 @@ class Binding:
         return (end - start, *shape[1:])
 
     def install(self, params: dict[str, nn.Parameter], states: list[dict[str, dict[Any, Any]]]) -> None:
-        """Let module and optimizers hold the given parameters and state."""
+        """Install parameters and state in module and optimizers."""
         fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
         for number, optimizer in enumerate(self.step_state.optimizers):
             state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -196,7 +196,7 @@ class Binding:
                     state[params[fqn]] = entries
             for group in optimizer.param_groups:
                 group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
-            optimizer.state = state
+            optimizer.state = state  # keyed by the new parameters
         self.install_modules(params)
         found = "another parameter has replaced it in the model: no gradient reaches this one"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
@@ -208,14 +208,14 @@ class Binding:
         self.hold_storages()
 
     def install_modules(self, params: dict[str, nn.Parameter]) -> None:
-        """Let the modules hold the given parameters, under every name."""
+        """Install parameters in the modules, under every name."""
         for fqn, module, attribute, is_param in self.slots:
             name = self.step_state.aliases.get(fqn, fqn)
             if is_param and name in params:
                 module._parameters[attribute] = params[name]
 
     def check_in_place(self) -> None:
-        """Raise if someone put other parameters into the module, or hooks or other memory into a parameter."""
+        """Raise for replaced parameters of the module, and for new hooks or memory."""
         problems = []
         params = self.params
         for fqn, module, attribute, name in self.param_slots:
@@ -227,7 +227,7 @@ class Binding:
                 problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=hint))
         keys = storage_keys(params.values())
         if keys != self.storage_keys:
-            # A DTensor goes on with the shard that it has, in torch too: the assignment had no effect.
+            # A DTensor keeps its shard, in torch too: the assignment had no effect.
             hint = (
                 "write in place under torch.no_grad(), for example p.mul_(0.5), or within unsharded(); then call again"
             )
@@ -237,31 +237,31 @@ class Binding:
                 for fqn, key, known in zip(params, keys, self.storage_keys, strict=True)
                 if key != known
             ]
-            self.hold_storages()
+            self.hold_storages()  # a second call does not raise
         if problems:
             raise PlanError(problems)
 
 
 @contextmanager
 def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
-    """Within the block the modules hold full plain parameters; values written to them are kept.
+    """Hold full plain parameters in the modules within the block; with ``writeback`` keep their new values.
 
-    A block within the block sees the parameters of the outer one, which keeps what is written. Afterwards whoever asks
-    for a gradient of these parameters (an optimizer that was made in the block) is told that they are gone.
+    A nested block uses the parameters of the outer one, which keeps new values. Afterwards these parameters are stale:
+    reading a gradient of them (by an optimizer from within the block) raises an error.
     """
     if binding.is_unsharded:
         yield
         return
     binding.check_in_place()
     full = {fqn: nn.Parameter(full_tensor(p), p.requires_grad) for fqn, p in binding.params.items()}
-    made = list(full.items())
+    made = list(full.items())  # before a load may replace some
     binding.install_modules(full)
     binding.is_unsharded = True
     try:
         yield
     finally:
         binding.is_unsharded = False
-        full |= _module_params(binding)  # load_state_dict(assign=True) puts others in place
+        full |= _module_params(binding)  # load_state_dict(assign=True) installs others
         binding.install_modules(binding.params)
         found = "stood in the model within unsharded(), which is over"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters()"
@@ -272,10 +272,10 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
 
 
 def release(binding: Binding) -> None:
-    """Full plain parameters and state in module and optimizers, for good.
+    """Install full plain parameters and state in module and optimizers, for good.
 
     Raises:
-        PlanError: ``unsharded-now`` within a block of `unsharded`, whose end would place parameters again.
+        PlanError: ``unsharded-now`` within a block of `unsharded`: its end would place parameters again.
     """
     if binding.is_unsharded:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
@@ -287,11 +287,11 @@ def release(binding: Binding) -> None:
     for handle in binding.hints:
         handle.remove()
     for _, root in binding.step_state.modules:
-        _bindings.pop(root, None)
+        _bindings.pop(root, None)  # later loads are not sharded
 
 
 def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of a placed model, run also where forward raises: add what to do to torch's error."""
+    """Forward hook of a placed model, run also after an error in forward: add advice to torch's error."""
     error = sys.exc_info()[1]
     if error is not None and "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(
@@ -306,9 +306,9 @@ _bindings: weakref.WeakKeyDictionary[nn.Module, tuple[Binding, str]] = weakref.W
 
 
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shard the full plain tensors of a state dict that is loaded into a placed module, as its parameters are."""
+    """Shard full plain tensors of a state dict for a placed module, as its parameters are."""
     binding, root = _bindings.get(module, (None, ""))
-    if binding is None or binding.is_unsharded:
+    if binding is None or binding.is_unsharded:  # full parameters take full tensors
         return
     for fqn, *_, name in binding.param_slots:
         key, param = prefix + fqn.removeprefix(root), binding.params[name]
@@ -320,12 +320,12 @@ def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on every rank; a copy when it was sharded."""
+    """Return the full tensor on every rank; a copy if it was sharded."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _module_params(binding: Binding) -> dict[str, nn.Parameter]:
-    """The parameters that the modules hold now, by the name that each is placed under."""
+    """Return the modules' present parameters, by their placed names."""
     found: dict[str, nn.Parameter] = {}
     for fqn, module, attribute, is_param in binding.slots:
         param = module._parameters.get(attribute) if is_param else None
@@ -335,7 +335,7 @@ def _module_params(binding: Binding) -> dict[str, nn.Parameter]:
 
 
 def _write(binding: Binding, full: dict[str, nn.Parameter]) -> None:
-    """Put full values where the placed parameters lie.
+    """Write full values into the placed parameters.
 
     Raises:
         PlanError: ``shape-mismatch`` for a value of another shape.

@@ -1,4 +1,4 @@
-"""Sharding: decide where every value of a graph lies, from where its inputs lie.
+"""Sharding: decide the placement of every value in a graph, from those of its inputs.
 
 `propagate` walks through the graph once; `op_rules` has a rule for each operator that can run on shards.
 """

@@ -1,15 +1,15 @@
-"""Propagate: decide for every node where its value lies and where its inputs must lie.
+"""Propagate: decide the placement of every node's value, and of its inputs.
 
-One walk through the graph. For each call the rule table names the ways to run it on shards, and the cheapest is
-taken; a call without a rule runs on replicated inputs, which is right for every operator that is the same function on
+One walk through the graph. For each call the rule table lists the ways to run it on shards, and the cheapest is
+taken; a call without a rule runs on replicated inputs, valid for every operator that is the same function on
 every rank.
 
 Two semantics meet here. Under *local* semantics everything that depends on the batch is `RankLocal`: each rank runs the
-step as written on its own batch, nothing is moved, and a tagged gradient becomes the average over the ranks that is
-still to be taken. Under *global* semantics the batch is a shard of one big batch, and the rules keep every value
-equal to the one a single device would compute.
+step as written on its own batch, nothing is moved, and a tagged gradient becomes a pending average over the ranks.
+Under *global* semantics the batch is a shard of one big batch, and the rules keep every value equal to that of a
+single device.
 
-An unreduced gradient is reduced once: as soon as it is needed, and from then on it is known by its reduced value.
+An unreduced gradient is reduced once, at its first use; later uses take the reduced value.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class NodePlan:
     """Decision for one node.
 
     Attributes:
-        output: Where its value lies.
-        inputs: Where each tensor input must lie when it runs.
-        node_type: What it is to the step.
-        fallback: It has no rule that shards, and runs on replicated inputs that had to be gathered.
-        reduce_whole: An unreduced gradient that is wanted full: it is all-reduced, whoever takes a shard of it.
+        output: Placement of its value.
+        inputs: Required placement of each tensor input.
+        node_type: Its role in the step.
+        fallback: No rule shards it: it runs on replicated inputs, gathered for it.
+        reduce_whole: An unreduced gradient, wanted in full: it is all-reduced, also for users of a shard.
     """
 
     output: OutputPlacement
@@ -59,8 +59,8 @@ class StoragePlacements:
     Attributes:
         placements: Placement of every placeholder.
         types: Node type of every placeholder.
-        grad_home: Where a gradient is wanted, from its parameter's name and its shape.
-        keep_outputs: Shards among the returned values are returned as they lie, instead of gathered.
+        grad_home: Wanted placement of a gradient, from its parameter's name and its shape.
+        keep_outputs: Return sharded values as shards, instead of gathered.
     """
 
     placements: dict[fx.Node, Placement]
@@ -74,23 +74,23 @@ def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: b
 
     Args:
         graph: The captured graph, at full shapes.
-        homes: Where its inputs lie.
+        homes: Placements of its inputs.
         world: Number of data-parallel ranks.
         local: Local semantics (`RankLocal` activations) instead of global ones.
 
     Raises:
-        PlanError: When the step would make ranks diverge, or has an operator that cannot be run on shards.
+        PlanError: The step would make ranks diverge, or has an operator that cannot run on shards.
     """
     walk = _Walk(graph, homes, world, local)
     for position, node in enumerate(graph.nodes):
         walk.visit(position, node)
-    if walk.problems:
+    if walk.problems:  # all of them in one error
         raise PlanError(walk.problems, "the step cannot be partitioned")
     return walk.plans
 
 
 class _Walk:
-    """OutputPlacement of one propagation."""
+    """State of one propagation."""
 
     def __init__(self, graph: fx.Graph, homes: StoragePlacements, world: int, local: bool) -> None:
         self.homes, self.world, self.local = homes, world, local
@@ -100,8 +100,8 @@ class _Walk:
         self.plans: dict[fx.Node, NodePlan] = {}
         self.problems: list[Problem] = []
         tags = [position for position, node in enumerate(graph.nodes) if is_gradient(node)]
-        self.last_tag = max(tags, default=-1)
-        self.from_gradient: dict[fx.Node, str] = {}  # what depends on a gradient -> whose
+        self.last_tag = max(tags, default=-1)  # gradients may stay partial until here
+        self.from_gradient: dict[fx.Node, str] = {}  # node that depends on a gradient -> parameter of the gradient
 
     def visit(self, position: int, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -148,7 +148,7 @@ class _Walk:
         self.plans[node] = NodePlan(output, inputs, kind if kind is not None else NodeType.NON_TENSOR, fallback)
 
     def spread(self, node: fx.Node, placement: Placement) -> OutputPlacement:
-        """The same placement for each of the node's outputs."""
+        """Return the same placement for each of the node's outputs."""
         value = node.meta.get("val")
         if isinstance(value, tuple | list):
             return tuple(placement for _ in value)
@@ -162,17 +162,17 @@ class _Walk:
         return None
 
     def tag(self, node: fx.Node) -> None:
-        """A gradient: under local semantics the average of the ranks' is meant."""
+        """Mark a gradient: under local semantics it stands for the average over ranks."""
         self.desired[node] = self.homes.grad_home(gradient_name(node), _shape(node))
         self.plans[node].reduce_whole = self.desired[node] == R
         self.types[node] = self.plans[node].node_type = NodeType.GRAD
         if isinstance(self.states[node], RankLocal):
-            self.states[node] = self.plans[node].output = AVG
+            self.states[node] = self.plans[node].output = AVG  # not reduced yet
         if self.local:
             self.refuse_second_derivative(node)
 
     def refuse_second_derivative(self, node: fx.Node) -> None:
-        """A gradient of a loss that depends on a gradient: the ranks' own was meant, and the average was taken."""
+        """Refuse the gradient of a loss with a gradient in it: the rank's own was meant, not the average."""
         earlier = {self.from_gradient[source] for source in node.all_input_nodes if source in self.from_gradient}
         if earlier:
             hint = 'use semantics="global", which takes every derivative of the loss over all rows'
@@ -181,7 +181,7 @@ class _Walk:
         self.from_gradient[node] = gradient_name(node)
 
     def visit_python(self, node: fx.Node) -> None:
-        """``getitem`` of a list, or arithmetic on scalars."""
+        """Plan ``getitem`` of a list, or arithmetic on scalars."""
         source = node.args[0] if node.args else None
         state = self.states.get(source) if isinstance(source, fx.Node) else None
         if isinstance(state, tuple):
@@ -196,7 +196,7 @@ class _Walk:
         self.record(node, joined, {}, self.join_types(node.all_input_nodes))
 
     def visit_per_rank(self, node: fx.Node) -> None:
-        """An activation under local semantics: every rank runs the call on its own values and on full parameters."""
+        """Plan an activation under local semantics: each rank's own values, full parameters."""
         inputs: dict[fx.Node, Placement] = {}
         written = mutated_inputs(node)
         for source in self.tensor_inputs(node):
@@ -214,11 +214,11 @@ class _Walk:
         self.record(node, self.spread(node, RankLocal()), inputs, NodeType.ACT)
 
     def write_per_rank(self, node: fx.Node, target: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
-        """A rank's own value is written into a tensor that was equal on all ranks."""
+        """Plan a write of a rank's own value into a tensor equal on all ranks."""
         root = root_of(target)
-        if is_own_rows(root):  # a view of the parameter: memory that outlives the step
+        if is_own_rows(root):  # a view of the parameter: its memory outlives the step
             root = root.all_input_nodes[0]
-        if kind_of(root) == "buffer":
+        if kind_of(root) == "buffer":  # each rank keeps its own
             self.states[target] = inputs[target] = RankLocal()
             self.states[root] = RankLocal()
         elif root.op == "placeholder" and self.homes.types.get(root) in (NodeType.PARAM, NodeType.STATE):
@@ -243,9 +243,9 @@ class _Walk:
         candidates = list(rule(call)) if rule is not None else []
         candidates.append(Candidate(dict.fromkeys(sources, R), self.spread(node, R)))
         if is_random(node) and not any(isinstance(self.placement_of(n), Shard) for n in sources):
-            candidates = candidates[-1:]
-        best = cheapest(call, [c for c in candidates if self.may_write(node, c)])
-        if best is None:  # in a gathered copy, whose part goes back
+            candidates = candidates[-1:]  # all ranks draw the same numbers
+        best = cheapest(call, [c for c in candidates if self.may_write(node, c)])  # in place, if possible
+        if best is None:  # write a gathered copy, and copy the shard back
             best = cheapest(call, [c for c in candidates if self.may_write(node, c, back=True)])
         if best is None:
             placements = ", ".join(f"{n.name}: {describe(self.states[n])}" for n in sources)
@@ -260,21 +260,21 @@ class _Walk:
         self.inherit_desired(node, sources)
 
     def forget_param_shards(self, node: fx.Node, sources: list[fx.Node]) -> None:
-        """Parameters are gathered full for activations, and before views of them."""
+        """Note the parameters to gather in full: for activations, and before views of them."""
         kinds = {self.types.get(n) for n in sources}
         meets_activation = NodeType.ACT in kinds
         viewed = viewed_input(node)
-        self.param_gathers = {
+        self.param_gathers = {  # checked by `may_write`
             n for n in sources if self.types.get(n) == NodeType.PARAM and (meets_activation or n is viewed)
         }
 
     def may_write(self, node: fx.Node, candidate: Candidate, back: bool = False) -> bool:
-        """Memory is written only where it lies: inputs of the graph at home, views where their base is.
+        """Return True if all writes keep placements: inputs of the graph at home, views with their base.
 
         Args:
-            node: What writes.
-            candidate: How.
-            back: Whether an input of the graph that is sharded may be written full, and its part copied back.
+            node: The writing call.
+            candidate: Its placements.
+            back: A sharded input of the graph may be written in full, and its shard copied back.
         """
         for source in mutated_inputs(node):
             wanted = candidate.inputs.get(source, R)
@@ -288,11 +288,11 @@ class _Walk:
         return all(candidate.inputs.get(n, R) == R for n in self.param_gathers if n not in mutated_inputs(node))
 
     def commit(self, node: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
-        """Keep reduced what was reduced, and written values where they were written."""
+        """Record reduced values as reduced, and written values at the placement of the write."""
         written = mutated_inputs(node)
         for source, wanted in inputs.items():
             state = self.states[source]
-            stays = source.op == "placeholder" and isinstance(state, Shard)  # what was written full goes back
+            stays = source.op == "placeholder" and isinstance(state, Shard)  # a full write is copied back
             if (isinstance(state, Partial) and state != wanted) or (source in written and not stays):
                 self.states[source] = wanted
 
@@ -304,7 +304,7 @@ class _Walk:
                     self.plans[node].reduce_whole |= self.plans[source].reduce_whole
 
     def visit_output(self, node: fx.Node) -> None:
-        """Values for the user are replicated; new optimizer state lies where its parameter does."""
+        """Replicate values for the user; new optimizer state keeps its parameter's placement."""
         inputs: dict[fx.Node, Placement] = {}
         for source in self.tensor_inputs(node):
             state = self.states[source]
@@ -317,17 +317,17 @@ class _Walk:
 
 
 def is_own_rows(node: fx.Node) -> bool:
-    """Return whether the node is the rows of a parameter that this rank updates (ZeRO-1 and ZeRO-2)."""
+    """Return True for the rows of a parameter that this rank updates (ZeRO-1 and ZeRO-2)."""
     return str(node.target).startswith("dp_partition.own_rows")
 
 
 def is_gradient(node: fx.Node) -> bool:
-    """Return whether the node is a parameter's gradient: a tag, or the node that a tag was removed from."""
+    """Return True for a parameter's gradient: a tag, or the node of a removed tag."""
     return node.target is TAG_GRAD or "gradient" in meta_of(node)
 
 
 def gradient_name(node: fx.Node) -> str:
-    """Name of the parameter whose gradient the node is."""
+    """Return the name of the gradient's parameter."""
     if node.target is TAG_GRAD:
         return str(node.args[1]) if len(node.args) > 1 else ""
     return str(meta_of(node)["gradient"])
@@ -339,7 +339,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def mark_types(plans: dict[fx.Node, NodePlan]) -> None:
-    """Write the type of every planned node, and whether it runs on gathered inputs, to its meta."""
+    """Write type and fallback of every planned node to its meta."""
     for node, plan in plans.items():
         meta_of(node)["node_type"] = plan.node_type
         if plan.fallback:

@@ -1,4 +1,4 @@
-"""Agreement of ranks: which of them hold the same shards, and that they hold the same values.
+"""Consistency of ranks: groups with the same shards, and equal values in them.
 
-``axes`` is pure. ``replicas`` compares by fingerprint, and lets all ranks raise together.
+``axes`` is pure. ``replicas`` compares by fingerprint, and makes all ranks raise together.
 """

@@ -1,4 +1,4 @@
-"""Data axes of a mesh: along which axes ranks hold the same shards. Pure: sets of global ranks."""
+"""Data axes of a mesh, with the same shards along them. Pure: sets of global ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tp_ddp_bridge._shared.problems import Problem
 def data_axes(
     rank: int, axes: Mapping[str, frozenset[int]], tensor_ranks: Mapping[str, frozenset[int]]
 ) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
-    """Find the axes along which ranks hold copies of the same shards.
+    """Find the axes with copies of the same shards along them.
 
     Args:
         rank: This global rank.
@@ -24,7 +24,7 @@ def data_axes(
     problems: list[Problem] = []
     names: list[str] = []
     for name, ranks in axes.items():
-        if ranks & connected == {rank}:
+        if ranks & connected == {rank}:  # meets no other rank of a sharded tensor
             names.append(name)
         elif not ranks <= connected:
             problems += mixing_problems(rank, ranks, tensor_ranks, name)
@@ -40,7 +40,7 @@ def data_axes(
 def mixing_problems(
     rank: int, data_ranks: frozenset[int], tensor_ranks: Mapping[str, frozenset[int]], axis: str | None = None
 ) -> list[Problem]:
-    """Return a problem for every tensor whose mesh shares more than this rank with the data-parallel group."""
+    """Return a problem for every tensor whose mesh has another rank of the data-parallel group."""
     reason = "its mesh runs over ranks {}, the data-parallel group over {}: DDP would average different shards"
     hint = "put the parameter on the tensor-parallel mesh (mesh['tp']), or pass the group of ranks with the same shards"
     return [

@@ -1,4 +1,4 @@
-"""Comparison of ranks: that they hold the same shards, and to the bit the same values where these are replicated."""
+"""Comparison of ranks: the same shards, and bit-equal values of replicas."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def raise_on_all_ranks(scope: Scope, subject: str, problems: Sequence[Problem], 
         scope: For example the data-parallel group and then the tensor-parallel ones: a problem of one rank reaches its
             peers in the first, and theirs in the next.
         subject: The call, for messages.
-        problems: Everything that keeps this rank from going on.
-        lines: Facts that have to be equal on all ranks.
+        problems: All problems of this rank.
+        lines: Metadata to be equal on all ranks.
 
     Raises:
         PlanError: The problems of all ranks.
@@ -42,7 +42,7 @@ def raise_on_all_ranks(scope: Scope, subject: str, problems: Sequence[Problem], 
         try:
             assert_consistent(where, subject, lines, error)
         except Exception as agreed:
-            error = agreed  # also in the next group, whose other members do not have it yet
+            error = agreed  # also for the next group: its other members do not have it yet
     if not isinstance(error, PlanError):
         if error is not None:
             raise error
@@ -57,12 +57,12 @@ def raise_on_all_ranks(scope: Scope, subject: str, problems: Sequence[Problem], 
 
 @dataclass(eq=False)
 class Replica:
-    """The local values of one tensor, or of one of its sections, that other ranks may hold too.
+    """Local values of a tensor or section, possibly held by other ranks too.
 
     Attributes:
         name: FQN.
         local: The local values.
-        shard: For each rank of the group, which shard it holds. Ranks with equal entries hold equal values.
+        shard: The shard of each rank of the group. Ranks with equal entries hold equal values.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Replica:
 
 
 def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """Compare, bit for bit, what the ranks of ``group`` hold in common.
+    """Compare, bit for bit, the values that ranks of ``group`` hold in common.
 
-    In a tensor-parallel group that is every parameter and buffer that is not sharded over it, and copies of key-value
-    heads; in a data-parallel group, every one. Communicates two small all-gathers. Call it whenever ranks may have
+    In a tensor-parallel group these are all parameters and buffers not sharded over it, and copies of key-value
+    heads; in a data-parallel group, all of them. Communicates two small all-gathers. Call it whenever ranks may have
     drifted apart.
 
     Args:
@@ -82,11 +82,11 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
         group: The default group if ``None``.
 
     Returns:
-        How many tensors were compared.
+        Number of compared tensors.
 
     Raises:
-        PlanError: On all ranks of the group alike: the tensors that differ and on which ranks, or that the modules are
-            not the same.
+        PlanError: On all ranks of the group alike: the different tensors with their ranks, or different
+            modules.
     """
     replicas = replicas_in(named_tensors(module), ranks_of(group))
     raise_problems(replica_problems(replicas, group), "replicas differ")
@@ -94,7 +94,7 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
 
 
 def replicas_in(tensors: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> list[Replica]:
-    """Return everything that this rank holds in common with others of ``ranks``, in the order of ``tensors``."""
+    """Return this rank's values in common with others of ``ranks``, in the order of ``tensors``."""
     return [
         replica
         for name, tensor in tensors
@@ -112,7 +112,7 @@ def _replicas_of(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> Itera
     table = layout.mesh.mesh
     places = [tuple((table == rank).nonzero()[0].tolist()) for rank in ranks if bool((table == rank).any())]
     axes = layout.sharded_axes()
-    if len(places) <= 1 or not axes:  # ranks outside the tensor's mesh hold what this rank holds
+    if len(places) <= 1 or not axes:  # ranks outside of the tensor's mesh hold the same as this rank
         yield Replica(name, local, ("full",) * len(ranks))
     elif len(places) == len(ranks) and layout.sections:
         (axis,) = axes
@@ -121,7 +121,7 @@ def _replicas_of(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> Itera
             yield Replica(f"{name} section {index}", view, shards)
     else:
         shards = tuple(tuple(place[axis] for axis in axes) for place in places)
-        # A group that this mesh covers in part: another rank would see other places.
+        # A mesh with only some ranks of the group: another rank would see other places.
         if len(places) == len(ranks) or len(set(shards)) == 1:
             yield Replica(name, local, shards if len(places) == len(ranks) else ("full",) * len(ranks))
 
@@ -129,7 +129,7 @@ def _replicas_of(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> Itera
 def replica_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
     """Compare names, shapes and dtypes, then values; a collective, the same problems on all ranks of ``group``."""
     lines = [
-        # Shards that differ may be uneven.
+        # Different shards may be uneven.
         f"{each.name} {tuple(each.local.shape) if len(set(each.shard)) == 1 else each.shard} {each.local.dtype}"
         for each in replicas
     ]
@@ -137,7 +137,7 @@ def replica_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | Non
 
 
 def structure_lines(module: nn.Module) -> list[str]:
-    """Return one line for each parameter that is equal on all ranks, data- and tensor-parallel ones."""
+    """Return one line for each parameter, equal on all ranks, data- and tensor-parallel ones."""
     lines = []
     for name, parameter in module.named_parameters():
         layout = layout_of(parameter)
@@ -147,7 +147,7 @@ def structure_lines(module: nn.Module) -> list[str]:
 
 
 def shard_problems(module: nn.Module, group: dist.ProcessGroup) -> list[Problem]:
-    """Compare which shards of which tensors the ranks of a data-parallel group hold, whatever their values.
+    """Compare names and shards, but not values, on the ranks of a data-parallel group.
 
     Returns:
         The same problems on all ranks of ``group``.
@@ -175,7 +175,7 @@ def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None
     """Compare values by fingerprint."""
     ranks = ranks_of(group)
     if len(ranks) == 1 or not replicas:
-        return []
+        return []  # nothing to compare
     device = replicas[0].local.device
     own = torch.stack([fingerprint(each.local).to(device) for each in replicas])  # tensors x 2
     gathered = [torch.empty_like(own) for _ in ranks]
@@ -196,7 +196,7 @@ def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two int64 numbers that depend on every bit of ``tensor`` and its place; computed where the tensor is.
+    """Return two int64 numbers that depend on every bit of ``tensor`` and its place; computed on its device.
 
     Args:
         tensor: Any strided tensor, of any dtype.
@@ -222,7 +222,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _partition(values: Sequence[object], ranks: Sequence[int]) -> str:
-    """Return ``{0, 1} and {2}``: the ranks, grouped by what they hold."""
+    """Return ``{0, 1} and {2}``: the ranks, grouped by their values."""
     groups: dict[object, list[int]] = {}
     for value, rank in zip(values, ranks, strict=True):
         groups.setdefault(value, []).append(rank)

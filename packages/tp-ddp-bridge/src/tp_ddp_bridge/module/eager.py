@@ -1,6 +1,6 @@
-"""Views outside a forward, where users read parameters and assign to them.
+"""Views outside a forward, for users to read parameters and assign to them.
 
-Whatever is assigned to such a view goes to the leaf: on the view it would vanish with it. Hooks are refused.
+Assignments to such a view go to the leaf: on the view they would vanish with it. Hooks are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EagerView(DTensor):
         _GRAD.__set__(self, value)
 
     data = property(_DATA.__get__, _set_data)
-    grad = property(_GRAD.__get__, _set_grad)  # as it was when the view was read
+    grad = property(_GRAD.__get__, _set_grad)  # from when the view was read
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Refuse: the hook would vanish with the view."""
@@ -45,7 +45,7 @@ class EagerView(DTensor):
     register_post_accumulate_grad_hook = register_hook
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Save as a plain DTensor: whoever loads it needs no bridge."""
+        """Save as a plain DTensor: loading it needs no bridge."""
         return self._of[1].wrap(self._local_tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -53,9 +53,9 @@ class EagerView(DTensor):
 
 
 def eager_view(view: Any, leaf: torch.Tensor, layout: Layout) -> Any:
-    """Return ``view`` with the gradient of ``leaf``, passing on to ``leaf`` whatever is done to it."""
+    """Return ``view`` with the gradient of ``leaf``; assignments to it go to ``leaf``."""
     if not isinstance(view, DTensor) or not isinstance(leaf, nn.Parameter) or isinstance(leaf, DTensor):
-        return view
+        return view  # a buffer, or no leaf any more
     grad = leaf.grad
     if grad is not None and grad.dtype == leaf.dtype and grad.layout == torch.strided:
         _GRAD.__set__(view, layout.wrap(grad))

@@ -1,6 +1,6 @@
-"""Gradient hooks of a DTensor parameter, run for its leaf: they go on seeing DTensors.
+"""Gradient hooks of a DTensor parameter, run for its leaf, still on DTensors.
 
-They stay in the dict that torch made for them, so that a handle which the user kept removes its hook before the bridge,
+They stay in torch's own dict for them, so a user's handle removes its hook before the bridge,
 under it and after it.
 """
 
@@ -17,7 +17,7 @@ from tp_ddp_bridge.layout import Layout
 
 
 class GradHooks:
-    """Stands on a leaf for all ``register_hook`` hooks of its DTensor parameter."""
+    """Hook of a leaf that runs all ``register_hook`` hooks of its DTensor parameter."""
 
     def __init__(self, hooks: dict[int, Callable[..., Any]], layout: Layout) -> None:
         self.hooks = hooks
@@ -25,26 +25,26 @@ class GradHooks:
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
         """Pass the local gradient to each hook as a DTensor and take its result back."""
-        for hook in list(self.hooks.values()):
+        for hook in list(self.hooks.values()):  # a hook may remove itself
             result = hook(self.layout.wrap(grad))
             grad = grad if result is None else self.layout.localize(result)
         return grad
 
 
 def forward_hooks_to_leaf(parameter: torch.Tensor, leaf: torch.Tensor, layout: Layout) -> None:
-    """Let the hooks of a DTensor ``parameter`` run for its ``leaf``."""
+    """Run the hooks of a DTensor ``parameter`` for its ``leaf``."""
     if hooks := getattr(parameter, GRAD_HOOKS):
-        leaf.register_hook(GradHooks(hooks, layout))
+        leaf.register_hook(GradHooks(hooks, layout))  # one for all: the dict may still change
 
 
 def return_hooks(leaf: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Give a DTensor ``parameter`` the hooks back that run for ``leaf``."""
+    """Return the hooks of ``leaf`` to a DTensor ``parameter``."""
     for each in (getattr(leaf, GRAD_HOOKS) or {}).values():
         setattr(parameter, GRAD_HOOKS, each.hooks)
 
 
 def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
-    """Yield a problem if hooks of a DTensor cannot run for a leaf, or those of a leaf not for a DTensor."""
+    """Yield a problem for hooks that cannot move between a DTensor and its leaf."""
     on_grad = (getattr(tensor, GRAD_HOOKS) or {}).values()
     is_leaf = type(tensor) is torch.nn.Parameter
     if getattr(tensor, POST_ACCUMULATE_HOOKS) or (is_leaf and not all(isinstance(each, GradHooks) for each in on_grad)):
@@ -54,7 +54,7 @@ def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
 
 
 def refuse_gradients(parameter: torch.Tensor, name: str) -> None:
-    """Raise when a replaced ``parameter`` gets a gradient: a module computes with a reference that it kept."""
+    """Raise on a gradient of a replaced ``parameter``: the module computes with an old reference."""
     reason = "a gradient arrived at the DTensor that a local leaf has replaced: the module kept a reference to it"
     problem = Problem("parameter-replaced", name, found=reason, hint="read the parameter as an attribute in forward")
 

@@ -1,4 +1,4 @@
-"""Loading a state dict into leaves: each rank keeps its shard of what it reads."""
+"""Load a state dict into leaves: each rank keeps its own shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tp_ddp_bridge.module.view import View
 
 
 class ShardingStateDict(dict[str, Any]):
-    """One module's entries of a state dict, of which reading gives this rank's shards.
+    """One module's entries of a state dict; reading an entry gives this rank's shard.
 
     An entry under a view's name is sharded when torch reads it, after the module's own code has renamed or changed
     entries. A value that does not fit is reported under its key, and the leaf keeps its values.
@@ -50,7 +50,7 @@ class ShardingStateDict(dict[str, Any]):
             return value
         self.before[name] = leaf
         local = self._local(self.views[name], key, value)
-        return leaf.detach() if local is None else local
+        return leaf.detach() if local is None else local  # a mismatch is reported, and changes nothing
 
     def _local(self, view: View, key: str, value: torch.Tensor) -> torch.Tensor | None:
         layout = view.layout
@@ -69,7 +69,7 @@ class ShardingStateDict(dict[str, Any]):
         return shard.clone() if self.assign and not layout.is_replicated else shard
 
     def finish(self) -> None:
-        """Tie again what ``assign=True`` has untied: one new leaf, with the value that was loaded last."""
+        """Tie leaves again after ``assign=True``: one new leaf, with the value loaded last."""
         if not self.assign:
             return
         for name, before in self.before.items():
@@ -82,7 +82,7 @@ class ShardingStateDict(dict[str, Any]):
                 continue
             with torch.no_grad():
                 tied.copy_(after)
-            self.module._parameters.update({name: tied})  # not refused as a copy of what stands there
+            self.module._parameters.update({name: tied})  # not refused as a copy of the present one
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Survey of a module: its DTensors, where they are registered, and every problem. Reads only."""
+"""Survey of a module: its DTensors, their registrations, and every problem. Reads only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SurveyedTensor:
     """One DTensor or leaf with all its registrations.
 
     Attributes:
-        tensor: The object that is registered.
+        tensor: The registered object.
         layout: Its layout.
         kind: ``"parameter"`` or ``"buffer"``.
         is_leaf: ``tensor`` is a leaf already.
@@ -53,13 +53,13 @@ class SurveyedTensor:
 
 @dataclass(eq=False)
 class Survey:
-    """All tensors of a module that matter to the bridge.
+    """All tensors of a module for the bridge.
 
     Attributes:
-        bridgeable: DTensors, and leaves that are bridged already; ties once.
-        meshes: Those of DTensors, leaves, and local shards that the bridge did not make and leaves as they are.
+        bridgeable: DTensors, and existing leaves; ties once.
+        meshes: Meshes of DTensors, leaves, and local shards of other packages, which stay as they are.
         plain: The other parameters, by their first name.
-        problems: Everything that prevents the module from being bridged.
+        problems: All reasons against bridging the module.
     """
 
     bridgeable: list[SurveyedTensor]
@@ -70,11 +70,11 @@ class Survey:
 
 def survey(module: nn.Module) -> Survey:
     """Collect every DTensor of ``module``, every leaf, and every problem."""
-    bridgeable: dict[int, SurveyedTensor] = {}
+    bridgeable: dict[int, SurveyedTensor] = {}  # by id: ties are one
     meshes: list[DeviceMesh] = []
     plain: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules():
-        views: dict[str, View] = owner.__dict__.get("_dp_views", {})
+        views: dict[str, View] = owner.__dict__.get("_dp_views", {})  # of an earlier bridge
         tables = {"parameter": owner._parameters, "buffer": owner._buffers}
         for kind, name, tensor in ((kind, *item) for kind, table in tables.items() for item in table.items()):
             if tensor is None:
@@ -106,7 +106,7 @@ def survey(module: nn.Module) -> Survey:
 
 
 def _module_problems(module: nn.Module) -> Iterator[Problem]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no module can be one of its
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if not imported, no module is one of its
     is_bridged = any("_dp_views" in part.__dict__ for part in module.modules())
     for name, submodule in module.named_modules():
         if isinstance(submodule, DistributedDataParallel):
@@ -117,7 +117,7 @@ def _module_problems(module: nn.Module) -> Iterator[Problem]:
         if fsdp is not None and isinstance(submodule, fsdp.FSDPModule):
             hint = "FSDP shards over the data axis itself; use it without DDP"
             yield Problem("unsupported-wrapper", name, found="an FSDP module", hint=hint)
-        if not is_bridged and torch_bridged(submodule):  # else it ran on leaves, and did nothing
+        if not is_bridged and torch_bridged(submodule):  # else it ran on leaves, without effect
             reason = "torch's own _pre_dp_module_transform ran on it (and made frozen parameters trainable)"
             hint = "build it again and use wrap_ddp(module, mesh=mesh), or bridge before DDP(device_mesh=...)"
             yield Problem("unsupported-wrapper", name, found=reason, hint=hint)

@@ -1,6 +1,6 @@
 """Bridging a module and undoing it.
 
-Both work in two steps: everything that can go wrong is found first, by reading; then objects are exchanged.
+Both work in two steps: first all problems are found, by reading; then objects are exchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def is_bridged(module: nn.Module) -> bool:
-    """Return whether ``module``, or the module inside a DDP, was bridged (and not undone)."""
+    """Return True if ``module``, or the module inside a DDP, was bridged (and not undone)."""
     return any(isinstance(submodule, BridgedModule) for submodule in module.modules())
 
 
@@ -45,7 +45,7 @@ def transform(module: M, optimizers: list[Optimizer]) -> M:
 
 
 def bridging_problems(surveyed: Survey, optimizers: list[Optimizer]) -> list[Problem]:
-    """Return all problems of a module and of the optimizers that are to be re-pointed; communicates nothing."""
+    """Return all problems of a module and of optimizers to re-point; communicates nothing."""
     targets = {id(each.tensor): each for each in surveyed.bridgeable if not each.is_leaf}
 
     def is_replaced(parameter: torch.Tensor) -> bool:
@@ -63,7 +63,7 @@ def _bridge(surveyed: SurveyedTensor) -> None:
     """Exchange one DTensor for its leaf, under all its names."""
     tensor, layout = surveyed.tensor, surveyed.layout
     assert isinstance(tensor, DTensor)
-    leaf = local_of(tensor).detach()
+    leaf = local_of(tensor).detach()  # the same memory
     is_parameter = surveyed.kind == "parameter"
     if is_parameter:
         leaf = nn.Parameter(leaf, requires_grad=tensor.requires_grad)
@@ -92,14 +92,14 @@ def _register(registration: Registration, kind: str, tensor: torch.Tensor) -> No
 
 
 def _make_root(module: nn.Module, surveyed: Survey) -> None:
-    """Let one call of ``module`` span a forward, and tag its plain parameters as replicated."""
+    """Make one call of ``module`` span a forward, and tag its plain parameters as replicated."""
     if not isinstance(module, BridgedModule):
         set_views(module, {})
     if not surveyed.meshes:
         return
     if "_dp_replicated_on" not in module.__dict__:
         module.register_load_state_dict_post_hook(tag_after_load)
-    mesh = max(surveyed.meshes, key=lambda mesh: mesh.size())
+    mesh = max(surveyed.meshes, key=lambda mesh: mesh.size())  # the most ranks to hold equal values
     module.__dict__["_dp_replicated_on"] = Layout(mesh, (Replicate(),) * mesh.ndim, torch.Size(), ())
     tag_all(module)
     for submodule in module.modules():
@@ -108,14 +108,14 @@ def _make_root(module: nn.Module, surveyed: Survey) -> None:
 
 
 def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = ()) -> M:
-    """Give a bridged module its DTensor parameters back, with their gradients, attributes and hooks.
+    """Restore a bridged module's DTensor parameters, with their gradients, attributes and hooks.
 
     Args:
-        module: The module that was bridged, not the DDP around it; that DDP must not be used any more.
-        optimizers: Optimizers that hold leaves of ``module``; re-pointed in place, their state is kept.
+        module: The bridged module, not the DDP around it; that DDP must not be used any more.
+        optimizers: Optimizers with leaves of ``module``; re-pointed in place, their state is kept.
 
     Returns:
-        ``module``, with the classes it had.
+        ``module``, with its former classes.
 
     Raises:
         PlanError: A hook was registered on a leaf, or an optimizer cannot be re-pointed; nothing was changed.
@@ -141,7 +141,7 @@ def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer 
 def _unbridge(surveyed: SurveyedTensor) -> None:
     """Exchange one leaf for its DTensor, under all its names."""
     leaf, layout = surveyed.tensor, surveyed.layout
-    dtensor: torch.Tensor = layout.wrap(leaf)
+    dtensor: torch.Tensor = layout.wrap(leaf)  # the same memory
     if surveyed.kind == "parameter":
         dtensor = nn.Parameter(dtensor, requires_grad=leaf.requires_grad)
         return_hooks(leaf, dtensor)

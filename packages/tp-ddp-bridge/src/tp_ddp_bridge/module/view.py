@@ -1,9 +1,9 @@
 """Reading a leaf as a DTensor.
 
-A view lives as long as the expression that read it. Nothing is swapped in and nothing has to be restored, so an
-exception, a recomputation in backward or a submodule that is called directly cannot find the module in the wrong state.
+A view lives as long as the expression that read it. Nothing is swapped in and nothing has to be restored, so no
+exception, recomputation in backward or direct call of a submodule can find the module in the wrong state.
 
-Within one outermost forward a leaf that is read again gives the same view, unless something that decides about it has
+Within one outermost forward a repeated read of a leaf gives the same view, unless one of these has
 changed: the leaf's version or dtype, grad mode, inference mode, or the checkpointed region.
 """
 
@@ -20,16 +20,16 @@ from tp_ddp_bridge.layout import Layout
 
 
 class AsDTensor(torch.autograd.Function):
-    """``leaf -> DTensor``; backward gives DDP's reducer a plain tensor that has arrived.
+    """``leaf -> DTensor``; backward gives DDP's reducer a plain tensor, already waited for.
 
     The public ``DTensor.from_local`` computes the same in twice the time; it is used under ``torch.compile``.
     """
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, spec: DTensorSpec) -> DTensor:
-        """Wrap an alias of ``leaf`` that shares its memory."""
+        """Wrap an alias of ``leaf``, in the same memory."""
         ctx.of = (spec, leaf, leaf._version)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None for an unused view
         return wrap(leaf.view_as(leaf), spec, requires_grad=True)
 
     @staticmethod
@@ -40,7 +40,7 @@ class AsDTensor(torch.autograd.Function):
             return None, None
         spec, leaf, version = ctx.of
         if leaf._version != version:
-            # A view has a version counter of its own, so autograd cannot see that what it saved was overwritten.
+            # A view has its own version counter, so autograd cannot see that its saved values were overwritten.
             raise RuntimeError(
                 f"a parameter of local shape {tuple(leaf.shape)} was changed in place between forward and backward "
                 f"(by an optimizer step, or by loading), version {version} -> {leaf._version}: its gradient would be "
@@ -54,12 +54,12 @@ class AsDTensor(torch.autograd.Function):
 
 
 class View:
-    """The recipe for one attribute.
+    """Recipe for the view of one attribute.
 
     Attributes:
         layout: Mesh, placements, global shape and stride.
         kind: ``"parameter"`` or ``"buffer"``.
-        name: FQN in the module that was transformed, for messages.
+        name: FQN in the transformed module, for messages.
         local_shape: Shape of the leaf on this rank.
     """
 
@@ -73,17 +73,17 @@ class View:
         self._specs: dict[tuple[torch.dtype, torch.device], DTensorSpec] = {}
 
     def read(self, value: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the attribute for the ``value`` that stands in the module.
+        """Return the attribute for the module's present ``value``.
 
         Args:
             value: The leaf, or a replacement by ``functional_call``: a DTensor (returned as it is) or a plain tensor of
                 the leaf's local shape (read in the leaf's layout).
 
         Raises:
-            RuntimeError: ``value`` has another shape, or lies on another device type than the mesh.
+            RuntimeError: ``value`` has another shape, or another device type than the mesh.
         """
         if value is None or isinstance(value, DTensor):
-            return value
+            return value  # a DTensor of `functional_call`
         layout = self.layout
         if torch.compiler.is_compiling():
             return DTensor.from_local(
@@ -109,7 +109,7 @@ class View:
         )
         entry = views.get(key)
         if entry is None:
-            # Kept with its leaf: as long as the entry lives no other tensor can take the leaf's id.
+            # Kept with its leaf: while the entry lives no other tensor can get the leaf's id.
             entry = views[key] = (self.make(value), value)
         return entry[0]
 
@@ -125,7 +125,7 @@ class View:
         return view
 
     def _spec_for(self, leaf: torch.Tensor) -> DTensorSpec:
-        # dtype and device come from the leaf, which `.to()` may have changed, never from the original DTensor.
+        # dtype and device are the leaf's, as `.to()` may have changed it, never the original DTensor's.
         layout = self.layout
         if leaf.device.type not in (layout.mesh.device_type, "meta"):
             raise RuntimeError(
@@ -137,12 +137,12 @@ class View:
         self._specs[leaf.dtype, leaf.device] = spec
         return spec
 
-    def __reduce__(self) -> tuple[Any, ...]:  # the specs are made anew
+    def __reduce__(self) -> tuple[Any, ...]:  # the specs are built again
         return View, (self.layout, self.kind, self.name, self.local_shape)
 
 
 class _Forward(threading.local):
-    """The forward that this thread is in; a recomputation in backward starts one of its own."""
+    """State of this thread's forward; a recomputation in backward starts its own."""
 
     depth = 0
     views: dict[Any, tuple[DTensor, torch.Tensor]] | None = None
@@ -168,5 +168,5 @@ class ForwardScope:
 
 
 def in_forward() -> bool:
-    """Return whether a bridged module is running in this thread."""
+    """Return True if a bridged module is running in this thread."""
     return _forward.depth > 0

@@ -1,7 +1,7 @@
 """The class of a bridged module.
 
 A subclass of the module's own class, made once for each class and set of names, with one property per leaf. It keeps
-the name of the class, so that the module prints as before. At the module's edges everything is global again: state
+the name of the class: the module prints as before. At the module's edges everything is global again: state
 dicts, pickles, assignment.
 """
 
@@ -28,10 +28,10 @@ _classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = weak
 
 
 class LeafTable(dict[str, Any]):
-    """``_parameters`` of a module below a bridged root: refuses that a leaf's place is taken.
+    """``_parameters`` of a module below a bridged root: refuses replacements of leaves.
 
-    Handles of what sharded the model write full parameters here, past ``nn.Module`` and with the attributes of those
-    that stand here; ``weight_norm`` and its kin delete a parameter and register others.
+    Handles of sharding packages write full parameters here, past ``nn.Module`` and with the attributes of the
+    present ones; ``weight_norm`` and its kin delete a parameter and register others.
     """
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -54,7 +54,7 @@ class LeafTable(dict[str, Any]):
 
 
 class BridgedModule:
-    """Mixin of every class that ``view_class`` makes.
+    """Mixin of every class from ``view_class``.
 
     Instances hold ``_dp_views``: attribute name -> View; roots hold ``_dp_replicated_on`` as well. No ``__slots__``:
     ``__class__`` can only be assigned between classes whose instances have the same memory layout.
@@ -64,7 +64,7 @@ class BridgedModule:
     _dp_views: dict[str, View]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; within the outermost call a leaf is viewed once."""
+        """Run the module; the outermost call reads each leaf once."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # nn.Module.__call__
         with _scope:
@@ -75,16 +75,16 @@ class BridgedModule:
             value = _buffer_value(self, name, value)
         super().__setattr__(name, value)
         if name in self._dp_views:
-            tag_leaves(as_module(self))
+            tag_leaves(as_module(self))  # the assignment may have registered another leaf
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Apply ``.to()`` and its kin to the leaves; whatever replaces a leaf gets its tags."""
+        """Apply ``.to()`` and its kin to the leaves; replacements of leaves get their tags."""
         super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module._apply
         tag_all(as_module(self))
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Write DTensors of global shape where nn.Module writes leaves; communicates nothing."""
+        """Write DTensors of global shape in place of leaves; communicates nothing."""
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]  # nn.Module's
         for name, view in self._dp_views.items():
             saved = destination.get(prefix + name)
@@ -131,7 +131,7 @@ class BridgedModule:
 
 
 def as_module(instance: BridgedModule) -> nn.Module:
-    """Return the instance as the module that it is; the type system cannot see it."""
+    """Return the instance as a module; the type system cannot see it."""
     return cast(nn.Module, instance)
 
 
@@ -139,7 +139,7 @@ def rebuild(base: type[nn.Module], names: tuple[str, ...], *args: Any) -> nn.Mod
     """Return an empty instance of the view class of ``base``, for pickle and copy to fill."""
     kind = view_class(base, names)
     instance: nn.Module = kind.__new__(kind, *args)
-    instance.__dict__["_dp_views"] = {}
+    instance.__dict__["_dp_views"] = {}  # for `__setattr__`
     return instance
 
 
@@ -163,12 +163,12 @@ def view_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a bridged module had."""
+    """Return the former class of a bridged module."""
     return cast("type[nn.Module]", type(module).__mro__[2])  # view class, BridgedModule, the module's own
 
 
 def restore_class(module: nn.Module) -> None:
-    """Undo ``set_views`` of one module, and what makes it a root."""
+    """Undo ``set_views`` of one module, and its role as a root."""
     if isinstance(module._parameters, LeafTable):
         module.__dict__["_parameters"] = dict(module._parameters)
     if isinstance(module, BridgedModule):
@@ -181,7 +181,7 @@ def restore_class(module: nn.Module) -> None:
 
 
 def set_views(module: nn.Module, views: dict[str, View]) -> None:
-    """Let ``module`` read its leaves as ``views``, besides those that it reads already."""
+    """Make ``module`` read its leaves as ``views``, besides earlier ones."""
     module.__dict__.setdefault("_dp_views", {}).update(views)
     base = original_class(module) if isinstance(module, BridgedModule) else type(module)
     module.__class__ = view_class(base, tuple(module.__dict__["_dp_views"]))
@@ -189,7 +189,7 @@ def set_views(module: nn.Module, views: dict[str, View]) -> None:
 
 
 def tag_leaves(module: nn.Module) -> None:
-    """Let every leaf of one module carry its layout."""
+    """Tag every leaf of one module with its layout."""
     views: dict[str, View] = module.__dict__.get("_dp_views", {})
     for name, view in views.items():
         leaf: torch.Tensor | None = module._parameters.get(name)
@@ -232,7 +232,7 @@ def _read(name: str, self: nn.Module) -> Any:
 
 
 def _buffer_value(self: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return what to register when ``module.name = value`` assigns to a buffer; parameters are checked by torch."""
+    """Return the value to register for ``module.name = value`` on a buffer; torch checks parameters."""
     view: View = self._dp_views[name]
     if view.kind != "buffer" or name not in self._buffers:
         return value

@@ -1,7 +1,7 @@
-"""Optimizers of models with local shards, at their steps.
+"""Checks of optimizers with local shards, at their steps.
 
 Each is tried on a small tensor before its first step, as in ``check_optimizer`` (see ``_shared/elementwise``). At steps
-1, 2, 4, 8, ... ranks compare the gradients that they have in common.
+1, 2, 4, 8, ... ranks compare the gradients of replicated parameters.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def is_zero_optimizer(optimizer: Optimizer) -> bool:
-    """Return whether this is torch's ``ZeroRedundancyOptimizer``; importing it to ask would warn."""
+    """Return True for torch's ``ZeroRedundancyOptimizer``; importing it for this would warn."""
     return any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__)
 
 
 def shard_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tensor], bool]) -> list[Problem]:
-    """Return everything that keeps ``optimizer`` from working on local shards.
+    """Return all reasons against ``optimizer`` on local shards.
 
     Args:
         optimizer: Any optimizer, ``ZeroRedundancyOptimizer`` included.
-        is_sharded: Whether a parameter is, or becomes, a local shard.
+        is_sharded: True for a parameter that is, or becomes, a local shard.
     """
     problems: list[Problem] = []
     if is_zero_optimizer(optimizer):
@@ -56,7 +56,7 @@ def shard_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tensor], bo
 
 @functools.cache
 def check_steps() -> None:
-    """From now on check each optimizer that holds local shards at its steps; installed once for the process."""
+    """From now on check each optimizer with local shards at its steps; installed once for the process."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -73,13 +73,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _checked[optimizer] = len(parameters), step + 1
     if is_zero_optimizer(optimizer):  # its inner optimizer holds other parameters on each rank, on some none
         _checked.setdefault(cast(Any, optimizer).optim, (0, _LAST))
-    # A norm that exceeds its limit does so early, and a scheduler's period is seldom a power of two.
+    # A norm over its limit shows early, and a scheduler's period is seldom a power of two.
     if (step + 1) & step == 0 and step < _LAST and any(map(is_local_shard, parameters)):
         _compare_replicated_gradients(parameters)
 
 
 def _compare_replicated_gradients(parameters: list[torch.Tensor]) -> None:
-    """Raise on all ranks of a tensor-parallel group that scaled a common gradient differently, as torch's clip does."""
+    """Raise, on all ranks of a group, for gradients scaled unequally, as by torch's clip."""
     for group in tensor_groups(parameters, sharded=True):
         ranks = dist.get_process_group_ranks(group)
         replicated = [each for each in parameters if _is_replicated_over(each, ranks)]

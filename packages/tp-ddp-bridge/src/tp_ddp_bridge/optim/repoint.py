@@ -1,7 +1,7 @@
-"""Keeping optimizers on the parameters that really train.
+"""Re-point optimizers to the trained parameters.
 
 An optimizer is re-pointed in place: same object, same groups, same order; its state moves along. Schedulers and scalers
-that hold the optimizer notice nothing.
+with the optimizer are not affected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def repointing_problems(
     is_replaced: Callable[[torch.Tensor], bool],
     is_sharded: Callable[[torch.Tensor], bool],
 ) -> list[Problem]:
-    """Return all problems of the optimizers whose parameters are to be exchanged.
+    """Return all problems of optimizers with parameters to exchange.
 
     Args:
-        is_replaced: Whether a parameter is about to be exchanged, or already was.
-        is_sharded: Whether a parameter is, or becomes, a local shard.
+        is_replaced: True for a parameter about to be exchanged, or already exchanged.
+        is_sharded: True for a parameter that is, or becomes, a local shard.
     """
     problems: list[Problem] = []
     for optimizer in optimizers:
@@ -55,10 +55,10 @@ def repoint(optimizer: Optimizer) -> None:
     """Exchange every replaced parameter of ``optimizer`` for the current one and move its state along."""
     successors: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
-        old: list[torch.Tensor] = list(group["params"])
+        old: list[torch.Tensor] = list(group["params"])  # overwritten below
         new = [current_parameter(parameter) for parameter in old]
         successors.update({id(before): after for before, after in zip(old, new, strict=True)})
-        group["params"][:] = new
+        group["params"][:] = new  # the same list: others may hold it
     states = list(optimizer.state.items())
     optimizer.state.clear()
     for key, state in states:
@@ -69,9 +69,9 @@ def repoint(optimizer: Optimizer) -> None:
 
 
 def _state_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state value laid out as ``parameter``: local for a leaf, a DTensor for a DTensor parameter.
+    """Return a state value in the layout of ``parameter``: local for a leaf, a DTensor for a DTensor parameter.
 
-    Only tensors of the parameter's shape are laid out like it; step counters and other values stay as they are.
+    Only tensors of the parameter's shape are converted; step counters and other values stay as they are.
     """
     layout = layout_of(parameter)
     if layout is None or not isinstance(value, torch.Tensor):
@@ -92,10 +92,10 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
         optimizer: Any optimizer; a ``ZeroRedundancyOptimizer`` counts with all its parameters.
 
     Returns:
-        How many trainable parameters of ``module`` the optimizer holds.
+        Number of trainable parameters of ``module`` in the optimizer.
 
     Raises:
-        PlanError: Parameters that were replaced, trainable parameters that it does not hold, or an optimizer that needs
+        PlanError: Replaced parameters, trainable parameters missing in it, or an optimizer for
             full matrices: all in one error.
     """
     if not hasattr(optimizer, "param_groups"):
@@ -109,7 +109,7 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
         for index, parameter in enumerate(parameters)
         if is_stale(parameter)
     ]
-    ids = {id(parameter) for parameter in parameters}
+    ids = {id(parameter) for parameter in parameters}  # == on tensors is elementwise
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     reason, hint = "it trains, but the optimizer does not hold it", "add it to a group, or freeze it"
     problems += [

@@ -1,7 +1,7 @@
-"""Loss scaling for float16: ranks that hold different shards skip a step together.
+"""Loss scaling for float16: ranks with different shards skip a step together.
 
-Torch's scaler looks for infinities in the gradients that its own process has. Under tensor parallelism one rank's shard
-can overflow while another's does not: one rank then skips the step, the other takes it, and the model falls apart
+Torch's scaler looks for infinities in the gradients of its own process. Under tensor parallelism one rank's shard
+can overflow while another's does not: one rank then skips the step, the other takes it, and the model diverges
 without an error.
 """
 
@@ -19,29 +19,29 @@ from tp_ddp_bridge.optim.elementwise import parameters_of
 
 
 class GradScaler(LocalGradScaler):
-    """``torch.amp.GradScaler`` whose verdict is that of all ranks that hold shards of the model.
+    """``torch.amp.GradScaler`` with one verdict for all ranks with shards of the model.
 
-    Same arguments and use. ``unscale_`` (or ``step``, if that was not called) sends one all-reduce of one number per
-    tensor-parallel group that a parameter of the optimizer is sharded over. Data-parallel ranks have equal gradients
+    Same arguments and use. ``unscale_`` (or ``step``, without a call of it) sends one all-reduce of one number per
+    tensor-parallel group with shards of the optimizer's parameters. Data-parallel ranks have equal gradients
     already.
     """
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale."""
-        with own_errors():  # of a parameter that another package marked as stale
+        with own_errors():  # another package may have marked a parameter as stale
             super().unscale_(optimizer)
 
     def _reduce_found_inf(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
-        """Let every rank take the verdict of all shards.
+        """Give every rank the verdict of all shards.
 
         Args:
-            optimizer: Whose gradients were unscaled; the same parameters on all ranks.
+            optimizer: Optimizer with unscaled gradients; the same parameters on all ranks.
             found_inf: For each device a 0-dim float, 1.0 for an infinity or NaN; changed in place.
         """
         parameters = list(parameters_of(optimizer))
         groups = tensor_groups(parameters, sharded=True)
         if not groups:
-            return
+            return  # no shards: torch's verdict holds
         verdict = torch.zeros((), device=parameters[0].device)
         for local in found_inf.values():
             verdict = torch.maximum(verdict, local.to(verdict.device))

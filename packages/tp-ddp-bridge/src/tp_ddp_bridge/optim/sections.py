@@ -1,7 +1,7 @@
-"""One rank's shard of a fused or kv-copied tensor, as ``torch.distributed.checkpoint`` reads and writes it.
+"""One rank's shard of a fused or kv-copied tensor, for ``torch.distributed.checkpoint``.
 
-No DTensor placement describes such a shard, so it goes through checkpoints as one chunk for each section. Ranks that
-hold copies offer equal chunks, of which DCP writes one. Any other mesh, and one process, reads the global tensor.
+No DTensor placement describes such a shard, so it goes through checkpoints as one chunk for each section. Ranks with
+copies offer equal chunks, and DCP writes one. Any other mesh, and one process, reads the global tensor.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tp_ddp_bridge.layout import Layout
 
 
 class SectionedTensor(torch.Tensor):
-    """A local shard with several sections or copies; shares memory with the tensor it is made of.
+    """A local shard with several sections or copies; shares memory with its source.
 
-    As with a DTensor its shape is the global one. What is computed with it is a plain tensor.
+    As with a DTensor its shape is the global one. Results of operations are plain tensors.
     """
 
     _layout: Layout
@@ -63,7 +63,7 @@ class SectionedTensor(torch.Tensor):
         group = layout.mesh.get_group(axis)
         full = local.new_zeros(layout.shape)
         for (start, rows), section in zip(layout.section_views(local), layout.sections, strict=True):
-            if group.rank() % section.copies == 0:  # of the ranks that hold copies one contributes
+            if group.rank() % section.copies == 0:  # one of the ranks with copies contributes
                 full.narrow(dim, start, rows.shape[dim]).copy_(rows)
         dist.all_reduce(full, group=group)  # everything else is zero: shards may be uneven
         return full

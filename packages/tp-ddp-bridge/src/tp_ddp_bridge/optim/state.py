@@ -1,10 +1,10 @@
-"""Optimizer state for checkpoints: by parameter name, as global tensors, so that any mesh can load it.
+"""Optimizer state for checkpoints: by parameter name, as global tensors, for loading on any mesh.
 
-The model's own state dict needs nothing of this; its tensors are DTensors already.
+The model's own state dict needs none of this; its tensors are DTensors already.
 
-A checkpoint is read into a template, which has to have the same keys. A parameter that never got a gradient has no
-state, so what a first step would make is written in its place, and its group says in ``has_state`` that it counts for
-nothing. Loading leaves such a parameter without state again, as it was.
+A checkpoint is read into a template with the same keys. A parameter that never got a gradient has no
+state, so the state of a first step is written in its place, and ``has_state`` of its group marks it as
+meaningless. Loading leaves such a parameter without state again, as it was.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ HAS_STATE = "has_state"
 
 
 def optimizer_state_to_dtensor(module: nn.Module, optimizer: Optimizer, *, template: bool = False) -> dict[str, Any]:
-    """Return the state of ``optimizer`` as a checkpoint wants it; communicates nothing.
+    """Return the state of ``optimizer`` in checkpoint form; communicates nothing.
 
     Args:
         module: The bridged module, or the DDP around it; names are those of the module inside.
         optimizer: An optimizer on the module's leaves (or on DTensor parameters, which works too).
-        template: Return the state that a first step would make, for ``dcp.load`` to fill; the optimizer and the
-            parameters stay as they are. Otherwise the state as it is, which is none before the first step.
+        template: Return the state of a first step, for ``dcp.load`` to fill; the optimizer and the
+            parameters stay as they are. Otherwise the present state, which is none before the first step.
 
     Returns:
         ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...], "has_state": [bool, ...]}]}``, as
-        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` lays it out but for ``has_state``. Shards
+        in ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, plus ``has_state``. Shards
         are DTensors; of fused and kv-copied weights ``SectionedTensor``. Tensors share memory with the optimizer's.
 
     Raises:
-        PlanError: The optimizer holds a parameter that is not in ``module``.
+        PlanError: The optimizer holds a parameter outside of ``module``.
     """
     names = _names(module, optimizer)
     states: dict[torch.Tensor, Any] = dict(optimizer.state)
@@ -69,17 +69,17 @@ def optimizer_state_to_dtensor(module: nn.Module, optimizer: Optimizer, *, templ
 
 
 def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load what ``optimizer_state_to_dtensor`` gave, on this mesh or any other, into ``optimizer``.
+    """Load a result of ``optimizer_state_to_dtensor``, from this mesh or any other, into ``optimizer``.
 
     Args:
-        module: The module whose parameters ``optimizer`` holds, bridged or not, or the DDP around it.
+        module: Module of ``optimizer``'s parameters, bridged or not, or the DDP around it.
         optimizer: Changed as by ``optimizer.load_state_dict``, which also adapts dtypes and devices. It keeps copies,
             not the tensors of ``state_dict``.
         state_dict: State by name. Tensors are DTensors of any placements (on another mesh they are gathered), or full
             ones.
 
     Raises:
-        PlanError: Names, groups or shapes that do not fit, all of them; the optimizer is unchanged.
+        PlanError: Names, groups or shapes do not fit, all of them; the optimizer is unchanged.
     """
     names = _names(module, optimizer)
     saved: Mapping[str, Mapping[str, Any]] = state_dict["state"]
@@ -100,7 +100,7 @@ def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict
         if fqn is not None and fqn not in without_state:
             problems += _shape_problems(fqn, parameter, saved[fqn])
             states[index] = saved[fqn]
-    raise_problems(problems, "the optimizer state does not fit")
+    raise_problems(problems, "the optimizer state does not fit")  # before any change
     local = {
         index: {key: _locally(parameters[index], value) for key, value in values.items()}
         for index, values in states.items()
@@ -115,7 +115,7 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
         reason = "each rank has the state of its own shard only"
         hint = "consolidate_state_dict() it, or checkpoint a plain optimizer"
         problems.append(Problem("unsupported-wrapper", "optimizer: ZeroRedundancyOptimizer", found=reason, hint=hint))
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    inner = module.module if isinstance(module, DistributedDataParallel) else module  # names without DDP's prefix
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -133,7 +133,7 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
 
 
 def _globally(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state value as a checkpoint wants it; scalars and replicated plain tensors as they are."""
+    """Return a state value in checkpoint form; scalars and replicated plain tensors as they are."""
     layout = layout_of(parameter)
     if layout is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
@@ -144,13 +144,13 @@ def _globally(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def _locally(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a loaded value as ``parameter``'s optimizer keeps it: a copy, so that no two optimizers share memory."""
+    """Return a loaded value in the form of ``parameter``'s optimizer: a copy, so optimizers share no memory."""
     if not isinstance(value, torch.Tensor):
         return value
     layout = layout_of(parameter)
     if isinstance(value, SectionedTensor):
         if layout == value._layout:
-            return value.local().clone()
+            return value.local().clone()  # the same layout: no gather
         value = value.full_tensor()
     if layout is None or value.shape != layout.shape or value.dim() == 0:
         return value.full_tensor() if isinstance(value, DTensor) else value.clone()
@@ -189,7 +189,7 @@ def _group_problems(
 
 def _numbered(optimizer: Optimizer, saved: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups' settings with this optimizer's own numbering."""
-    numbers = count()
+    numbers = count()  # torch numbers parameters over all groups
     return [
         {key: value for key, value in other.items() if key != HAS_STATE}
         | {"params": [next(numbers) for _ in own["params"]]}
@@ -198,7 +198,7 @@ def _numbered(optimizer: Optimizer, saved: list[Mapping[str, Any]]) -> list[dict
 
 
 def _first_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the state that a first step makes for ``parameters``: of a twin's step, on zeros in their place."""
+    """Return the state of a first step for ``parameters``: of a twin's step, on zeros in their place."""
     zeros = {parameter: nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters}
     for each in zeros.values():
         each.grad = torch.zeros_like(each)
@@ -206,8 +206,8 @@ def _first_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> d
         {**group, "params": [zeros[each] for each in group["params"] if each in zeros]}
         for group in optimizer.param_groups
     ]
-    twin = type(optimizer).__new__(type(optimizer))
+    twin = type(optimizer).__new__(type(optimizer))  # no __init__: its settings are copied
     vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
     if zeros:
-        type(optimizer).step(twin)  # not optimizer.step, which a scheduler counts
+        type(optimizer).step(twin)  # not optimizer.step: a scheduler counts it
     return {parameter: twin.state[zero] for parameter, zero in zeros.items() if zero in twin.state}

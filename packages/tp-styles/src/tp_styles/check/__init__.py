@@ -1,6 +1,6 @@
 """The check by execution: sharded modules against their original forwards on full weights.
 
-`checker` decides what is checked when, `runs` makes one run on detached copies, `compare` decides whether two agree.
+`checker` schedules the checks, `runs` executes one run on detached copies, `compare` compares two runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When what is checked: a root, and the regions between shards inside it, at the first call of each mode."""
+"""Checks at the first call of each mode: of a root, and of the regions between shards inside it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FLOAT64_LIMIT = 2**26
 
 
 class Stage(IntEnum):
-    """Last step of a comparison that could be made."""
+    """Last completed step of a comparison."""
 
     NOTHING = 0
     SHARDED = 1
@@ -67,12 +67,12 @@ class Verdict:
     """One comparison of both runs; the same on every rank.
 
     Attributes:
-        stage: The last step that could be made.
-        differences: Values that are not equal.
-        is_closed: Full outputs, which a region around this one may take for the original's.
-        failure: The error that ended it before all was compared.
-        place: Where both runs part first.
-        compared: Counts of what was compared.
+        stage: The last completed step.
+        differences: Unequal values.
+        is_closed: Outputs are full, so a region around this one may use them as the original's.
+        failure: The error that ended it early.
+        place: First place with different values.
+        compared: Counts of compared values.
     """
 
     stage: Stage = Stage.NOTHING
@@ -83,7 +83,7 @@ class Verdict:
     compared: Compared = field(default_factory=Compared)
 
     def failed(self, failure: str) -> Verdict:
-        """Return the verdict with the error that ended it."""
+        """Return the verdict, ended by an error."""
         step = ("the sharded run", "the original", "the sharded backward", "the original's backward")[self.stage]
         self.failure = f"{step} raised {failure}"
         return self
@@ -91,21 +91,21 @@ class Verdict:
 
 @dataclass(eq=False)
 class Scope:
-    """A module that is checked as a whole.
+    """A module checked as a unit.
 
     Attributes:
         name: Its FQN, `""` for the root.
         module: The module.
-        is_root: It is what the plan was applied to.
+        is_root: The plan was applied to it.
         inside: Scopes within it.
-        declared: Argument name -> layout that a style on the module itself declares.
+        declared: Argument name -> layout declared by a style on the module itself.
         names: Names of the module's positional arguments.
-        inner_dims: Dims on which styles inside, but none on the module, declare incoming activations to be sharded.
-        has_partial_output: A style inside leaves a partial sum.
-        unstyled: FQNs of parameters that no style speaks of.
-        verified: Modes in which the sharded module was found equal to the original, from full inputs to full outputs.
-        done: Modes in which it was checked, or could not be -> elements of the largest input.
-        not_in_float64: Modes that cannot be compared within a run in float64: they wait for one in their own type.
+        inner_dims: Dims of incoming activations, sharded by declaration of styles inside, but of none on the module.
+        has_partial_output: A style inside outputs a partial sum.
+        unstyled: FQNs of parameters without a style.
+        verified: Modes with results equal to the original's, from full inputs to full outputs.
+        done: Modes already checked, or impossible to check -> elements of the largest input.
+        not_in_float64: Modes not comparable within a run in float64: they wait for one in their own type.
     """
 
     name: str
@@ -129,8 +129,8 @@ class Checker:
     """Checks the scopes of one applied plan.
 
     Args:
-        model: The root, parallel already.
-        axis: Over which ranks.
+        model: The root, with the plan applied.
+        axis: Its ranks.
         originals: Modules as they were before.
         always: Check every call.
         is_staged: The root may be a part of a model: its inputs may be shards.
@@ -166,17 +166,17 @@ class Checker:
         _watch(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy watches its own model."""
+        """Watch the copy's own model."""
         vars(self).update(state)
         _watch(self)
 
     def forget(self, module: nn.Module, name: str) -> None:
-        """Something else stands in the model under this name: check it again, on every rank."""
+        """Check again, on every rank: another module or parameter has this name in the model now."""
         if not any(scope.done for scope in self.scopes):
-            return
+            return  # nothing checked so far
         self.changes[id(module), name] += 1
         count = self.changes[id(module), name]
-        if count > OFTEN and count & (count - 1):
+        if count > OFTEN and count & (count - 1):  # then at powers of two
             return
         self.has_compared_replicas = False
         for scope in self.scopes:
@@ -191,7 +191,7 @@ class Checker:
             scope.verified.discard(mode)
 
     def report(self) -> list[str]:
-        """Lines on what was found equal, with counts, and on what was not compared."""
+        """Return lines on equal results, with counts, and on everything not compared."""
         lines = []
         for (name, (training, with_gradients)), (reason, compared) in self.results.items():
             mode = f"{'training' if training else 'evaluation'}, {'with' if with_gradients else 'without'} gradients"
@@ -212,11 +212,11 @@ class Checker:
         if is_compiling() or IN_ORIGINAL.get() or is_transformed() or self.axis.size == 1:
             return
         if dist.get_backend(self.axis.group) == "fake" or any(is_fake(p) for p in hook.scope.module.parameters()):
-            return
+            return  # no values
         scope, mode = hook.scope, (hook.scope.module.training, torch.is_grad_enabled())
         self.standing = {module: name for name, module in self.scopes[0].module.named_modules()}
         if IN_FLOAT64.get() and mode in scope.not_in_float64:
-            return
+            return  # for a run in its own type
         try:
             inputs = Inputs(args, kwargs, self.axis, mode, scope.declared, scope.names, scope.inner_dims)
         except NotReady as error:  # the next call may have an empty cache
@@ -243,13 +243,13 @@ class Checker:
             is_final = self._check(hook, inputs, mode) or not IN_FLOAT64.get()
             if scope.is_root and self.results[str(scope), mode][0] == ALIKE:
                 return  # the next call is checked
-        if is_final:  # what raised is checked again by the next call
+        if is_final:  # after an error the next call is checked
             scope.done[mode] = largest_input(args, kwargs)
         else:
             scope.not_in_float64.add(mode)
 
     def _compare_replicas(self, scope: Scope) -> None:
-        """Compare parameters that no style speaks of: nothing has made them equal on all ranks.
+        """Compare parameters without a style: nothing has made them equal on all ranks.
 
         Raises:
             CheckError: Some are not; on every rank.
@@ -259,7 +259,7 @@ class Checker:
         for name, parameter in scope.module.named_parameters():
             owner = scope.module.get_submodule(name.rpartition(".")[0])
             if name in styled or isinstance(vars(owner).get("forward"), Forward):
-                continue
+                continue  # these have other checks
             if type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
                 value = parameter.detach()
                 if not is_close(value, agreed_values(value, self.axis, 0)):
@@ -274,11 +274,11 @@ class Checker:
             )
 
     def _check(self, hook: CheckHook, inputs: Inputs, mode: Mode) -> bool:
-        """Compare; False if the two runs could not be compared."""
+        """Compare; return False if the two runs could not be compared."""
         scope, key = hook.scope, (str(hook.scope), mode)
         verdict, constant = self._verdict(hook, inputs, mode, noise=inputs.has_noise), inputs.is_constant
         if inputs.has_noise and (verdict.stage < Stage.ALL or any(d.kind == "raises" for d in verdict.differences)):
-            verdict, constant = self._verdict(hook, inputs, mode, noise=False), True
+            verdict, constant = self._verdict(hook, inputs, mode, noise=False), True  # noise may be invalid
         if verdict.differences:
             raise CheckError(_problems(scope, verdict, inputs))
         reason = verdict.failure
@@ -292,14 +292,14 @@ class Checker:
         self.results[key] = reason, verdict.compared
         if scope.is_root and not self.is_staged and verdict.stage == Stage.SHARDED:  # else the call itself will raise
             self._refuse_late_modules(scope, verdict)
-        # A staged part may be no module of its own on full weights: other calls complete it.
+        # A staged part may not run alone on full weights: other calls complete it.
         if scope.is_root and reason and verdict.stage >= (Stage.SHARDED_BACKWARD if self.is_staged else Stage.SHARDED):
             subject = "gradients" if verdict.stage == Stage.SHARDED_BACKWARD else "outputs"
             warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {reason}", stacklevel=5)
         return verdict.stage >= Stage.OUTPUTS
 
     def _refuse_late_modules(self, scope: Scope, verdict: Verdict) -> None:
-        """Refuse a model that cannot be compared and has layers that the plan never saw: adapters, mostly.
+        """Refuse an incomparable model with layers added after the plan: adapters, mostly.
 
         Raises:
             CheckError: There are such layers; on every rank, since modules are replicas.
@@ -315,15 +315,15 @@ class Checker:
     # ------------------------------------------------------------------ both runs
 
     def _verdict(self, hook: CheckHook, inputs: Inputs, mode: Mode, *, noise: bool) -> Verdict:
-        """Compare both runs in the first way in which they can be made; the same verdict on every rank."""
+        """Compare both runs in the first possible way; the same verdict on every rank."""
         small = sum(full_numel(p) for p in hook.scope.module.parameters()) <= FLOAT64_LIMIT
         best = Verdict()
-        # Code may take one type only. Within a run in float64 that is left to the run around it in its own type.
+        # Some code takes one type only. Inside a run in float64 the run around it, in its own type, covers this.
         inside = IN_FLOAT64.get()
         for dtype in (torch.float64,) if inside else (torch.float64, None) if small else (None,):
             verdict = self._compared(hook, inputs, mode, dtype, noise=noise, small=small, everywhere=False)
             if Stage.OUTPUTS <= verdict.stage < Stage.ALL:
-                # A re-entrant checkpoint refuses to be asked for the gradients of chosen leaves.
+                # A re-entrant checkpoint refuses gradients of chosen leaves.
                 verdict = self._compared(hook, inputs, mode, dtype, noise=noise, small=small, everywhere=True)
             if verdict.stage == Stage.ALL:
                 return verdict
@@ -351,12 +351,12 @@ class Checker:
         verdict = Verdict(compared=comparison.compared)
         with ExitStack() as stack:
             constants = stack.enter_context(self._isolated())
-            # Of the whole root: parameters outside of a region may be reached from within it.
+            # Of the full root: code in a region may reach parameters outside of it.
             leaves = (p for module in self.standing for p in module._parameters.values() if p is not None and p.is_leaf)
             others = stack.enter_context(GradientsAside(p for p in leaves if p.requires_grad)) if everywhere else None
             ours = self.agreed(lambda: inputs.copies(dtype, full=False, noise=noise))
             wanted = self.agreed(lambda: inputs.copies(dtype, full=True, noise=noise))
-            constants.epsilon = 0.0
+            constants.epsilon = 0.0  # copying is no part of the runs
             if ours is None or wanted is None:
                 return verdict.failed(self.failure)
 
@@ -369,9 +369,9 @@ class Checker:
                 )
                 return result
 
-            # The original of a small scope goes first. It holds no collectives: an error on one rank alone reaches all,
-            # where it would leave the others waiting in the sharded run. A large scope's leaves verified regions
-            # sharded, which the sharded run verifies.
+            # The original of a small scope runs first. It has no collectives: an error on one rank reaches all ranks,
+            # instead of leaving the others waiting in the sharded run. For a large scope it uses verified regions
+            # sharded, so the sharded run comes first and verifies them.
             reference = run(original=True) if small else None
             original_failure = self.failure
             if small and reference is None:
@@ -398,7 +398,7 @@ class Checker:
             comparison.tolerance = self.tolerance(constants)
             found, outputs = comparison.outputs(sharded, reference)
             verdict.differences = self.union(found)
-            if any(one.kind == "output" for one in verdict.differences):
+            if any(one.kind == "output" for one in verdict.differences):  # repeat both with traces
                 ours = self.agreed(lambda: inputs.copies(dtype, full=False, noise=noise))
                 wanted = self.agreed(lambda: inputs.copies(dtype, full=True, noise=noise))
                 one, other = run(original=False, traced=True), run(original=True, traced=True)
@@ -422,7 +422,7 @@ class Checker:
         return verdict
 
     def _raise_lone_error(self, scope: Scope) -> None:
-        """Raise on all ranks what the original has raised on some of them.
+        """Raise the original's error on all ranks if it raised on some of them only.
 
         Raises:
             CheckError: It raised on some ranks only.
@@ -465,14 +465,14 @@ class Checker:
         others = self._checkers_below(scope.module)
         originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
         reverted = {one.module for one in originals}
-        # Modules that were made parallel over another mesh, or without the check, stay as they are.
+        # Modules made parallel over another mesh, or without the check, stay as they are.
         opaque = {
             child
             for child in scope.module.modules()
             if child not in reverted and isinstance(vars(child).get("forward"), Forward)
         }
         for inner in scope.inside:
-            # What shares a parameter with modules outside of it is run as the original, too: its gradient is one sum.
+            # Modules that share a parameter with others outside run as the original too: its gradient is one sum.
             if not small and mode in inner.verified and not _shares(inner.module, scope.module):
                 opaque.add(inner.module)
         self.entered.clear()
@@ -491,7 +491,7 @@ class Checker:
         constants.epsilon = epsilon
         token = IN_FLOAT64.set(IN_FLOAT64.get() or (dtype is not None and not original))
         try:
-            # Both runs draw alike: Python's and NumPy's numbers are no operations of torch, which give constants.
+            # Both runs draw alike: Python's and NumPy's numbers are not torch operations, so they are not constants.
             with random_state_restored(), self._original() if original else nullcontext():
                 run.forward(copies.args, copies.kwargs)
         finally:
@@ -499,13 +499,13 @@ class Checker:
         return run
 
     def successors(self) -> list[Original]:
-        """Modules in the places of those that the plan changed, of their kinds: copies of these, forwards and all."""
+        """Return modules in the places of changed ones, of the same kinds: their copies, with our forwards."""
         changed = {self.names[one.module]: one for one in self.originals if one.module in self.names}
         late = {module: changed.get(name) for module, name in self.standing.items() if module not in self.names}
         return [replace(one, module=new) for new, one in late.items() if one is not None and type(new) is one.kind]
 
     def _place(self) -> str:
-        """The module in which the sharded run has raised, with the global shapes of its parameters."""
+        """Return the innermost module of the sharded run's error, with global shapes of its parameters."""
         if not self.entered:
             return ""
         module = self.entered[-1]
@@ -516,14 +516,14 @@ class Checker:
         return " ".join([self.standing.get(module, ""), f"({', '.join([type(module).__name__, *shapes])})"]).strip()
 
     def _checkers_below(self, module: nn.Module) -> list[Checker]:
-        """Checkers of other calls that have made modules below parallel over the same mesh."""
+        """Return checkers of other calls for modules below, over the same mesh."""
         hooks = (hook for child in module.modules() for hook in child._forward_pre_hooks.values())
         checkers = {hook.checker: None for hook in hooks if isinstance(hook, CheckHook) and hook.scope.is_root}
         return [one for one in checkers if one is not self and one.axis.mesh == self.axis.mesh]
 
     @contextmanager
     def _original(self) -> Iterator[None]:
-        """Within, scopes are not checked."""
+        """Skip checks of scopes within."""
         token = IN_ORIGINAL.set(True)
         try:
             yield
@@ -532,24 +532,24 @@ class Checker:
 
     @contextmanager
     def _isolated(self) -> Iterator[ConstantRandomness]:
-        """Nothing of the runs is left behind in generators, in autograd's hooks, or in autocast's cache."""
+        """Leave nothing of the runs in generators, in autograd's hooks, or in autocast's cache."""
         kind, grad, modes = self.axis.mesh.device_type, torch.is_grad_enabled(), dispatch_modes()
         with ExitStack() as stack:
             stack.enter_context(random_state_restored())
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled; blocks that are cannot run under a mode
+            if "torch._dynamo" in sys.modules:  # compiled blocks cannot run under a mode
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(torch.autocast(kind, enabled=False))
-            # The innermost hooks count: a checkpoint around the call would take what the runs save for its own.
+            # The innermost hooks count: a checkpoint around the call would take the runs' saved tensors for its own.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
             yield stack.enter_context(ConstantRandomness())
-        # Modes end in the order in which they began, whoever ends them: one that stayed would keep the constants.
+        # An exit pops modes by position, not by owner: one left behind would keep the constants.
         if dispatch_modes() != modes:
             raise RuntimeError(f"the check left dispatch modes behind: {dispatch_modes()}, before it {modes}")
 
     def tolerance(self, runs: Precision) -> float:
-        """Of the largest value: what rounding leaves in the coarsest type that the runs compute in, on any rank."""
+        """Return the relative tolerance: rounding of the coarsest type in the runs of all ranks."""
         epsilons = self.axis.all_gather_objects(runs.epsilon, "the check")
         epsilon = float(max(epsilons))
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
@@ -573,7 +573,7 @@ class Checker:
         return result
 
     def union(self, found: list[Difference]) -> list[Difference]:
-        """The differences of all ranks, the largest of each; the same list on every rank."""
+        """Return the differences of all ranks, the largest of each; the same list on every rank."""
         everyone = self.axis.all_gather_objects(found, "the check")
         worst: dict[tuple[str, str], Difference] = {}
         for difference in (one for rank in everyone for one in rank):
@@ -587,7 +587,7 @@ _CHECKERS: WeakSet[Checker] = WeakSet()
 
 
 def _watch(checker: Checker) -> None:
-    """Late modules and parameters (adapters, mostly) are met by no module's hook; to look in each call costs more."""
+    """Watch registrations: late modules (adapters) have no hooks, and scanning in each call costs more."""
     watch_registrations()
     _CHECKERS.add(checker)
 
@@ -628,13 +628,13 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
     for checker in [*_CHECKERS]:
         if module in checker.standing:
             old = module._parameters.get(name)
-            # One of the same shape is new values, as `load_state_dict(assign=True)` brings them.
+            # One of the same shape only has new values, as from `load_state_dict(assign=True)`.
             if old is None or old.shape != parameter.shape:
                 checker.forget(module, name)
 
 
 class CheckHook:
-    """Pre-hook with keywords of a scope; a region's is there only until its call is checked.
+    """Pre-hook with keywords of a scope; a region's is removed once its call is checked.
 
     Attributes:
         regions: Hooks of the regions within, if the scope is the root.
@@ -656,25 +656,25 @@ class CheckHook:
         mode = module.training, torch.is_grad_enabled()
         checked = self.scope.done.get(mode)
         if self.scope.is_root and checked and not self.checker.is_staged and 2 * checked <= largest_input(args, kwargs):
-            self.checker.forget_mode(mode)  # a first batch of one token hides what depends on length
+            self.checker.forget_mode(mode)  # a first batch of one token hides dependence on length
             checked = None
         self.install_regions()
         if checked is None or self.checker.always:
             self.checker(self, args, kwargs)
         elif not self.scope.is_root and self.checker.scopes[0].done and not IN_ORIGINAL.get():
-            # A steady step pays for the root's hook alone, which installs this one for a new mode. Where the root's
+            # A steady step pays only for the root's hook, which installs this one for a new mode. If the root's
             # forward is not called (`encode()`), this one stays.
             self.remove()
 
     def install_regions(self) -> None:
-        """Put hooks back on regions that are not yet checked in their mode; the check around this one removes them."""
+        """Reinstall hooks on regions not yet checked in their mode; the check around this one removes them."""
         with_gradients = torch.is_grad_enabled()
         for region in self.regions:
             if (region.scope.module.training, with_gradients) not in region.scope.done:
                 region.install()
 
     def install(self) -> None:
-        """Stand before every other hook, but for those that were before it: FSDP2's gather the parameters."""
+        """Install before every other hook, except for those already before it: FSDP2's gather the parameters."""
         hooks: Any = self.scope.module._forward_pre_hooks
         if self.key < 0:
             self.key = self.scope.module.register_forward_pre_hook(self, prepend=True, with_kwargs=True).id
@@ -685,21 +685,21 @@ class CheckHook:
                     hooks.move_to_end(key, last=False)
 
     def remove(self) -> None:
-        """Go, and keep which hooks were before."""
+        """Remove the hook, and store the keys of hooks before it."""
         keys = list(self.scope.module._forward_pre_hooks)
         if self.key in keys:
             self.before = keys[: keys.index(self.key)]
             del self.scope.module._forward_pre_hooks[self.key]
 
     def take_back(self) -> None:
-        """Leave the module as if it had never been there."""
+        """Remove all traces of the hook from the module."""
         self.remove()
         self.scope.module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def _note_compiled(hook: CheckHook, training: bool) -> None:
-    """Report a mode that is compiled before it was checked; the compiler runs this once for each graph it traces."""
+    """Report a mode compiled before its check; the compiler runs this once for each traced graph."""
     mode = training, torch.is_grad_enabled()
     checker, scope = hook.checker, hook.scope
     if mode in scope.done or IN_ORIGINAL.get() or (str(scope), mode) in checker.results:
@@ -713,19 +713,19 @@ EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
 
 
 def largest_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Elements of the largest tensor among arguments; at least 1."""
+    """Return the elements of the largest tensor among arguments; at least 1."""
     largest = 1
-    for x in (*args, *kwargs.values()):  # a plain loop: a steady call asks, too
+    for x in (*args, *kwargs.values()):  # a plain loop: this runs in every steady call
         if isinstance(x, torch.Tensor) and x.numel() > largest:
             largest = x.numel()
     return largest
 
 
 def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], None]]:
-    """Hooks of all scopes, the root's first, before every other hook: they see what the caller passes.
+    """Install hooks of all scopes, the root's first, before every other hook: they see the caller's inputs.
 
     Returns:
-        Functions that take them back.
+        Functions to remove them.
     """
     root, *regions = (CheckHook(checker, scope) for scope in scopes)
     root.regions = regions
@@ -736,11 +736,11 @@ def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], No
 
 
 def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]:
-    """The root and the regions inside it, the root first.
+    """Return the root and the regions inside it, the root first.
 
     Args:
         model: The root.
-        plan: What was done to it.
+        plan: The applied plan.
         regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
     """
     unstyled = frozenset(left.name for left in plan.unstyled)
@@ -767,14 +767,14 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
 
 
 def _shares(inner: nn.Module, outer: nn.Module) -> bool:
-    """True if a parameter within a module stands in the module around it, too."""
+    """True if a parameter within a module also belongs to the module around it."""
     inside = {id(p) for p in inner.parameters()}
     below = set(inner.modules())
     outside = (m for m in outer.modules() if m not in below)
     return any(id(p) in inside for m in outside for p in m._parameters.values())
 
 
-# ---------------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------------------------- texts
 
 
 def _different(scope: Scope, inputs: Inputs) -> list[Problem]:

@@ -19,13 +19,13 @@ from tp_styles.runtime.parameters import split_of
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not equal in both runs.
+    """A value not equal in both runs.
 
     Attributes:
         kind: `"raises"`, `"output"`, `"attribute"`, `"gradient"`, `"input-gradient"`, `"buffer"` or `"shard-leaves"`.
-        name: Which one.
+        name: Name of the value.
         error: The largest difference, relative to the largest value.
-        detail: What else there is to say.
+        detail: Further details.
     """
 
     kind: str
@@ -36,14 +36,14 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Rules of comparing two runs, and what was compared.
+    """Rules for comparing two runs, and counts of compared values.
 
     Attributes:
         axis: The ranks.
-        partial: A style leaves a partial sum as an output.
+        partial: A style outputs a partial sum.
         may_leave: An output may be a shard in a plain tensor.
-        only_first: Outputs other than the first may be anything: a region's own affair (attention weights of heads).
-        tolerance: Greatest relative error.
+        only_first: Outputs other than the first may be anything: internal to a region (attention weights of heads).
+        tolerance: Largest accepted relative error.
         compared: Counts.
     """
 
@@ -55,14 +55,14 @@ class Comparison:
     compared: Compared = field(default_factory=Compared)
 
     def outputs(self, sharded: Run, reference: Run) -> tuple[list[Difference], list[Output]]:
-        """Differences of outputs, and of what the runs have written to modules; those that gradients can start from."""
+        """Return differences of outputs, and of tensors written to modules; and outputs to start backward from."""
         ours, wanted = [*tensors_in(sharded.output)], [*tensors_in(reference.output)]
         count = len(ours)
-        if set(self.axis.all_gather_objects(count, "the check")) != {len(wanted)}:
+        if set(self.axis.all_gather_objects(count, "the check")) != {len(wanted)}:  # on any rank
             return [Difference("output", "structure", math.inf, f"{count} tensors, {len(wanted)} originally")], []
         written = [name for name in sharded.written if name in reference.written]
         names = self.axis.all_gather_objects(written, "the check")
-        written = [name for name in names[0] if all(name in other for other in names)]
+        written = [name for name in names[0] if all(name in other for other in names)]  # rank 0's order everywhere
         ours += [(Place(name, 0), sharded.written[name]) for name in written]
         wanted += [(Place(name, 0), reference.written[name]) for name in written]
         shapes = self.axis.all_gather_objects([(tuple(x.shape), isinstance(x, DTensor)) for _, x in ours], "the check")
@@ -73,7 +73,7 @@ class Comparison:
             kind = "output" if is_output else "attribute"
             name = "-> output" + (place.path or (f" {index}" if count > 1 else "")) if is_output else place.path
             layout = _layout(one, other, [shape[index] for shape in shapes])
-            if layout is None:
+            if layout is None:  # neither full nor a shard
                 if is_output and not (self.only_first and index) and not place.is_state:
                     detail = f"shape {tuple(one.shape)} on rank {self.axis.rank}, {tuple(other.shape)} originally"
                     found.append(Difference("output", name, math.inf, detail))
@@ -85,20 +85,20 @@ class Comparison:
                 continue
             full = self.gathered(one.detach(), layout, [shape[index][0] for shape in shapes])
             difference = error(full, other.detach())
-            if self.partial and self._max(difference) > self.tolerance:
+            if self.partial and self._max(difference) > self.tolerance:  # the maximum: all ranks enter
                 total = self.axis.all_reduce(one.detach().contiguous())
                 if self._max(error(total, other.detach())) <= self.tolerance:
                     difference, layout = 0.0, "partial"
             if difference > self.tolerance:
                 found.append(Difference(kind, name, difference))
             self.compared.add(full)
-            # Nobody differentiates through a cache that one call leaves for the next.
+            # No gradient flows through a cache passed on to the next call.
             starts = not place.is_state and not any(word in place.path for word in ("past", "cache"))
             outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes], is_output, starts))
         return found, outputs
 
     def first_difference(self, sharded: Trace, reference: Trace) -> str:
-        """Return the first operation or styled layer that gives something else in both runs; empty if none is found."""
+        """Return the first operation or styled layer with different results; empty if there is none."""
         shapes_of = {key: tuple(x.shape) for key, x in sharded.values.items()}
         everyone = self.axis.all_gather_objects((sharded.counts, shapes_of), "the check")
         for (name, what, index), other in reference.values.items():
@@ -111,7 +111,7 @@ class Comparison:
                 continue
             full = self.gathered(one, layout, shapes)
             if isinstance(layout, Shard) and not isinstance(one, DTensor):
-                # Sections and heads may lie in another order: their values at each place are compared.
+                # Sections and heads may have another order: values are compared sorted along the dim.
                 full, other = full.sort(layout.dim).values, other.sort(layout.dim).values
             if self._max(error(full, other)) > self.tolerance:
                 return f"{what} in {name}"
@@ -122,7 +122,7 @@ class Comparison:
         return float(max(found))
 
     def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]]) -> torch.Tensor:
-        """The global tensor."""
+        """Return the global tensor."""
         if isinstance(x, DTensor):
             return x.full_tensor()
         if isinstance(layout, Shard):
@@ -130,7 +130,7 @@ class Comparison:
         return x
 
     def gradients(self, sharded: Run, reference: Run, ours: Copies, wanted: Copies) -> list[Difference]:
-        """Differences of the gradients of inputs and parameters, after both backwards."""
+        """Return differences of gradients of inputs and parameters, after both backwards."""
         pairs: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
         for index, (one, other) in enumerate(zip(ours.leaves, wanted.leaves, strict=True)):
             if other.grad is not None:
@@ -138,7 +138,7 @@ class Comparison:
                 layout = ours.layouts[index]
                 shapes = self.axis.all_gather_objects(tuple(one.shape), "the check")
                 pairs.append(("input-gradient", f"input {index}", self.gathered(gradient, layout, shapes), other.grad))
-        # A shard has several copies in the reference where modules that another call has sharded hold it, too.
+        # A shard has several copies in the reference if modules sharded by another call hold it too.
         copies: dict[int, dict[int, tuple[Any, torch.Tensor]]] = {}
         for key, copy in reference.parameters.items():
             if copy.requires_grad:
@@ -153,8 +153,8 @@ class Comparison:
         return gradient_differences(pairs, self.tolerance)
 
     def _gradients(self, shard: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's gradient, and that of the same elements in the original."""
-        wanted = copy.grad if copy.grad is not None else torch.zeros_like(copy)
+        """Return this rank's gradient, and the original's for the same elements."""
+        wanted = copy.grad if copy.grad is not None else torch.zeros_like(copy)  # unused here: zero
         wanted = wanted.full_tensor() if isinstance(wanted, DTensor) else wanted
         gradient = shard.grad if shard.grad is not None else torch.zeros_like(shard)
         if isinstance(gradient, DTensor):
@@ -166,7 +166,7 @@ class Comparison:
         return gradient, wanted
 
     def buffers(self, sharded: Run, reference: Run) -> list[Difference]:
-        """Differences of buffers of one shape."""
+        """Return differences of buffers of one shape."""
         found = []
         for key, wanted in reference.buffers.items():
             one = sharded.buffers.get(key)
@@ -181,16 +181,16 @@ class Comparison:
 def gradient_differences(
     pairs: list[tuple[str, str, torch.Tensor, torch.Tensor]], tolerance: float
 ) -> list[Difference]:
-    """Differences in (kind, name, gradient, wanted gradient)."""
+    """Return differences in (kind, name, gradient, wanted gradient)."""
     scale = max((largest(wanted) for _, _, _, wanted in pairs), default=0.0)
-    # True zeros (the bias of keys before a softmax) are noise in both runs: relative to the others it is none.
+    # True zeros (the bias of keys before a softmax) are noise in both runs: the floor compares it to other gradients.
     errors = [(kind, name, error(one, wanted, floor=1e-2 * scale)) for kind, name, one, wanted in pairs]
     return [Difference(*found) for found in errors if found[-1] > tolerance]
 
 
 @dataclass
 class Output:
-    """One output of both runs, with the layout that the sharded one has."""
+    """One output of both runs, with the layout of the sharded one."""
 
     sharded: torch.Tensor
     reference: torch.Tensor
@@ -201,7 +201,7 @@ class Output:
 
 
 def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[Any]]:
-    """(outputs, gradients) of the sharded run and of the reference."""
+    """Return (outputs, gradients) of the sharded run and of the reference."""
     ours: list[Any] = [[], []]
     wanted: list[Any] = [[], []]
     for output in outputs:
@@ -225,24 +225,24 @@ def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[An
 def _like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return value
-    placements = [p if isinstance(p, Shard) else Replicate() for p in like.placements]
+    placements = [p if isinstance(p, Shard) else Replicate() for p in like.placements]  # a partial sum's: full
     return distribute_tensor(value, like.device_mesh, placements, src_data_rank=None)
 
 
 def error(one: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
-    """The largest difference relative to the largest value of `other` (and `floor`)."""
+    """Return the largest difference, relative to the largest value of `other` (and `floor`)."""
     other = other.full_tensor() if isinstance(other, DTensor) else other
     return relative_error(one, other, norm=math.inf, floor=floor, any_dtype=True)
 
 
 def largest(x: torch.Tensor) -> float:
-    """The largest finite value."""
+    """Return the largest finite value."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
 
 
 def _layout(one: torch.Tensor, other: torch.Tensor, metas: list[tuple[tuple[int, ...], bool]]) -> Any:
-    """`"full"`, or `Shard(dim)`: how this rank's output lies in the original one; None where neither fits."""
+    """Return this rank's layout within the original output: `"full"`, `Shard(dim)`, or None for neither."""
     wanted = tuple(other.shape)
     if isinstance(one, DTensor):
         if tuple(one.shape) != wanted:

@@ -1,4 +1,4 @@
-"""Inputs of a checked call: which are equal on all ranks, which are declared shards, and copies of them."""
+"""Inputs of a checked call: comparison between ranks, declared shards, and copies."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class Place:
 
     @property
     def is_state(self) -> bool:
-        """True for a key-value cache, which one call returns and the next takes: ranks hold other heads of it."""
+        """True for a key-value cache, returned by one call and passed to the next: ranks hold other heads of it."""
         named = "." in self.path and not any(word in self.path for word in ("past", "cache"))
         return self.depth >= 2 and not named
 
 
 def tensors_in(value: Any, path: str = "", depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[Place, Any]]:
-    """Tensors within an argument or an output, in mappings, sequences, dataclasses and plain objects."""
-    seen = set() if seen is None else seen
+    """Yield tensors within an argument or an output, in mappings, sequences, dataclasses and plain objects."""
+    seen = set() if seen is None else seen  # one set for the full walk
     if isinstance(value, torch.Tensor):
         yield Place(path, depth), value
     elif not (isinstance(value, (*PLAIN, *SHARED)) or callable(value) or depth >= DEPTH or id(value) in seen):
-        seen.add(id(value))
+        seen.add(id(value))  # objects may contain themselves
         for key, one in _entries(value):
             yield from tensors_in(one, path + key, depth + 1, seen)
 
@@ -78,9 +78,9 @@ class Leaf:
     """One tensor among the arguments.
 
     Attributes:
-        value: The tensor as it was passed.
-        place: Where it stands.
-        layout: What a style on the module declares; `Replicate()` where none does; None for a DTensor.
+        value: The tensor as passed.
+        place: Its place.
+        layout: The declaration of a style on the module; `Replicate()` without one; None for a DTensor.
         is_declared: A style declares the layout.
         is_equal: It has the same values on all ranks.
         shapes: Its shape on each rank.
@@ -95,7 +95,7 @@ class Leaf:
 
     @property
     def takes_noise(self) -> bool:
-        """True for equal floats, all alike: norms, softmax and order would not show in the results."""
+        """True for floats of one value: they hide norms, softmax and order in the results."""
         value = self.value
         plain = value.is_floating_point() and self.layout == Replicate() and "mask" not in self.place.path
         return plain and value.numel() > 1 and bool((value == value.flatten()[0]).all())
@@ -108,11 +108,11 @@ class Inputs:
         args: Positional arguments.
         kwargs: Arguments by name.
         axis: The ranks.
-        mode: Of the module; it has to be the same on all ranks.
-        declared: Argument name -> layout that a style declares.
+        mode: Mode of the module; it has to be the same on all ranks.
+        declared: Argument name -> layout declared by a style.
         names: Names of positional arguments.
-        inner_dims: Dims on which styles further inside declare activations to be sharded; if there is one, floats that
-            differ between the ranks are shards on it.
+        inner_dims: Dims of sharded activations by declaration of styles further inside; if there is one, floats with
+            different values on the ranks are shards on it.
 
     Raises:
         NotReady: The arguments hold a filled cache.
@@ -135,7 +135,7 @@ class Inputs:
         known: set[int] = set()
         for name, argument in named.items():
             for place, value in tensors_in(argument, name):
-                if id(value) not in known:
+                if id(value) not in known:  # once, however often it is passed
                     known.add(id(value))
                     wanted = declared.get(place.path)
                     layout: Placement | None = Replicate()
@@ -160,17 +160,17 @@ class Inputs:
             )
             hint = "call train(), eval() and no_grad() alike on all ranks of a tensor-parallel group"
             raise StyleInputError(Problem("ranks-disagree", "mode", found=modes, hint=hint))
-        if len({len(other) for _, other in everyone}) > 1:
+        if len({len(other) for _, other in everyone}) > 1:  # no comparison by position
             raise NotReady("ranks pass another number of tensors")
         equal = []
         for index, leaf in enumerate(self.leaves):
             kinds = [other[index] for _, other in everyone]
             leaf.shapes = tuple(shape for shape, _, _ in kinds)
             same = len(set(kinds)) == 1
-            if same and not isinstance(leaf.value, DTensor):
+            if same and not isinstance(leaf.value, DTensor):  # same metadata: all ranks broadcast
                 same = is_close(leaf.value.detach(), agreed_values(leaf.value.detach(), self.axis, 0))
             equal.append(same)
-        verdicts = self.axis.all_gather_objects(equal, "the check")
+        verdicts = self.axis.all_gather_objects(equal, "the check")  # one verdict on all ranks
         for index, leaf in enumerate(self.leaves):
             leaf.is_equal = all(verdict[index] for verdict in verdicts)
         for leaf in self.differ:
@@ -179,7 +179,7 @@ class Inputs:
 
     @property
     def differ(self) -> list[Leaf]:
-        """Tensors that differ between the ranks, and that no style declares to."""
+        """Return tensors with different values on the ranks, not declared as shards."""
         return [leaf for leaf in self.leaves if not leaf.is_equal and not isinstance(leaf.layout, Shard | None)]
 
     @property
@@ -194,12 +194,12 @@ class Inputs:
 
     @property
     def is_constant(self) -> bool:
-        """True if all that there is are ids, all alike: nothing depends on their order."""
+        """True if all inputs are ids of one value: nothing depends on their order."""
         values = [leaf.value for leaf in self.leaves if leaf.value.numel() > 1 and not isinstance(leaf.value, DTensor)]
         return bool(values) and all(not x.is_floating_point() and bool((x == x.flatten()[0]).all()) for x in values)
 
     def copies(self, dtype: torch.dtype | None, *, full: bool, noise: bool) -> Copies:
-        """Detached copies of all arguments: as this rank passes them, or the global ones."""
+        """Return detached copies of all arguments: this rank's own, or the global ones."""
         leaves: list[torch.Tensor] = []
         memo: dict[int, Any] = {}
         for leaf in self.leaves:
@@ -210,9 +210,9 @@ class Inputs:
                 if dtype is not None and value.is_floating_point():
                     value = value.to(dtype)
             leaves.append(value.detach().requires_grad_(leaf.value.requires_grad))
-            # A clone, because a forward may write to its input, and autograd protects leaves.
+            # A clone: a forward may write to its input, and autograd protects leaves.
             memo[id(leaf.value)] = leaves[-1].clone() if leaf.value.requires_grad else leaves[-1]
-        _share(self.args, memo)
+        _share(self.args, memo)  # first: deepcopy takes shared objects from the memo
         _share(self.kwargs, memo)
         args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
         return Copies(args, kwargs, leaves, [leaf.layout for leaf in self.leaves])
@@ -222,7 +222,7 @@ class Inputs:
         if isinstance(value, DTensor):
             if full:
                 return value.full_tensor().clone()
-            local = local_of(value).clone()
+            local = local_of(value).clone()  # no gradient, no shared memory
             return as_dtensor(local, value.device_mesh, value.placements, value.shape, value.stride())
         if not isinstance(leaf.layout, Shard):
             return agreed_values(value, self.axis, 0).clone()  # equal, but for rounding
@@ -233,7 +233,7 @@ class Inputs:
 
 @dataclass
 class Copies:
-    """The arguments of one run, and the leaves among them with their layouts."""
+    """Arguments of one run, with their leaves and layouts."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -242,7 +242,7 @@ class Copies:
 
 
 def _share(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
-    """Enter modules, meshes, groups and functions among arguments in a memo: a copy holds the same ones."""
+    """Put modules, meshes, groups and functions among arguments in a memo, for copies to share."""
     if isinstance(value, SHARED) or callable(value):
         memo[id(value)] = value
     elif not isinstance(value, (torch.Tensor, *PLAIN)) and depth < DEPTH:
@@ -251,13 +251,13 @@ def _share(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
 
 
 def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
-    """True if two tensors of one shape have the same values but for rounding."""
+    """True if two tensors of one shape have equal values up to rounding."""
     if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
+        return torch.equal(one, other)  # ids and masks have no rounding
     return relative_error(one, other, norm=float("inf")) <= tolerance
 
 
 def varied(like: torch.Tensor) -> torch.Tensor:
-    """Numbers without a pattern, the same on every rank; not drawn, because random operations give constants here."""
-    place = torch.arange(like.shape.numel(), dtype=torch.float64)
+    """Return numbers without a pattern, equal on every rank; not drawn: random operations give constants here."""
+    place = torch.arange(like.shape.numel(), dtype=torch.float64)  # on the CPU: equal for all devices
     return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(like.shape).to(like.device, like.dtype)

@@ -13,9 +13,9 @@ CONSTANTS = {"bernoulli": 1.0, "rand": 0.5, "uniform": 0.5, "normal": 0.0, "rand
 
 
 class ConstantRandomness(Precision):
-    """Every operation that torch tags as random gives a constant; dropout keeps every element.
+    """Mode with constants as results of operations tagged as random; dropout keeps every element.
 
-    A mode instead of `.eval()`: the check compares what training computes.
+    A mode instead of `.eval()`: the check compares the computation of training.
 
     Attributes:
         has_drawn: An operation would have drawn.
@@ -24,13 +24,13 @@ class ConstantRandomness(Precision):
     has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation's result, or a constant of its shape."""
+        """Return the operation's result, or a constant of its shape."""
         kwargs = kwargs or {}
         if not is_random(func, args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
         self.has_drawn = True
         name = func._schema.name.partition("::")[2]
-        if name == "native_dropout":
+        if name == "native_dropout":  # the output and its mask
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name == "rrelu_with_noise":
             x, noise = args[:2]
@@ -39,9 +39,9 @@ class ConstantRandomness(Precision):
             return x * noise
         args, kwargs, has_rate = _without_rate(func, args, kwargs)
         if has_rate:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs)  # without dropout it draws nothing
         if name == "multinomial":
-            return args[0].topk(args[1], dim=-1).indices
+            return args[0].topk(args[1], dim=-1).indices  # distinct indices
         drawn = func(*args, **kwargs)
         if name.startswith("randperm"):
             return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
@@ -50,7 +50,7 @@ class ConstantRandomness(Precision):
 
 
 def _without_rate(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-    """The arguments with dropout switched off, and whether there is such an argument."""
+    """Return the arguments with dropout switched off, and True if there is such an argument."""
     args, kwargs, has_rate = list(args), dict(kwargs), False
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):

@@ -1,8 +1,8 @@
 """One run of a module on detached copies of its inputs, parameters and buffers.
 
-The copies are swapped into the module itself for the time of a forward or a backward, and taken out again: a forward
-may reach a module by any way, also through a closure, which a copied module would miss. Everything else that a module
-holds is as before afterwards, because its `__dict__` is put back, and the entries of its tables of hooks and modules.
+The copies are swapped into the module itself during a forward or a backward, and taken out again: a forward may reach
+a module by any way, also through a closure, and a copied module would miss this. Everything else in a module is
+restored afterwards, with its `__dict__` and the entries of its tables of hooks and modules.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 @dataclass(eq=False)
 class Original:
-    """Changes that a plan made to one module, other than parameters and its own hooks.
+    """A plan's changes of one module, other than parameters and its own hooks.
 
     Attributes:
         module: The module.
         kind: Its class; another library may derive from it later (a view of local parameters as DTensors).
-        attributes: Attributes as they were.
-        foreign_hooks: Keys of hooks that a style of another library has put there.
+        attributes: Former attributes.
+        foreign_hooks: Keys of hooks by a style of another library.
     """
 
     module: nn.Module
@@ -63,11 +63,11 @@ class Original:
 
 
 def originals(changes: list[ModuleChange]) -> list[Original]:
-    """Return `changes` without the closures that take them back (hooks of the check are pickled with a model)."""
+    """Return `changes` without their undo closures (hooks of the check are pickled with a model)."""
     found: dict[nn.Module, Original] = {}
     for change in changes:
         keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
-        # A parallel nn.TransformerEncoder computes padded positions, where the original fills in zeros.
+        # A parallel nn.TransformerEncoder computes padded positions; the original fills in zeros.
         attributes = {name: value for name, value in change.attributes.items() if name != "use_nested_tensor"}
         original = found.setdefault(change.module, Original(change.module, type(change.module)))
         original.attributes.update(attributes)
@@ -76,18 +76,18 @@ def originals(changes: list[ModuleChange]) -> list[Original]:
 
 
 class Run:
-    """The module's copies, sharded or full, with the output that they gave.
+    """Copies of a module's state, sharded or full, and the output computed with them.
 
     Args:
         module: The module.
         names: FQN of every module.
-        axis: Over which ranks.
-        dtype: What floating parameters and buffers are cast to; None leaves them.
-        originals: What the plan changed; for a run of the original, else None.
-        opaque: Modules that stay sharded in a run of the original, with all below them.
-        skipped: Hooks that do not run.
-        entered: Gets modules whose forwards have begun and not ended, the innermost last.
-        trace: Gets what operations and styled layers give; it reads `entered`.
+        axis: Its ranks.
+        dtype: Type of floating parameters and buffers; None leaves them.
+        originals: Changes of the plan, for a run of the original; else None.
+        opaque: Modules left sharded in a run of the original, with all below them.
+        skipped: Hook that does not run.
+        entered: Gets modules with a forward in progress, the innermost last.
+        trace: Gets results of operations and styled layers; it reads `entered`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Run:
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
         self._state: dict[nn.Module, dict[str, Any]] = {}
         self._objects: Objects = {}
-        for value in contextvars.copy_context().values():  # what hooks of transformers collect outputs in
+        for value in contextvars.copy_context().values():  # hooks of transformers collect outputs there
             _remember(value, self._objects)
         self._restored_only = set(self._objects)
         stays = {below for one in opaque for below in one.modules()}
@@ -127,7 +127,7 @@ class Run:
             reverted = originals is not None and current not in stays
             self._state[current] = self._prepared(current, names.get(current, ""), reverted, before, copies)
 
-    # ------------------------------------------------------------------ what is swapped in
+    # ------------------------------------------------------------------ state to swap in
 
     def _prepared(
         self,
@@ -144,7 +144,7 @@ class Run:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 known = (id(parameter), reverted)
-                if known not in copies:
+                if known not in copies:  # a tied parameter: one copy
                     copies[known] = self._full(parameter) if reverted else self._shard(parameter)
                 replaced[id(parameter)] = self.parameters[name, key] = copies[known]
             parameters[key] = None if parameter is None else copies[known]
@@ -166,10 +166,10 @@ class Run:
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
             kept = [item for item in hooks.items() if item[0] not in left_out]
-            if self._entered is not None:  # first and last of all: the module that an error has left stays listed
+            if self._entered is not None:  # first and last of all: after an error the module stays listed
                 kept = [(-1, self._enter), *kept] if "pre" in table else [*kept, (-1, self._leave)]
             state[table] = kept, []
-            for hook in hooks.values():  # lists that a user's hook appends to
+            for hook in hooks.values():  # e.g. lists in a user's hook
                 for cell in getattr(hook, "__closure__", None) or ():
                     with suppress(ValueError):  # an empty cell
                         _remember(cell.cell_contents, self._objects)
@@ -187,11 +187,11 @@ class Run:
         return state
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy even in the same type: a forward may write to what it reads, a teacher's weights."""
+        """Copy, even in the same type: a forward may write to tensors it reads, like a teacher's weights."""
         return x.to(self.dtype if self.dtype is not None and x.is_floating_point() else x.dtype, copy=True)
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
-        """This rank's shard as a leaf of its own."""
+        """Return this rank's shard as a new leaf."""
         if isinstance(parameter, DTensor):
             local = self._cast(local_of(parameter).detach())
             mesh, placements = parameter.device_mesh, parameter.placements
@@ -208,7 +208,7 @@ class Run:
         return result
 
     def _full(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The full parameter as a leaf of its own, gathered from the shards."""
+        """Return the full parameter as a new leaf, gathered from the shards."""
         value = parameter.detach()
         if isinstance(value, DTensor):
             value = value.full_tensor()
@@ -221,7 +221,7 @@ class Run:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The copies stand in the module."""
+        """Swap the copies into the module."""
         kept = {module: _saved(module) for module in self._state}
         kinds = {module: type(module) for module in self._kinds}
         try:
@@ -230,7 +230,7 @@ class Run:
             for module, state in self._state.items():
                 _put(module, state)
             yield
-        finally:
+        finally:  # after an error too
             for module, kind in kinds.items():
                 object.__setattr__(module, "__class__", kind)
             for module, state in kept.items():
@@ -240,7 +240,7 @@ class Run:
     # ------------------------------------------------------------------ running
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call the module, and keep what the call has written to modules, to lists that they hold, and to arguments."""
+        """Call the module; keep tensors written to modules, to lists in them, and to arguments."""
         with self.installed():
             before = {id(x): (x, _version(x)) for _, x in self._held(args, kwargs)}
             with self.trace or nullcontext():
@@ -252,7 +252,7 @@ class Run:
                     self.written[name] = x
 
     def _held(self, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that modules hold as plain attributes, that their hooks reach, and that arguments hold."""
+        """Yield tensors in plain attributes of modules, in lists of their hooks, and in arguments."""
         for module in self._state:
             name = self._names.get(module, "")
             for key, value in vars(module).items():
@@ -281,14 +281,14 @@ class Run:
         inputs: list[torch.Tensor],
         others: GradientsAside | None,
     ) -> bool:
-        """Fill the gradients of the copies and of the inputs, and of nothing else.
+        """Fill the gradients of the copies and of the inputs only.
 
         Args:
-            outputs: Where backward starts.
+            outputs: Start of the backward.
             gradients: One for each output.
             inputs: Leaves among the arguments.
-            others: Keeps the gradients of all other leaves; None asks autograd for the gradients of the copies alone,
-                which a re-entrant checkpoint refuses.
+            others: Keeps the gradients of all other leaves; None requests only the gradients of the copies, and a
+                re-entrant checkpoint refuses this.
         """
         leaves: dict[int, torch.Tensor] = {id(p): p for p in self.parameters.values() if p.requires_grad}
         leaves |= {id(x): x for x in inputs if x.requires_grad}
@@ -302,11 +302,11 @@ class Run:
 
 
 class Trace(TorchDispatchMode):
-    """Results of a run: of each operation, and of styled layers in full, inside of which both runs compute otherwise.
+    """Results of a run: of operations outside of styled layers, and of each styled layer.
 
     Args:
         names: FQN of every module.
-        entered: Modules whose forwards have begun and not ended.
+        entered: Modules with a forward in progress.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], entered: list[nn.Module]) -> None:
@@ -317,28 +317,28 @@ class Trace(TorchDispatchMode):
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, module: nn.Module, what: str, value: Any) -> None:
-        """Append a value, unless it is no tensor."""
+        """Append a value, if it is a tensor."""
         if isinstance(value, torch.Tensor):
             key = self.names.get(module) or type(module).__name__, what
             self.values[*key, self.counts[key]] = value.detach()
             self.counts[key] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation's result."""
+        """Return the operation's result."""
         result = func(*args, **(kwargs or {}))
-        if self.entered and self.entered[-1] not in self.styled and not func.is_view:
+        if self.entered and self.entered[-1] not in self.styled and not func.is_view:  # inside, the runs differ
             self.add(self.entered[-1], func._schema.name, result[0] if isinstance(result, tuple) else result)
         return result
 
 
 class GradientsAside(TorchDispatchMode):
-    """Leaves that are no copies get their own gradients back, whatever a backward within the block adds to them.
+    """Mode to restore the gradients of all leaves but copies, after any backward within the block.
 
-    A forward can reach a leaf in ways that no list of parameters shows, also only when a checkpoint runs it again
-    within backward: every leaf that an operation takes is seen here before autograd gives it a gradient.
+    A forward can reach a leaf outside of all lists of parameters, also only when a checkpoint repeats it within
+    backward: this mode handles every leaf of an operation before autograd gives it a gradient.
 
     Args:
-        leaves: Leaves that are known before.
+        leaves: Leaves known before.
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
@@ -355,13 +355,13 @@ class GradientsAside(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
-        with without_torch_function():  # a stale parameter raises where its gradient is read
+        with without_torch_function():  # reading a stale parameter's gradient raises
             for leaf, gradient in self._aside.values():
                 if id(leaf) not in self.own:
                     leaf.grad = gradient
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation's result."""
+        """Return the operation's result."""
         for x in tree_flatten((args, kwargs))[0]:
             if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and id(x) not in self._aside:
                 self._put_aside(x)
@@ -379,12 +379,12 @@ def _version(x: torch.Tensor) -> int:
 
 
 def _saved(module: nn.Module) -> dict[str, Any]:
-    """Its `__dict__`; tables as items, which a compiler counts, and as keys in the order of calls."""
+    """Return a module's `__dict__`; tables as items, counted by a compiler, and as keys in the order of calls."""
     return vars(module) | {key: ([*dict.items(vars(module)[key])], [*vars(module)[key]]) for key in TABLES}
 
 
 def _put(module: nn.Module, state: dict[str, Any]) -> None:
-    """Entries of tables are swapped in place: handles of hooks, also those that a forward makes, hold the tables."""
+    """Swap entries of tables in place: handles of hooks, also of new ones in a forward, hold the tables."""
     tables = {key: vars(module)[key] for key in TABLES}
     vars(module).clear()
     vars(module).update(state | tables)
@@ -397,13 +397,13 @@ def _put(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def has_fsdp_below(module: nn.Module) -> bool:
-    """True if modules within a module are units of FSDP2, which gather their parameters only when they are called."""
+    """True if modules below are units of FSDP2: these gather their parameters only when called."""
     below = (child for child in module.modules() if child is not module)
     return any(_of_fsdp(hook) for child in below for hook in child._forward_pre_hooks.values())
 
 
 def full_numel(parameter: torch.Tensor) -> int:
-    """Elements of the global parameter."""
+    """Return the number of elements of the global parameter."""
     info = sharding_info_of(parameter)
     return int(info.shape.numel()) if info is not None else parameter.numel()
 
@@ -419,7 +419,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
-    """A value of a module's `__dict__` that a run may write to; parameters and buffers in it are the run's."""
+    """Copy a mutable value of a module's `__dict__`; parameters and buffers in it become the run's."""
     if id(value) in replaced:
         return replaced[id(value)]
     if type(value) in (list, tuple, set):
@@ -440,10 +440,10 @@ def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
 
 
 def _remember(value: Any, objects: Objects, depth: int = 4) -> None:
-    """Add an object, and those that it holds, as they are: a cache may be shared by modules, and keeps its identity."""
+    """Add an object, and those in it, without a copy: modules may share a cache, and its identity stays."""
     is_left = callable(value) or isinstance(value, (*PLAIN, *SHARED)) or _is_ours(value)
     if depth == 0 or id(value) in objects or is_left or type(value).__module__.startswith(FSDP):
-        return
+        return  # FSDP2's state is left alone
     if type(value) is torch.Tensor:
         objects[id(value)] = value, [value.detach().clone()]
         return
@@ -454,7 +454,7 @@ def _remember(value: Any, objects: Objects, depth: int = 4) -> None:
 
 
 def _items(value: Any) -> list[Any]:
-    """Entries of a container; else names and values of `__slots__`, which no `__dict__` holds."""
+    """Return entries of a container; else names and values of `__slots__`, which are in no `__dict__`."""
     if isinstance(value, list | tuple | set | deque):
         return [*value]
     state = value if isinstance(value, dict) else object.__getstate__(value)
@@ -466,7 +466,7 @@ def _restore(objects: Objects) -> None:
     for value, items in objects.values():
         if type(value) is torch.Tensor:
             if not torch.equal(value, items[0]):
-                value.data.copy_(items[0])  # no write that autograd counts
+                value.data.copy_(items[0])  # autograd counts no write
         elif len(now := _items(value)) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
             if isinstance(value, list | set | deque):
                 value.clear()

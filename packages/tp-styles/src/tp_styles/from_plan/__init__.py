@@ -1,1 +1,1 @@
-"""From layouts of parameters to styles (extra `[shard-spec]`): nothing is divided that was not seen to be divisible."""
+"""Convert layouts of parameters to styles (extra `[shard-spec]`); refuse splits not proven to be valid."""

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AxisCuts:
-    """Every parameter that the axis cuts.
+    """Parameters sharded by one mesh axis.
 
     Attributes:
         axis: Name of the axis.
         tp_size: Its size.
-        splits: FQN -> how the parameter is divided, under every name of a tied one; what is whole is not in it.
+        splits: FQN -> split, under every name of a tied parameter; replicated ones are left out.
     """
 
     axis: str
@@ -29,20 +29,20 @@ class AxisCuts:
     splits: dict[str, Split]
 
     def agree(self, name: str, other: Split) -> bool:
-        """True if the plan divides the parameter into the same rows on every rank."""
+        """True if the plan gives every rank the same rows of the parameter as `other`."""
         own = self.splits.get(name)
         if own is None or own.dim != other.dim or own.global_size != other.global_size:
             return False
-        return all(
+        return all(  # same rows, even if described by other sections
             rows_of(own, rank, self.tp_size) == rows_of(other, rank, self.tp_size) for rank in range(self.tp_size)
         )
 
 
 def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
-    """Read a plan for one axis.
+    """Read the splits of a plan along one axis.
 
     Raises:
-        PlanError: What styles have no meaning for: outputs, Sharders, other kinds of pieces; no such axis.
+        PlanError: Settings unknown to styles: outputs, Sharders, other kinds of shards; no such axis.
     """
     resolution = plan.resolve(module)
     problems = _beside_layouts(plan, resolution)
@@ -61,11 +61,11 @@ def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
             splits[name] = split
     if problems:
         raise PlanError(dict.fromkeys(problems), "no style can express parts of this plan:")
-    return AxisCuts(axis, next(iter(sizes), 1), splits)
+    return AxisCuts(axis, next(iter(sizes), 1), splits)  # 1: nothing is sharded
 
 
 def _beside_layouts(plan: ShardingPlan, resolution: Any) -> list[Problem]:
-    """Settings of a plan that are no layouts of parameters: none of them may be ignored."""
+    """List settings of a plan beside layouts of parameters: none of them may be ignored."""
     problems = [
         Problem("invalid-argument", name, found=str(value), hint="use PrepareModuleOutput, or output_layouts=")
         for name, value in (plan.output_plan or {}).items()
@@ -83,18 +83,18 @@ def _beside_layouts(plan: ShardingPlan, resolution: Any) -> list[Problem]:
 
 
 def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) -> tuple[Split | None, Problem | None]:
-    """Return one parameter's split along the axis, None if it is replicated, or the reason that there is neither."""
+    """Return a parameter's split along the axis, None if replicated, or the problem."""
     if axis not in layout.mesh.axis_names:
         return None, None
     term: Any = layout.specs[layout.mesh.axis_names.index(axis)]
-    if str(term) == "R":
+    if str(term) == "R":  # replicated on this axis
         return None, None
     hint = "styles know Shard, BlockShard and InterleavedShard"
     if term.dim is None:
         return None, Problem("layout-mismatch", name, axis=axis, found=str(layout), hint=hint)
     dim = term.dim % len(shape)
     cutting = layout.sharded_axes
-    order = layout.order or tuple(cutting)
+    order = layout.order or tuple(cutting)  # default: the order of the mesh
     before = [other for other in order[: order.index(axis)] if cutting[other] % len(shape) == dim]
     if before:
         found = f"{layout}: {before[0]} cuts dim {dim} before {axis}"
@@ -106,7 +106,7 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
 
 
 def _sections(term: Any, size: int) -> tuple[Section, ...] | None:
-    from shard_spec import BlockShard, InterleavedShard, UnevenShard  # the package is there: it made the layout
+    from shard_spec import BlockShard, InterleavedShard, UnevenShard  # installed: it made the layout
 
     if isinstance(term, BlockShard):
         return (Section(size, unit=term.block),) if not term.cyclic and size % term.block == 0 else None
@@ -118,7 +118,7 @@ def _sections(term: Any, size: int) -> tuple[Section, ...] | None:
 
 
 def rows_of(split: Split, rank: int, tp_size: int) -> list[tuple[int, int]]:
-    """Ranges without empty ones, neighbours joined."""
+    """Return ranges without empty ones, adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in split.ranges(rank, tp_size):
         if start == stop:

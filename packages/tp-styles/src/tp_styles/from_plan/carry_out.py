@@ -1,4 +1,4 @@
-"""`apply_sharding_plan`: a plan carried out on every axis of its mesh, tensor parallel and data parallel."""
+"""`apply_sharding_plan`: apply a plan on every axis of its mesh, tensor parallel and data parallel."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
     from tp_styles.check.checker import Check
     from tp_styles.styles.base import ParallelStyle
 
-# Axes along which ranks see different samples, by the names that shard_spec's estimates take for such, too.
+# Data axes, along which ranks have different samples; the same names as in shard_spec's estimates.
 _DATA_AXES = frozenset(
     {"dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "dp_replicate", "dp_shard", "dp_shard_cp", "batch"}
 )
 
 
 def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *, check: Check = "first") -> nn.Module:
-    """Make a model train as a `shard_spec.ShardingPlan` says, in place; every rank calls it.
+    """Apply a `shard_spec.ShardingPlan` for training, in place; every rank calls it.
 
-    Its model axis is carried out by `from_sharding_plan` and `apply_plan`, a data axis that shards by `fully_shard`
-    (each child of a `ModuleList`, then the rest), one that only replicates by torch's `replicate`. Inputs stay plain
-    tensors: equal along the model axis, each rank's own along data axes, over which gradients are averaged.
+    `from_sharding_plan` and `apply_plan` apply its model axis, `fully_shard` a data axis with shards (each child of a
+    `ModuleList`, then the rest), torch's `replicate` a data axis without. Inputs stay plain tensors: equal along the
+    model axis, each rank's own along data axes; gradients are averaged over data axes.
 
     Args:
         model: The model, with equal values on all ranks.
         mesh: The mesh of the plan, with its axis names.
-        plan: Any plan with at most one model axis, one data axis that shards, and before it one that replicates.
+        plan: Any plan with at most one model axis, one data axis with shards, and before it one without.
         check: As in `apply_plan`.
 
     Returns:
         The model.
 
     Raises:
-        PlanError: With the model as it was: `plan-not-executable`, what `from_sharding_plan` and `apply_plan` refuse,
-            and `layout-mismatch` where a parameter would lie otherwise than planned.
+        PlanError: The model is unchanged: `plan-not-executable`, errors of `from_sharding_plan` and `apply_plan`, and
+            `layout-mismatch` if a parameter's shard would differ from the plan.
     """
     names = mesh.mesh_dim_names or ()
     layouts: dict[str, Layout] = {}
@@ -62,7 +62,7 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
     try:
         digest = plan.digest
         layouts, styles = _decided(model, mesh, plan)
-    except Exception as error:  # raised below, together with all ranks: the others would wait in `apply_plan`
+    except Exception as error:  # raised below, on all ranks together: other ranks would wait in `apply_plan`
         fault = error
     assert_consistent(mesh, "apply_sharding_plan", (digest, *sorted(styles)), fault)
     sharding = {axis for layout in layouts.values() for axis in names if _dim(layout, axis) is not None}
@@ -72,16 +72,16 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
             handle = apply_plan(model, mesh[axis], styles[axis], check=check)
             problems = [*_differences(model, cuts_on_axis(plan, model, axis), mesh[axis])]
             if sharding & set(data):
-                # FSDP2 would take a local shard for the full parameter, and a checkpoint would say so.
+                # FSDP2 would take a local shard for the full parameter, and store it so in a checkpoint.
                 hint = "use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order"
                 text = "a shard that no DTensor describes cannot be sharded again by FSDP2"
                 problems += [Problem("plan-not-executable", name, found=text, hint=hint) for name in _local(model)]
             if problems:
-                handle.undo()
+                handle.undo()  # unchanged model
                 raise PlanError(problems)
     if data:
         local = _local(model)
-        # By identity: FSDP2 asks for the dim of a parameter before it replaces it, and knows no names.
+        # By identity: FSDP2 passes a parameter without its name, before it replaces it.
         axis_dims = {id(p): [_dim(layouts[name], axis) for axis in data] for name, p in model.named_parameters()}
         dims = {key: next((dim for dim in dims if dim is not None), 0) for key, dims in axis_dims.items()}
         for block in [*_repeated_blocks(model), model]:
@@ -89,7 +89,7 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
                 fully_shard(block, mesh=mesh[data], shard_placement_fn=lambda p: Shard(dims[id(p)]))
             else:
                 _torch_compat.replicate(block, mesh[data[0]], set(local.values()))
-        for parameter in local.values():  # torch would make DTensors of them, which know of no sections
+        for parameter in local.values():  # torch would make DTensors of them, without sections
             parameter.register_post_accumulate_grad_hook(AverageGradient(mesh[data[0]]))
     return model
 
@@ -99,7 +99,7 @@ def _local(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class AverageGradient:
-    """Average a local shard's gradient over a data axis, after each backward; accumulated parts are equal already."""
+    """Average a local shard's gradient over a data axis, after each backward."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -107,7 +107,7 @@ class AverageGradient:
     def __call__(self, parameter: torch.Tensor) -> None:
         """Reduce the gradient in place."""
         assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=self.mesh.get_group())
+        dist.all_reduce(parameter.grad, group=self.mesh.get_group())  # earlier accumulated parts are equal already
         parameter.grad /= self.mesh.size()
 
 
@@ -115,7 +115,7 @@ class AverageGradient:
 def _decided(
     model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan
 ) -> tuple[dict[str, Layout], dict[str, dict[str, ParallelStyle]]]:
-    """Return each parameter's layout, and the styles along each model axis; sends and changes nothing."""
+    """Return each parameter's layout, and the styles along each model axis; no communication, no changes."""
     names, resolution = mesh.mesh_dim_names or (), plan.resolve(model)
     layouts: dict[str, Layout] = {name: resolution[name] for name, _ in model.named_parameters()}
     problems = _axis_problems(names, mesh, layouts)
@@ -127,7 +127,7 @@ def _decided(
 
 
 def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, Layout]) -> list[Problem]:
-    """Why the axes of a plan have no counterpart in torch and the styles; empty where they have."""
+    """List reasons against the axes of a plan: no counterpart in torch or the styles."""
     problems: list[Problem] = []
     for name, layout in layouts.items():
         if tuple(layout.mesh.axis_names) != tuple(names) or layout.mesh.shape != tuple(mesh.shape):
@@ -150,7 +150,7 @@ def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, 
 
 
 def _differences(model: nn.Module, cuts: AxisCuts, mesh: DeviceMesh) -> Iterator[Problem]:
-    """Compare what this rank holds of each parameter along the model axis with the plan."""
+    """Compare this rank's shards along the model axis with the plan."""
     for name, parameter in model.named_parameters():
         planned = cuts.splits.get(name, Split.replicated())
         info, actual = sharding_info_of(parameter), Split.replicated()
@@ -166,7 +166,7 @@ def _differences(model: nn.Module, cuts: AxisCuts, mesh: DeviceMesh) -> Iterator
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Children of the outermost `ModuleList`s of several modules, in order."""
+    """Return children of the outermost `ModuleList`s of several modules, in order."""
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
     inner = {id(below) for each in lists for child in each for below in child.modules() if below is not child}
     return [child for each in lists if id(each) not in inner for child in each]

@@ -1,4 +1,4 @@
-"""`from_sharding_plan`: what a plan cuts becomes styles that train as the whole module does, or an error."""
+"""`from_sharding_plan`: convert a plan's shards to styles that train like the full module, or raise."""
 
 from __future__ import annotations
 
@@ -37,43 +37,43 @@ Choice = Literal["refuse", "gather", "leave"]
 def from_sharding_plan(
     plan: ShardingPlan, module: nn.Module, *, axis: str = "tp", unproven: Unproven = "refuse"
 ) -> dict[str, ParallelStyle]:
-    """Styles that lay out a module's parameters as a `shard_spec.ShardingPlan` does, for one axis of its mesh.
+    """Convert a `shard_spec.ShardingPlan` to styles, for one axis of its mesh.
 
-    The axis is taken as tensor parallel: activations between blocks are the same on all of its ranks. Sharded layers
-    that form a block of the planner (attention by heads, a feed-forward block by channels, experts, the vocabulary's
-    ends) keep their activations sharded in between. Head counts inside become local, parameters that act inside (norms
-    of heads) get their gradients summed. `apply_plan` compares each block with the original at its first call.
+    The axis is tensor parallel: activations between blocks are the same on all of its ranks. Sharded layers of one of
+    the planner's blocks (attention by heads, a feed-forward block by channels, experts, the vocabulary's ends) keep
+    their activations sharded in between. Head counts inside become local, gradients of parameters inside (norms of
+    heads) are summed. `apply_plan` compares each block with the original in its first call.
 
     Args:
-        plan: The plan; its other axes are other packages' matter.
+        plan: The plan; its other axes are for other packages.
         module: The model; on the meta device too.
         axis: Name of the tensor-parallel axis.
-        unproven: Sharded layers that form no block, or one whose heads no rank can compute alone: `"refuse"` raises,
-            `"gather"` shards each layer between replicated activations, at the price of communication.
+        unproven: Sharded layers outside of blocks, or in a block whose heads no rank can compute alone: `"refuse"`
+            raises, `"gather"` shards each layer between replicated activations, at the price of communication.
 
     Returns:
-        FQN -> style, for `apply_plan`; layers that the axis does not shard are not in it.
+        FQN -> style, for `apply_plan`; without layers not sharded by the axis.
 
     Raises:
-        PlanError: Layouts that no style has a meaning for, blocks that cannot be sharded; all of them at once. A plan
-            for a data-parallel axis (FSDP) is refused, too.
+        PlanError: Layouts without a style, blocks that cannot be sharded; all of them at once. A plan for a
+            data-parallel axis (FSDP) is refused, too.
     """
     if unproven not in ("refuse", "gather"):
         raise PlanError(Problem("invalid-argument", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
     cuts = cuts_on_axis(plan, module, axis)
     conversion = _Conversion(module, cuts, unproven)
-    if getattr(plan, "certificate", None) is not None:
+    if getattr(plan, "certificate", None) is not None:  # an optimised plan
         conversion.refuse_mixtures()
     return conversion.styles()
 
 
 def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> dict[str, ParallelStyle]:
-    """Styles of every block that the planner recognises among some parameters.
+    """Return styles of every block recognised by the planner among some parameters.
 
     Args:
         module: The model.
         tp_size: Number of ranks.
-        free: FQNs of parameters that no style has yet.
+        free: FQNs of parameters without a style.
     """
     from shard_spec.planners import MegatronPlanner
 
@@ -81,21 +81,21 @@ def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> d
     units = [unit for unit in planner.analyse(module).units if unit.rows and unit.columns]
     units = [unit for unit in units if {*(cut.name for cut in unit.cuts), *unit.replicated} <= free]
     chosen = {cut.name for unit in units for cut in unit.cuts}
-    cuts = cuts_on_axis(planner.build_plan(module), module, "tp")
+    cuts = cuts_on_axis(planner.build_plan(module), module, "tp")  # of all blocks, filtered below
     chosen_cuts = replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen})
     return _Conversion(module, chosen_cuts, "leave").styles()
 
 
 class _Conversion:
-    """One plan and one model."""
+    """Conversion of one plan for one model."""
 
     def __init__(self, module: nn.Module, cuts: AxisCuts, unproven: Choice) -> None:
         self.module, self.cuts, self.unproven = module, cuts, unproven
         self.found: dict[str, ParallelStyle] = {}
-        self.problems: list[Problem] = []
+        self.problems: list[Problem] = []  # raised together at the end
 
     def refuse_mixtures(self) -> None:
-        """Of an optimised plan: where a block is not cut, the plan divides the batch or the sequence along the axis."""
+        """Refuse unsharded blocks of an optimised plan: it splits their batch or sequence along the axis."""
         hint = "activations differ between the axis's ranks there, which no style expresses; plan with MegatronPlanner"
         self.problems += [
             Problem("plan-not-executable", name, axis=self.cuts.axis, found="a block by batch or sequence", hint=hint)
@@ -114,7 +114,7 @@ class _Conversion:
             if not reason or self.unproven != "gather":
                 explained |= {id(self.module.get_parameter(name)) for name in region.parameters}
         self._alone({n for n in self.cuts.splits if id(self.module.get_parameter(n)) not in explained})
-        self._tied()
+        self._tied()  # last: it needs the styles of the other names
         if self.problems:
             raise PlanError(dict.fromkeys(self.problems), "the plan cannot be carried out by styles:")
         ordered = [name for name, _ in self.module.named_modules(remove_duplicate=False)]
@@ -129,7 +129,7 @@ class _Conversion:
         if region.kind == "experts":
             self._experts(region)
             return
-        inner = bool(region.row) and bool(region.columns)
+        inner = bool(region.row) and bool(region.columns)  # otherwise outputs are gathered
         for name, split in region.columns.items():
             self.found[name] = column(split, Shard(-1) if inner else Replicate())
         for name, split in region.picked.items():
@@ -141,7 +141,7 @@ class _Conversion:
             self._between(region)
 
     def _between(self, region: Region) -> None:
-        """Local counts, parameters and dropouts inside of the block."""
+        """Add styles for counts, parameters and dropouts inside the block."""
         counts = local_counts(self.module, region)
         cut: dict[str, dict[str, int]] = {}
         summed: dict[str, list[str]] = {}
@@ -151,12 +151,12 @@ class _Conversion:
             cut.setdefault(owner, {})[key] = split.dim
         for name in region.whole:
             owner, _, key = name.rpartition(".")
-            if owner not in region.picked:
+            if owner not in region.picked:  # these have a style of their own
                 summed.setdefault(owner, []).append(key)
         for name in learned_activations(self.module, region):
             for key, _ in self.module.get_submodule(name).named_parameters():
                 summed.setdefault(name, []).append(key)
-        for owner in dict.fromkeys((*counts, *cut, *summed)):
+        for owner in dict.fromkeys((*counts, *cut, *summed)):  # one style for each module
             module = self.module.get_submodule(owner)
             known = self.found.get(owner)  # a module with two blocks
             before = known.attributes if isinstance(known, BlockParallel) and isinstance(known.attributes, dict) else {}
@@ -180,12 +180,12 @@ class _Conversion:
             kind = "rowwise" if split.dim == parameter.dim() - 1 and not key.endswith("bias") else "colwise"
             kinds[key] = f"packed_{kind}" if len(split.sections) > 1 else kind
         for key, _ in module.named_parameters():
-            kinds.setdefault(key, "rowwise")  # the bias after the projection down, whole on every rank
+            kinds.setdefault(key, "rowwise")  # the bias after the down projection, replicated
         self.found[region.scope] = ParametersParallel(kinds, role="experts")
 
     def _alone(self, names: set[str]) -> None:
-        """Cut layers that are part of no region."""
-        if self.unproven == "leave":
+        """Style sharded layers outside of all regions."""
+        if self.unproven == "leave":  # only recognised blocks get styles
             return
         for name in dict.fromkeys(n.rpartition(".")[0] for n in self.cuts.splits if n in names):
             module = self.module.get_submodule(name)
@@ -199,7 +199,7 @@ class _Conversion:
                 self.problems.append(no_region(self.cuts, name, keys))
 
     def _tied(self) -> None:
-        """A tied weight's other layers get the style that divides it alike."""
+        """Style a tied weight's other layers with the same split."""
         for names in names_of_parameters(self.module):
             owners = [name.rpartition(".")[0] for name in names]
             if not any(name in self.found for name in owners):
@@ -216,14 +216,14 @@ class _Conversion:
 
 
 def mixes(module: nn.Module, region: Region) -> str:
-    """Why no rank can compute its heads of an attention alone; empty where it can."""
+    """Return the reason against computing a rank's heads of an attention alone; empty if there is none."""
     if region.kind != "attention" or region.is_torchs or not region.row:
         return ""
     if region.heads is None:
         return "its heads cannot be counted, or do not divide by the ranks"
     attention = module.get_submodule(region.scope)
     given = [name for name in ("alibi", "position_bias") if name in inspect.signature(attention.forward).parameters]
-    # A bias of all heads that a module beside adds, for attention somewhere below the module around it (BEiT).
+    # A module beside the attention adds a bias of all heads, to all attention below their parent (BEiT).
     biases = [name for name, _ in module.named_parameters() if "relative" in name and "bias" in name]
     homes = [name.rpartition(".")[0].rpartition(".")[0] for name in biases if not is_below(name, region.scope)]
     given += [f"a bias from {home}" for home in homes if home and is_below(region.scope, home)]
@@ -240,11 +240,11 @@ FULL_WIDTH = frozenset({"TrOCRAttention"})
 
 
 def learned_activations(module: nn.Module, region: Region) -> list[str]:
-    """FQNs of activation functions with parameters in a feed-forward block: they stand between columns and rows."""
+    """List activation functions with parameters in a feed-forward block, between columns and rows."""
     if region.kind != "mlp":
         return []
     below = [(region.scope + "." + name).lstrip(".") for name, _ in module.get_submodule(region.scope).named_modules()]
-    found = [(name, module.get_submodule(name)) for name in below[1:]]
+    found = [(name, module.get_submodule(name)) for name in below[1:]]  # without the block itself
     usual = ("act", "act_fn", "activation", "activation_fn")
     return [
         name
@@ -254,7 +254,7 @@ def learned_activations(module: nn.Module, region: Region) -> list[str]:
 
 
 def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]:
-    """FQN -> attributes with local values, of the module that holds the columns and of the one around the block.
+    """Map FQNs of modules with columns, and of the module around the block, to local attributes.
 
     An attribute counts heads, or channels of all heads, if it has one of the usual names and the right value.
     """
@@ -289,7 +289,7 @@ def _not_separable(region: Region, reason: str) -> Problem:
 
 
 def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:
-    """The error for a layer that is part of no region."""
+    """Return the error for a layer outside of all regions."""
     found = ", ".join(f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys))
     hint = (
         "it is part of no recognised block that the plan cuts by columns and rows. For a data-parallel axis use "
@@ -301,12 +301,12 @@ def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:
 def gathering(
     cuts: AxisCuts, name: str, module: nn.Module, keys: set[str]
 ) -> tuple[ParallelStyle | None, Problem | None]:
-    """The style that makes the layer right between whole activations; or why there is none."""
+    """Return the style for a layer between replicated activations, or the problem."""
     info = describe(module, name)
     weight, bias = (cuts.splits.get(below(name, key)) for key in ("weight", "bias"))
     shape = linear_shape(info)
     if shape is not None and weight is not None:
-        by_rows = weight.dim == shape.out_dim
+        by_rows = weight.dim == shape.out_dim  # of the weight: output features
         has_bias = module._parameters.get("bias") is not None
         if has_bias and (not cuts.agree(below(name, "bias"), replace(weight, dim=0)) if by_rows else bias):
             hint = "shard the bias with the rows of its weight, and replicate it with the columns"
@@ -314,7 +314,7 @@ def gathering(
         if by_rows:
             return column(replace(weight, dim=0), Replicate()), None
         if weight.is_single and all(section.unit == 1 for section in weight.sections):
-            return RowwiseParallel(input_layouts=Replicate()), None
+            return RowwiseParallel(input_layouts=Replicate()), None  # the input is sliced here
     if isinstance(module, nn.Embedding) and weight is not None and weight.is_single:
         by_rows = weight.dim == 0
         return RowwiseParallel() if by_rows else ColwiseParallel(output_layouts=Replicate()), None
@@ -326,7 +326,7 @@ def gathering(
 
 
 def column(split: Split, output: Any) -> ParallelStyle:
-    """The column-wise style that divides output features so."""
+    """Return the column-wise style for a split of the output features."""
     if len(split.sections) == 1 and split.sections[0].unit == 1:
         return ColwiseParallel(output_layouts=output)
     return FusedColwiseParallel(
@@ -335,5 +335,5 @@ def column(split: Split, output: Any) -> ParallelStyle:
 
 
 def below(name: str, attribute: str) -> str:
-    """FQN of something of a module."""
+    """Return the FQN of a module's attribute."""
     return f"{name}.{attribute}" if name else attribute

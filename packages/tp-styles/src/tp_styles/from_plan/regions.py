@@ -1,4 +1,4 @@
-"""Regions of a model that a plan cuts: columns, rows, and what the planner knows about them."""
+"""Regions of a model sharded by a plan: columns, rows, and the planner's metadata."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Region:
     """Modules between column-wise and row-wise layers, on each rank's own channels or heads.
 
     Attributes:
-        kind: The planner's word: `"attention"`, `"mlp"`, `"experts"`, `"embedding"`, `"head"`.
-        scope: FQN of the smallest module that holds all of it.
-        columns: FQN of each column-wise layer -> how its output features are divided.
-        row: FQN of the row-wise layer; `""` where there is none.
-        row_split: How the row-wise layer's input features are divided.
-        inner: FQN of each parameter between them that is cut too -> its split.
-        picked: Column-wise layers that stay whole on every rank, of which each rank computes the rows of its heads.
-        heads: Heads of an attention, None elsewhere.
-        parameters: FQN of every parameter that the region cuts -> its split.
-        whole: FQNs of parameters inside that every rank holds whole.
+        kind: The planner's kind: `"attention"`, `"mlp"`, `"experts"`, `"embedding"`, `"head"`.
+        scope: FQN of the smallest module around all of it.
+        columns: FQN of each column-wise layer -> split of its output features.
+        row: FQN of the row-wise layer; `""` if there is none.
+        row_split: Split of the row-wise layer's input features.
+        inner: FQN of each sharded parameter between them -> its split.
+        picked: Column-wise layers in full on every rank; each rank computes only the rows of its heads.
+        heads: Heads of an attention, None for other kinds.
+        parameters: FQN of every sharded parameter of the region -> its split.
+        whole: FQNs of replicated parameters inside.
         is_torchs: It is an `nn.MultiheadAttention`.
     """
 
@@ -53,14 +53,12 @@ FUSED_ORDERS = (None, "sections", "heads", "groups", "pairs")
 
 
 def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
-    """Regions that the planner recognises in the module and that the plan cuts as the planner would.
-
-    A fused weight's order cannot always be found out: then the one that the plan has is tried.
-    """
+    """Return regions recognised by the planner and sharded by the plan as the planner would."""
     from shard_spec.planners import MegatronPlanner
 
     found: dict[str, Region] = {}
     explained: set[str] = set()
+    # The order of a fused weight is not always recognised: try each one against the plan.
     for fused in FUSED_ORDERS if cuts.splits else ():
         if explained >= cuts.splits.keys():
             break
@@ -74,7 +72,7 @@ def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
 
 
 def uncut_blocks(module: nn.Module, cuts: AxisCuts) -> list[str]:
-    """FQNs of blocks that could be cut by columns and rows, and that the plan leaves whole."""
+    """Return FQNs of blocks left replicated by the plan, though columns and rows could be sharded."""
     from shard_spec.planners import MegatronPlanner
 
     units = MegatronPlanner({cuts.axis: cuts.tp_size}, cuts.axis).analyse(module).units
@@ -88,7 +86,7 @@ def _aliases(module: nn.Module, names: dict[str, Split]) -> set[str]:
 
 
 def _region(module: nn.Module, unit: TPBlock, cuts: AxisCuts) -> Region | None:
-    """The unit, if the plan cuts all of its parameters as the unit says, and no other of its layers'."""
+    """Return the unit's region if the plan shards exactly the unit's parameters, in the same way."""
     from shard_spec import Layout, MeshSpec
 
     splits = {}
@@ -96,9 +94,9 @@ def _region(module: nn.Module, unit: TPBlock, cuts: AxisCuts) -> Region | None:
         layout = Layout(MeshSpec({cuts.axis: cuts.tp_size}), {cuts.axis: cut.placement})
         split, problem = split_on_axis(cut.name, layout, cuts.axis, module.get_parameter(cut.name).shape)
         if split is None or problem is not None or not cuts.agree(cut.name, split):
-            return None
+            return None  # another layout
         splits[cut.name] = split
-    if any(name in cuts.splits for name in (*unit.replicated, *unit.row_biases)):
+    if any(name in cuts.splits for name in (*unit.replicated, *unit.row_biases)):  # must stay replicated
         return None
     rows = [cut.name for cut in unit.rows]
     columns = {_owner(cut.name): replace(splits[cut.name], dim=0) for cut in unit.columns if _is_weight(cut.name)}
@@ -120,25 +118,25 @@ def _region(module: nn.Module, unit: TPBlock, cuts: AxisCuts) -> Region | None:
 
 
 def _heads(module: nn.Module, unit: TPBlock, splits: dict[str, Split], tp_size: int) -> Heads | None:
-    """Head counts, from the sizes of the layers and the number of pieces."""
+    """Return head counts, from the sizes of the layers and the number of pieces."""
     if isinstance(module.get_submodule(unit.name), nn.MultiheadAttention):
-        return None
+        return None  # its style counts them
     width = splits[unit.rows[0].name].global_size
     outputs = [splits[cut.name].global_size for cut in unit.columns if _is_weight(cut.name)]
     keys = [name for name in unit.replicated if _is_linear_weight(module, name)]
-    if keys:  # the query projection alone is cut
+    if keys:  # only the query projection is sharded
         rows = _out_features(module, keys[0])
         queries = unit.num_pieces
         size = width // queries
         count = rows // size
         return Heads(queries, count, tp_size, copies=tp_size // count) if count and tp_size % count == 0 else None
     count = unit.num_pieces
-    size = (outputs[1] if len(outputs) > 1 else (outputs[0] - width) // 2) // count
+    size = (outputs[1] if len(outputs) > 1 else (outputs[0] - width) // 2) // count  # fused: q, then k and v
     return Heads(width // size, count, tp_size) if size else None
 
 
 def _picked(module: nn.Module, unit: TPBlock, heads: Heads | None) -> Iterator[tuple[str, Split]]:
-    """Key and value projections of fewer key-value heads than ranks."""
+    """Yield key and value projections of fewer key-value heads than ranks."""
     if heads is None or heads.copies == 1:
         return
     for name in unit.replicated:
@@ -166,5 +164,5 @@ def _owner(name: str) -> str:
 
 
 def sizes_by_name(module: nn.Module) -> dict[str, int]:
-    """Whole numbers that a module keeps as attributes."""
-    return {key: value for key, value in vars(module).items() if key[0] != "_" and type(value) is int}
+    """Return a module's integer attributes."""
+    return {key: value for key, value in vars(module).items() if key[0] != "_" and type(value) is int}  # no bool

@@ -1,4 +1,4 @@
-"""A plan for a model that nobody wrote one for."""
+"""Plan a model automatically."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from tp_styles.values.spec import is_below, names_of_parameters
 
 @own_errors()  # of shard-spec, which it calls
 def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
-    """Styles for a model: its own Hugging Face plan, else torch's transformer layers, else `[shard-spec]`'s planner.
+    """Plan a model: by its Hugging Face plan, torch's transformer layers or `[shard-spec]`'s planner, in this order.
 
-    Where the planner is installed, it adds blocks that a model's own plan leaves out (shared experts, attention of some
-    mixtures of experts), and takes out attention in which a parameter without a style acts on all heads.
+    If installed, the planner adds blocks missing in a model's own plan (shared experts, attention of some mixtures of
+    experts), and drops attention in which a parameter without a style acts on all heads.
 
-    `plan_styles(model, auto_plan(model), tp_size).unstyled` lists what is not sharded; for DTensors there, too, pass
-    `rest="replicated"` to `apply_plan`.
+    `plan_styles(model, auto_plan(model), tp_size).unstyled` lists the unsharded parameters; to make them DTensors
+    too, pass `rest="replicated"` to `apply_plan`.
 
     Args:
         model: The model; on the meta device too.
-        tp_size: Number of ranks. What the planner finds is for this number alone; `apply_plan` refuses another.
+        tp_size: Number of ranks. The planner's styles are for this number alone; `apply_plan` refuses another.
 
     Returns:
-        FQN -> style, for `apply_plan`. It warns where less than half of the parameters are sharded.
+        FQN -> style, for `apply_plan`. It warns if less than half of the parameters are sharded.
 
     Raises:
         PlanError: Nothing was recognised.
     """
-    styles = _without_broken_ties(model, _styles(model, tp_size))
+    styles = _without_broken_ties(model, _styles(model, tp_size))  # tied weights: all or none
     share, largest = sharded_share(model, plan_styles(model, styles, tp_size))
     if not share:
         hint = "write a plan; or install tp-styles[shard-spec] for its planner"
@@ -53,7 +53,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
 
 
 def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
-    """Return the share of a model's elements that a plan shards, and the names of the largest others."""
+    """Return the sharded share of a model's elements, and names of the largest unsharded parameters."""
     sharded = {
         module.info.where(name)
         for module in plan.modules
@@ -68,9 +68,9 @@ def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
 
 
 def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
-    has_planner = importlib.util.find_spec("shard_spec") is not None
+    has_planner = importlib.util.find_spec("shard_spec") is not None  # without importing it
     plan = getattr(model, "tp_plan", None) or {}
-    if any("*" in pattern for pattern in plan):  # some models have one for their head alone
+    if any("*" in pattern for pattern in plan):  # some models plan only their head
         styles = from_hf_tp_plan(model)
         if not has_planner:
             return styles
@@ -84,7 +84,7 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
             for name, module in model.named_modules()
             if isinstance(module, nn.MultiheadAttention) and not any(name.startswith(f"{b}.") or not b for b in blocks)
         ]
-        return styles | {name: MultiheadAttentionParallel() for name in alone}
+        return styles | {name: MultiheadAttentionParallel() for name in alone}  # outside of layers
     if not has_planner:
         return {}
     from shard_spec.planners import MegatronPlanner
@@ -94,7 +94,7 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
 
 
 def _without_mixed_heads(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
-    """Leave out attention of a model's own plan where a parameter without a style may act across heads (doge's `A`)."""
+    """Drop attention in which a parameter without a style may act across heads (doge's `A`)."""
     from shard_spec.planners import MegatronPlanner
 
     left = MegatronPlanner({"tp": tp_size}, kv_replicate=True).analyse(model).left_whole
@@ -114,11 +114,11 @@ def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_
 
 
 def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Leave whole what shares a parameter with a module that no style stands on (the bias of BERT's head)."""
+    """Drop styles of modules tied to a module without a style (the bias of BERT's head)."""
     owners = [{name.rpartition(".")[0] for name in names} for names in names_of_parameters(model)]
     kept = dict(styles)
     changed = True
-    while changed:  # a head without a style takes the embedding that it is tied to with it
+    while changed:  # dropping a head's style drops its tied embedding's too
         claimed = {where for found in plan_styles(model, kept, 2).modules for where in _places(found)}
         broken = [names & claimed for names in owners if len(names) > 1 and names - claimed and names & claimed]
         changed = any(kept.pop(name, None) is not None for names in broken for name in names)
@@ -126,12 +126,12 @@ def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> 
 
 
 def _places(found: PlannedModule) -> set[str]:
-    """FQNs of the modules that hold the parameters of a style."""
+    """Return FQNs of the modules with a style's parameters."""
     return {found.info.where(name).rpartition(".")[0] for name, _ in found.spec.parameters}
 
 
 def _dealt_out(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Key and value projections of few heads: a layout has them whole on every rank, a style need not."""
+    """Shard key and value projections of few heads: only a layout needs them replicated."""
     return {
         name: FusedColwiseParallel((style.rows,), unit=style.unit, copies=style.copies)
         if isinstance(style, ColwiseKVReplicated)

@@ -1,4 +1,4 @@
-"""From a Hugging Face plan to styles."""
+"""Convert a Hugging Face plan to styles."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROLES = {
 }
 TODAY = tuple(dict.fromkeys((*STYLES, *ROLES, "packed_rowwise", "mla_kv_a_proj", "grouped_gemm")))
 
-# Names that 4.5x and early 5.x used -> today's.
+# Names of transformers 4.5x and early 5.x -> today's.
 OLDER = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
@@ -62,10 +62,10 @@ OLDER = {
 
 
 def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan in today's vocabulary.
+    """Translate the plan to today's names.
 
     Raises:
-        PlanError: Names that have no meaning here, all of them at once.
+        PlanError: Unknown names, all of them at once.
     """
     known = {**{name: name for name in TODAY}, **OLDER}
     unknown = [(key, name) for key, name in plan.items() if name not in known]
@@ -87,21 +87,21 @@ def from_hf_tp_plan(
     kv_replicate: bool = True,
     ep_implementation: str | None = None,
 ) -> dict[str, ParallelStyle]:
-    """Styles that do what a Hugging Face tensor-parallel plan says.
+    """Convert a Hugging Face tensor-parallel plan to styles.
 
     Args:
-        model_or_config: A transformers model, or a configuration, of which the model is made on the meta device.
+        model_or_config: A transformers model, or a configuration to build the model from, on the meta device.
         plan: Name pattern -> style name; by default the model's own.
         kv_replicate: With fewer key-value heads than ranks, several ranks hold the same ones.
-        ep_implementation: `"all_reduce"`: experts by the model's `ep_plan`, whole ones on each rank, over the same
+        ep_implementation: `"all_reduce"`: experts by the model's `ep_plan`, full ones on each rank, over the same
             ranks; all take the same tokens, and the outputs are summed. By default by the plan above.
 
     Returns:
-        FQN -> style, for `apply_plan`. Names of the plan that the model does not have are left out, as they are in
-        transformers: plans name the layers of all variants of a family.
+        FQN -> style, for `apply_plan`. Names of the plan missing in the model are ignored, as in transformers: plans
+        name the layers of all variants of a family.
 
     Raises:
-        PlanError: The model has no plan, or the plan has style names without a meaning here.
+        PlanError: The model has no plan, or the plan has unsupported style names.
     """
     model = model_or_config if isinstance(model_or_config, nn.Module) else _on_meta(model_or_config)
     if plan is None:
@@ -110,7 +110,7 @@ def from_hf_tp_plan(
         plan = _with_experts(model, plan or {}, ep_implementation)
     if not plan:
         raise PlanError(Problem("missing-argument", type(model).__name__, found="no tp_plan", hint="pass plan="))
-    named = _entries(model, todays_names(plan))
+    named = _entries(model, todays_names(plan))  # raises all unknown names at once
     found_styles = {name: _style(model, name, named) for name in _modules(model, named)}
     styles = {name: _beside_adapter(model.get_submodule(name), style) for name, style in found_styles.items()}
     if not styles:
@@ -123,8 +123,8 @@ def from_hf_tp_plan(
 
 
 def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
-    """The style of a linear layer, also where peft has put a low-rank update beside it."""
-    if not isinstance(getattr(module, "base_layer", None), nn.Linear):
+    """Return the style of a linear layer, with peft's low-rank update if there is one."""
+    if not isinstance(getattr(module, "base_layer", None), nn.Linear):  # no adapter
         return style
     if style == ColwiseParallel():
         return LoRAParallel("column")
@@ -134,7 +134,7 @@ def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
 def _on_meta(config: Any) -> nn.Module:
     from transformers import AutoModel, AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with torch.device("meta"):  # only names and shapes are needed
         for kind in (AutoModelForCausalLM, AutoModel):
             if type(config) in kind._model_mapping:
                 model: nn.Module = kind.from_config(config)
@@ -143,7 +143,7 @@ def _on_meta(config: Any) -> nn.Module:
 
 
 def _with_experts(model: nn.Module, plan: Mapping[str, str], implementation: str) -> dict[str, str]:
-    """The plan with the model's expert-parallel plan, which decides for experts and what is below them."""
+    """Override the plan by the model's expert-parallel plan, for experts and all below them."""
     own: Any = getattr(model, "ep_plan", None) or {}
     if implementation != "all_reduce" or not own:
         found = "no ep_plan" if not own else f"ep_implementation={implementation!r}"
@@ -154,13 +154,13 @@ def _with_experts(model: nn.Module, plan: Mapping[str, str], implementation: str
 
 
 def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """FQN of every module or parameter that the plan names -> style name; an exact name beats globs.
+    """Map FQNs of modules and parameters in the plan to style names; exact names beat globs.
 
     Raises:
-        PlanError: ``ambiguous-pattern`` where two globs give one name different styles.
+        PlanError: ``ambiguous-pattern`` if two globs give one name different styles.
     """
     names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
-    patterns = [Pattern(text) for text in plan]
+    patterns = [Pattern(text) for text in plan]  # raises for unreadable ones
     found = {}
     for name in names:
         matching = [pattern for pattern in patterns if pattern.matches(name)]
@@ -174,7 +174,7 @@ def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _modules(model: nn.Module, named: Mapping[str, str]) -> list[str]:
-    """Modules that the plan names, or whose own parameters it names."""
+    """List modules named in the plan, themselves or by one of their own parameters."""
     parameters = {name for name, _ in model.named_parameters()}
     wanted = {name.rpartition(".")[0] if name in parameters else name for name in named}
     return [name for name, _ in model.named_modules() if name in wanted]
@@ -182,7 +182,7 @@ def _modules(model: nn.Module, named: Mapping[str, str]) -> list[str]:
 
 def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelStyle:
     module = model.get_submodule(name)
-    kind = named.get(name, "local_params")
+    kind = named.get(name, "local_params")  # only its parameters are named
     own = {key: named[f"{name}.{key}"] for key in module._parameters if f"{name}.{key}" in named}
     if own or kind in ("moe_tp_experts", "ep_dispatch_experts", "local_params"):
         return ParametersParallel(own, role=ROLES.get(kind, "local"))
@@ -192,17 +192,17 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
         raise PlanError(
             Problem("invalid-argument", name, found=repr(kind), hint="it has a meaning for parameters only")
         )
-    return STYLES[kind]()
+    return STYLES[kind]()  # a new style for each module
 
 
 def _rope_features(model: nn.Module) -> int:
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(text.qk_rope_head_dim)
+    return int(text.qk_rope_head_dim)  # of each head's key
 
 
 def _keep_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
-    """A head that is tied to the embedding takes the embedding with it, by rows of the vocabulary."""
+    """Give an embedding tied to a styled head a split by rows of the vocabulary."""
     for names in names_of_parameters(model):
         owners = [name.rpartition(".")[0] for name in names]
         if len(owners) > 1 and any(owner in styles for owner in owners):
@@ -212,17 +212,17 @@ def _keep_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
 
 
 def _learned_activations(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
-    """Activation functions with parameters between column-wise and row-wise layers: plans leave them out."""
+    """Add styles for activation functions with parameters inside sharded blocks: plans omit them."""
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         inside = {type(styles.get(f"{parent}.{key}")) for key, _ in model.get_submodule(parent).named_children()}
         learned = last in ("act", "act_fn", "activation") and any(True for _ in module.parameters())
         if learned and name not in styles and {ColwiseParallel, RowwiseParallel} <= inside:
-            styles[name] = NoParallel(sum_gradient=True)
+            styles[name] = NoParallel(sum_gradient=True)  # it runs on this rank's channels
 
 
 def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle], kv_replicate: bool) -> dict[str, ParallelStyle]:
-    """Attention modules with four usual projections are divided by heads, so that heads are never cut."""
+    """Shard attention with the four usual projections by heads, never within a head."""
     for name, module in model.named_modules():
         if name in styles or any(styles.get(f"{name}.{key}") != ColwiseParallel() for key in INPUTS):
             continue
@@ -230,13 +230,13 @@ def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle], kv_replicate
         style = attention_style(module, ends, kv_replicate)
         if style is not None:
             for key in (*INPUTS, *ends):
-                del styles[f"{name}.{key}"]
+                del styles[f"{name}.{key}"]  # now by the attention's style
             styles[name] = style
     return styles
 
 
 def attention_style(module: nn.Module, ends: Sequence[str], kv_replicate: bool) -> GQAParallel | None:
-    """Return the style by heads of an attention with four linear layers, one of them among `ends`; None of others."""
+    """Return the style by heads of an attention with four linear layers, one among `ends`; else None."""
     size = getattr(module, "head_dim", None)
     layers = {key: getattr(module, key, None) for key in (*INPUTS, *ends)}
     if len(ends) != 1 or not isinstance(size, int) or not all(isinstance(v, nn.Linear) for v in layers.values()):

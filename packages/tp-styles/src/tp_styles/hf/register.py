@@ -1,7 +1,7 @@
-"""Registers our styles with transformers: after `import tp_styles.hf.register`, `from_pretrained` shards with them.
+"""Register our styles with transformers: after this import, `from_pretrained` shards with them.
 
-The names of transformers' plans stay, so that every model's own plan and `DistributedConfig(tp_plan={...})` work as
-before. transformers makes, loads and saves the parameters, as its DTensors; what runs in a module's forward is ours.
+The names of transformers' plans stay: every model's own plan and `DistributedConfig(tp_plan={...})` work as before.
+transformers creates, loads and saves the parameters, as its DTensors; a module's forward runs our code.
 One name is new: `"kv_replicate"` on an attention module, for fewer key-value heads than ranks.
 """
 
@@ -31,7 +31,7 @@ from tp_styles.values.spec import StyleSpec, describe
 
 __all__ = ["KVReplicate", "RegisteredStyle"]
 
-# A style sees one parameter or one module at a time, parameters first, and parents before their children.
+# transformers calls a style for one parameter or module at a time: parameters first, parents before their children.
 _kinds: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 """Own parameters of a module -> style names that the plan gives them."""
 
@@ -40,11 +40,11 @@ _copied: WeakKeyDictionary[nn.Module, ColwiseKVReplicated] = WeakKeyDictionary()
 
 
 class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformers' class is untyped
-    """transformers' style of one name, with a forward of ours.
+    """transformers' style of one name, with our forward.
 
     Args:
         kind: The name, in today's vocabulary.
-        theirs: The style that transformers registered.
+        theirs: transformers' registered style of the name.
     """
 
     def __init__(self, kind: str, theirs: Any) -> None:
@@ -54,12 +54,12 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
     def validate_param(
         self, module: nn.Module, param: Any, mesh: DeviceMesh, parameter_name: str | None = None
     ) -> None:
-        """As transformers' style."""
+        """Validate as transformers' style does."""
         self.theirs.validate_param(module, param, mesh, parameter_name=parameter_name)
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Make the placeholder that transformers loads the weight into."""
-        _kinds.setdefault(module, {})[param] = self.kind
+        """Create the placeholder for transformers to load the weight into."""
+        _kinds.setdefault(module, {})[param] = self.kind  # for install_forward
         if module in _copied and self.kind != "colwise":
             hint = 'kv_replicate is for "colwise" key and value projections; leave it out'
             raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=self.kind, hint=hint))
@@ -72,7 +72,7 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
             self.theirs.shard_param(module, param, mesh)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Put the forward on the module; where a kernel or a quantizer brings its own, transformers' style does.
+        """Install the forward, or transformers' own if a kernel or a quantizer has replaced it.
 
         Raises:
             PlanError: The style does not fit the module.
@@ -89,7 +89,7 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
         if self.kind in ROLES and (own or self.kind != "all_reduce"):
             return ParametersParallel(own, role=ROLES[self.kind])
         if self.kind == "mla_kv_a_proj":
-            config: Any = module.config  # put there by transformers, for this name
+            config: Any = module.config  # set by transformers, for this name
             return LatentKVParallel(config.qk_rope_head_dim)
         if self.kind not in STYLES:
             hint = "it has a meaning for parameters only"
@@ -98,20 +98,20 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
 
 
 class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' class is untyped
-    """`"kv_replicate"` on an attention module: with fewer key-value heads than ranks, several compute the same ones.
+    """`"kv_replicate"` on an attention module: several ranks compute the same key-value heads.
 
-    The plan shards the projections as always; those of keys and values are then held in full on every rank. Where the
-    heads divide by the ranks, nothing changes.
+    For fewer key-value heads than ranks. The plan shards the projections as always, but those of keys and values are
+    held in full on every rank. If the heads divide by the ranks, nothing changes.
     """
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Leave a parameter of the attention itself to a style of its own."""
+        """Leave a parameter of the attention itself to another style."""
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Make head counts local, and mark the projections before their styles come.
+        """Make head counts local, and mark the projections before their styles are installed.
 
         Raises:
-            PlanError: The module is no such attention, or its heads do not divide.
+            PlanError: The module is not such an attention, or its heads do not divide.
         """
         ends = [key for key in OUTPUTS if isinstance(getattr(module, key, None), nn.Linear)]
         style = attention_style(module, ends, kv_replicate=True)
@@ -134,22 +134,22 @@ class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' c
 
 
 class ProjectionsCheck:
-    """See that the plan has styles for the projections of an attention whose head counts are local.
+    """Check for styles on the projections of an attention with local head counts.
 
-    transformers applies a plan from parents to children and says nothing at its end, so a call is the first to know.
+    transformers applies a plan from parents to children without a last step, so the first call is the first chance.
 
     Args:
-        names: Of the projections.
+        names: Names of the projections.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Look, at each call: it costs four look-ups.
+        """Check in each call: it costs four look-ups.
 
         Raises:
-            PlanError: Some have none.
+            PlanError: A projection has no style.
         """
         plain = [name for name in self.names if "forward" not in vars(module.get_submodule(name))]
         if plain:
@@ -159,13 +159,13 @@ class ProjectionsCheck:
 
 
 def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
-    info = describe(module, type(module).__name__)  # transformers does not say the name
+    info = describe(module, type(module).__name__)  # transformers does not pass the name
     spec = style.spec(info, mesh.size())
     _raise(spec)
     for name, parameter in spec.parameters:
         placed = module.get_parameter(name)
         sharded = isinstance(placed, DTensor) and not placed.placements[0].is_replicate()
-        if sharded == parameter.split.is_replicated:
+        if sharded == parameter.split.is_replicated:  # one sharded, the other not
             found = f"{placed.placements if isinstance(placed, DTensor) else 'in full'}, as the plan has it"
             hint = f"{style!r} computes with {parameter.split}"
             raise PlanError(Problem("layout-mismatch", info.where(name), found=found, hint=hint))
@@ -179,7 +179,7 @@ def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Mo
 
 
 class ReplicatedInputCheck:
-    """Compare a module's inputs between the ranks at its first call: peers take the same rows.
+    """Compare a module's inputs between the ranks in its first call: they must be equal.
 
     Args:
         axis: The ranks.
@@ -189,21 +189,21 @@ class ReplicatedInputCheck:
         self.axis = axis
 
     def install(self, module: nn.Module) -> None:
-        """Stand before the module's forward, once."""
+        """Register the hook before all others."""
         self.handle = module.register_forward_pre_hook(self, prepend=True)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Compare, and go.
+        """Compare, and remove the hook.
 
         Raises:
             StyleInputError: Inputs differ; on every rank.
         """
         if is_compiling() or not args or not isinstance(args[0], torch.Tensor) or is_fake(args[0]):
-            return
+            return  # no values to compare
         value = args[0].detach()
         kinds = set(self.axis.all_gather_objects((tuple(value.shape), str(value.dtype)), "the first call"))
         same = len(kinds) == 1 and is_close(value, agreed_values(value, self.axis, 0))
-        if not all(self.axis.all_gather_objects(same, "the first call")):
+        if not all(self.axis.all_gather_objects(same, "the first call")):  # all ranks raise together
             hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler"
             found = "other values on each rank"
             raise StyleInputError(Problem("ranks-disagree", type(module).__name__, found=found, hint=hint))
@@ -219,7 +219,7 @@ def _register() -> None:
     for name in list(ALL_PARALLEL_STYLES):
         theirs = ALL_PARALLEL_STYLES[name]
         kind = OLDER.get(name, name)
-        # What is replicated runs as it is, and expert-parallel plans are applied otherwise: transformers' styles stay.
+        # Replicated modules run unchanged, and expert-parallel plans are applied otherwise: transformers' styles stay.
         if kind in TODAY and kind not in ("replicate", "grouped_gemm", "ep_dispatch_experts"):
             ALL_PARALLEL_STYLES.register(name, RegisteredStyle(kind, theirs))
     ALL_PARALLEL_STYLES.register("kv_replicate", KVReplicate())

@@ -1,4 +1,4 @@
-"""The first tensor-parallel styles, with the meaning they had, on today's DTensor.
+"""The first tensor-parallel styles, with their meaning, on today's DTensor.
 
 `SequenceParallel` here is the pair of linear layers between sequence shards: rows are gathered on the way in and
 reduce-scattered on the way out. The class of that name in `tp_styles` itself is today's style for norms and dropout.

@@ -1,7 +1,7 @@
-"""The functions that prepare a module's input and output for tensor parallelism over a 1-D mesh.
+"""Functions to prepare a module's input and output for tensor parallelism over a 1-D mesh.
 
-Each takes the tensor (or, called from a hook, the tuple of inputs, of which it prepares the first) and the mesh; a
-DTensor brings its own mesh.
+Each takes the tensor (or, from a hook, the tuple of inputs, and prepares the first) and the mesh; a
+DTensor has its own mesh.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tp_styles.problems import Problem, StyleInputError, StyleOutputError
 
 
 def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch.Tensor, DeviceMesh]:
-    """The tensor and the 1-D mesh of a call to an input function.
+    """Return the tensor and the 1-D mesh of a call to an input function.
 
     Raises:
         StyleInputError: Not a tensor, no mesh, a mesh with several dims, or another mesh than the DTensor's.
     """
-    # Hooks hand over the tuple of all inputs, and the first one is meant.
+    # Hooks pass the tuple of all inputs, and the first one is meant.
     tensor = input[0] if isinstance(input, tuple | list) and input else input
     if device_mesh is None:
         if not isinstance(tensor, DTensor):
@@ -38,7 +38,7 @@ def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch
 
 
 def output_and_mesh(output: object, device_mesh: DeviceMesh | None) -> tuple[DTensor, DeviceMesh]:
-    """The DTensor and the 1-D mesh of a call to an output function.
+    """Return the DTensor and the 1-D mesh of a call to an output function.
 
     Raises:
         StyleOutputError: Not a DTensor, a mesh with several dims, or another mesh than the DTensor's.
@@ -73,14 +73,14 @@ def make_input_shard_1d(
     device_mesh: DeviceMesh | None = None,
     dim: int = 0,
 ) -> DTensor:
-    """The input as a DTensor sharded on `dim`: a plain tensor is this rank's shard, a DTensor is redistributed.
+    """Return the input as a DTensor sharded on `dim`: a plain tensor is this rank's shard, a DTensor is redistributed.
 
-    Shards are taken as equally long on every rank; make a DTensor with `shape=` and `stride=` for others.
+    Shards are assumed to be equal on every rank; make a DTensor with `shape=` and `stride=` for others.
 
     Args:
         input: This rank's shard, or a DTensor.
         device_mesh: 1-D mesh; by default the DTensor's.
-        dim: Dim of the input that is sharded.
+        dim: Dim of the input to shard.
 
     Raises:
         StyleInputError: No tensor, no 1-D mesh, or not the DTensor's mesh (also a `RuntimeError`).
@@ -106,10 +106,10 @@ def make_input_replicate_1d(
     input: torch.Tensor | DTensor,
     device_mesh: DeviceMesh | None = None,
 ) -> DTensor:
-    """The input as a replicated DTensor: a plain tensor is the same on every rank, a DTensor is redistributed.
+    """Return the input as a replicated DTensor: a plain tensor is the same on every rank, a DTensor is redistributed.
 
     Args:
-        input: The whole input, or a DTensor.
+        input: The full input, or a DTensor.
         device_mesh: 1-D mesh; by default the DTensor's.
     """
     return _as_dtensor(input, device_mesh, Replicate())
@@ -119,7 +119,7 @@ def make_input_reshard_replicate(
     input: torch.Tensor | DTensor,
     device_mesh: DeviceMesh | None = None,
 ) -> DTensor:
-    """The rows of every rank's input one after the other, on every rank (an all-gather on dim 0).
+    """Return the concatenated rows of all ranks' inputs on every rank (an all-gather on dim 0).
 
     Args:
         input: This rank's rows.
@@ -139,7 +139,7 @@ def _as_dtensor(input: object, device_mesh: DeviceMesh | None, placement: Placem
 
 
 def make_output_shard_1d(output: DTensor, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
-    """The output redistributed to shards of `dim`.
+    """Return the output, redistributed to shards of `dim`.
 
     Args:
         output: The module's output.
@@ -154,7 +154,7 @@ def make_output_shard_1d(output: DTensor, device_mesh: DeviceMesh | None = None,
 
 
 def make_output_replicate_1d(output: DTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """The output redistributed to be whole on every rank.
+    """Return the output, redistributed to be full on every rank.
 
     Args:
         output: The module's output.
@@ -165,7 +165,7 @@ def make_output_replicate_1d(output: DTensor, device_mesh: DeviceMesh | None = N
 
 
 def make_output_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """The whole output as a plain tensor on every rank.
+    """Return the full output as a plain tensor on every rank.
 
     Args:
         output: The module's output.
@@ -175,11 +175,11 @@ def make_output_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -
 
 
 def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """This rank's shard of the output as a plain tensor.
+    """Return this rank's shard of the output as a plain tensor.
 
     Args:
         output: The module's output, not a partial sum.
-        _device_mesh: Only checked; it is there because output functions are called with one.
+        _device_mesh: Only checked; output functions are called with one.
 
     Raises:
         StyleOutputError: As `make_output_shard_1d`, or the output is a partial sum.
@@ -192,7 +192,7 @@ def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None 
 
 
 def make_output_reshard_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """This rank's rows of the output as a plain tensor (a reduce-scatter on dim 0 of a partial sum).
+    """Return this rank's output rows as a plain tensor (a reduce-scatter on dim 0).
 
     Args:
         output: The module's output.

@@ -21,11 +21,11 @@ from tp_styles.values.spec import ModuleInfo, StyleSpec, is_below
 
 
 class ColwiseParallel(colwise.ColwiseParallel):
-    """Each rank computes some of the output features of an `nn.Linear` (or `nn.Embedding`).
+    """Shard the output features of an `nn.Linear` (or `nn.Embedding`) over the ranks.
 
     Args:
         _prepare_input: Makes the input a replicated DTensor.
-        _prepare_output: Makes the output DTensor what the next module takes.
+        _prepare_output: Converts the output DTensor for the next module.
     """
 
     takes_functions = True
@@ -45,11 +45,11 @@ class ColwiseParallel(colwise.ColwiseParallel):
 
 
 class RowwiseParallel(rowwise.RowwiseParallel):
-    """Each rank computes a partial sum of every output feature from some of the input features.
+    """Shard the input features of an `nn.Linear`; each rank computes a partial sum of every output feature.
 
     Args:
         _prepare_input: Makes the input a DTensor sharded on the last dim.
-        _prepare_output: Makes the output DTensor, a partial sum, what the next module takes.
+        _prepare_output: Converts the output DTensor, a partial sum, for the next module.
     """
 
     takes_functions = True
@@ -76,11 +76,11 @@ def _between_functions(decided: StyleSpec, *, default: bool) -> StyleSpec:
 
 
 class PairwiseParallel(ParallelStyle):
-    """The immediate linear layers of a module, two by two: columns of the first, rows of the second.
+    """Shard a module's immediate linear layers in pairs: columns of the first, rows of the second.
 
     `_prepare_input` runs before the first of them and `_prepare_output` after the last; between them activations are
-    DTensors. With an odd number the last one stays as it is. A module with fewer than two of them hands the style on to
-    its children.
+    DTensors. With an odd number the last one stays as it is. A module with fewer than two of them passes the style on
+    to its children.
 
     Args:
         _prepare_input: Default `make_input_replicate_1d`.
@@ -96,7 +96,7 @@ class PairwiseParallel(ParallelStyle):
         )
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Styles for the linear layers below; see `ParallelStyle.spec`."""
+        """Return styles for the linear layers below; see `ParallelStyle.spec`."""
         kinds = dict(info.children)
         if issubclass(info.kind, nn.MultiheadAttention):
             return StyleSpec(problems=(_attention(info),))
@@ -128,9 +128,7 @@ class PairwiseParallel(ParallelStyle):
 
 
 class SequenceParallel(PairwiseParallel):
-    """`PairwiseParallel` between sequence shards: rows are gathered before the first layer and reduce-scattered after
-    the last, both on dim 0.
-    """
+    """`PairwiseParallel` between sequence shards: rows are gathered before and reduce-scattered after, on dim 0."""
 
     def __init__(self) -> None:
         super().__init__(make_input_reshard_replicate, make_output_reshard_tensor)

@@ -23,16 +23,16 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True)
 class Collective:
-    """One communication that a module causes.
+    """One communication of a module.
 
     Attributes:
         module: FQN.
-        where: Argument, `->` for the output, or the parameter whose gradient is summed.
+        where: Argument, `->` for the output, or the parameter with a summed gradient.
         when: `"forward"` or `"backward"`.
-        step: What is done.
-        elements_per_token: Elements that a rank sends to others for each token of the whole batch (by the meaning of
-            the operation, not by an algorithm's; an all-reduce counts once); 0 where it does not depend on tokens.
-        elements: Elements sent that do not depend on tokens.
+        step: Operation.
+        elements_per_token: Elements sent by a rank for each token of the full batch (by the meaning of the operation,
+            not of an algorithm; an all-reduce counts once); 0 if independent of tokens.
+        elements: Elements sent independently of tokens.
     """
 
     module: str
@@ -44,9 +44,9 @@ class Collective:
 
 
 def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collective]:
-    """Every communication of one forward and one backward pass, in the order of the modules.
+    """Yield every communication of one forward and one backward pass, in the order of the modules.
 
-    Backward ones take place where a gradient is asked for: the input of the first layer usually needs none.
+    Backward ones happen only if a gradient is needed: the input of the first layer usually needs none.
 
     Args:
         plan: The plan.
@@ -58,13 +58,13 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
             dims = ndim if flow.width or where.startswith("->") else ndim - 1
             for when, step in _steps(flow, dims):
                 if step.communicates:
-                    whole = flow.width if flow.width else 1
+                    whole = flow.width if flow.width else 1  # of one feature if the width is unknown
                     yield Collective(
                         module.name, where, when, step, elements_per_token=_sent(step, whole, plan.tp_size)
                     )
         for name, parameter in module.spec.parameters:
             if parameter.sum_gradient:
-                info = module.info.parameter(name)
+                info = module.info.parameter(name)  # None: reported in plan.problems
                 count = 1
                 for size in info.shape if info is not None else ():
                     count *= size
@@ -75,12 +75,12 @@ def _steps(flow: Redistribution, ndim: int) -> list[tuple[str, Step]]:
     try:
         found = flow.transfer(ndim)
     except NoTransfer:
-        return []
+        return []  # reported in plan.problems
     return [("forward", found.forward), ("backward", found.backward)]
 
 
 def _sent(step: Step, whole: int, tp_size: int) -> float:
-    """Elements sent of an activation with `whole` elements over all ranks."""
+    """Return elements sent by a rank for an activation with `whole` elements over all ranks."""
     if step.op == "all_reduce":
         return whole if tp_size > 1 else 0
     others = (tp_size - 1) / tp_size
@@ -91,7 +91,7 @@ def _sent(step: Step, whole: int, tp_size: int) -> float:
 
 
 def plan_as_dict(plan: TPPlan) -> dict[str, Any]:
-    """The plan in plain values."""
+    """Return the plan in plain values."""
     return {
         "tp_size": plan.tp_size,
         "modules": [_module_as_dict(module) for module in plan.modules],
@@ -106,7 +106,7 @@ def _module_as_dict(module: PlannedModule) -> dict[str, Any]:
         "name": module.name,
         "type": module.info.kind.__qualname__,
         "pattern": module.pattern,
-        "style": _ADDRESS.sub("", repr(module.style)),
+        "style": _ADDRESS.sub("", repr(module.style)),  # equal on all ranks
         "compute": spec.compute,
         "parameters": [
             {
@@ -132,7 +132,7 @@ def _module_as_dict(module: PlannedModule) -> dict[str, Any]:
 
 
 def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
-    """The plan as text; see `TPPlan.explain`."""
+    """Return the plan as text; see `TPPlan.explain`."""
     chosen = [m for m in plan.modules if name is None or m.name == name or m.name.startswith(name + ".")]
     lines = [f"tensor parallel over {plan.tp_size} ranks: {len(chosen)} modules"]
     for module in chosen:
@@ -154,7 +154,7 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
 
 
 def comparable_lines(plan: TPPlan) -> list[str]:
-    """Return the text of a plan in lines that are equal on ranks with equal plans."""
+    """Return the text of a plan in lines, equal on ranks with equal plans."""
     return _ADDRESS.sub("", explain_plan(plan, None, None)).splitlines()
 
 
@@ -174,9 +174,9 @@ def _parameter_lines(module: PlannedModule, tp_size: int) -> Iterator[str]:
 def _local(shape: tuple[int, ...], split: Split, tp_size: int) -> str:
     try:
         shapes = {rank: tuple(split.local_shape(shape, rank, tp_size)) for rank in range(tp_size)}
-    except ValueError:
+    except ValueError:  # the split does not fit the shape
         return "?"
-    first, last = shapes[0], shapes[tp_size - 1]
+    first, last = shapes[0], shapes[tp_size - 1]  # chunks shrink towards the last rank
     return _shape(first) if len(set(shapes.values())) == 1 else f"{_shape(first)} .. {_shape(last)}"
 
 

@@ -12,7 +12,7 @@ from tp_styles.problems import PlanError, Problem
 
 @dataclass(frozen=True)
 class Match:
-    """One module, its style, and the pattern that brought them together."""
+    """One module, its style, and the matching pattern."""
 
     name: str
     pattern: str
@@ -22,15 +22,15 @@ class Match:
 def match_plan(
     names: Iterable[str], plan: Mapping[str, TorchParallelStyle], *, strict: bool
 ) -> tuple[list[Match], list[Problem]]:
-    """Give every named module at most one style; an exact name beats globs, which have to agree.
+    """Give every named module at most one style; an exact name beats globs, which must agree.
 
     Args:
         names: FQNs of all modules, in the model's order.
         plan: Pattern -> style.
-        strict: A pattern that means no module is a problem.
+        strict: Report a pattern without a module.
 
     Returns:
-        Matches in the order of `names`, and the problems: no match, not a style, globs that differ.
+        Matches in the order of `names`, and the problems: no match, not a style, conflicting globs.
     """
     problems = [_not_a_style(pattern, style) for pattern, style in plan.items() if not is_style(style)]
     names = list(names)
@@ -47,8 +47,8 @@ def match_plan(
         used.update(matching)
         if not matching:
             continue
-        first, *others = most_specific(matching)
-        rivals = [other for other in others if plan[other.text] != plan[first.text]]
+        first, *others = most_specific(matching)  # one exact name, or all globs
+        rivals = [other for other in others if plan[other.text] != plan[first.text]]  # equal styles do not conflict
         if rivals:
             problems.append(
                 Problem(
@@ -66,7 +66,7 @@ def match_plan(
 
 
 def is_style(style: object) -> bool:
-    """True if it is a style of ours, of torch's, or of a user's."""
+    """True for a style of ours, of torch's, or of a user's."""
     return isinstance(style, TorchParallelStyle)
 
 
@@ -80,7 +80,7 @@ def _not_a_style(pattern: str, style: object) -> Problem:
 
 
 def _unmatched(pattern: str, names: list[str]) -> Problem:
-    import difflib
+    import difflib  # only for the hint
 
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
     near = near or [name for name in names if name and name.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]

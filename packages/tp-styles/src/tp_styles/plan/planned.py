@@ -1,4 +1,4 @@
-"""The decision for a whole model: which module gets which style, and what that means. Pure."""
+"""The decision for a full model: the style of every module, and its meaning. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """One module with its style and what the style does to it."""
+    """One module with its style and the style's decision."""
 
     info: ModuleInfo
     pattern: str
@@ -39,7 +39,7 @@ class PlannedModule:
 
 @dataclass(frozen=True)
 class UnstyledParameter:
-    """A parameter that no style speaks of: it stays whole on every rank."""
+    """A parameter without a style: replicated on every rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,9 +52,9 @@ class TPPlan:
 
     Attributes:
         tp_size: Number of ranks.
-        modules: Modules that are touched, in the model's order.
-        unstyled: Parameters that stay whole.
-        problems: What makes the plan impossible; `apply_plan` raises them all.
+        modules: Modules with a style, in the model's order.
+        unstyled: Parameters that stay replicated.
+        problems: Reasons against the plan; `apply_plan` raises them all.
     """
 
     tp_size: int
@@ -63,7 +63,7 @@ class TPPlan:
     problems: tuple[Problem, ...] = field(default=())
 
     def explain(self, name: str | None = None, *, num_tokens: int | None = None) -> str:
-        """The plan as text: styles, global and local shapes, collectives, what is left whole, problems.
+        """Return the plan as text: styles, global and local shapes, collectives, unstyled parameters, problems.
 
         Args:
             name: Only the modules at or below this FQN.
@@ -72,19 +72,19 @@ class TPPlan:
         return explain_plan(self, name, num_tokens)
 
     def to_json(self) -> str:
-        """The plan as JSON, byte-stable."""
+        """Return the plan as JSON, byte-stable."""
         return json.dumps({"format": FORMAT, **plan_as_dict(self)}, indent=1, sort_keys=True)
 
     @property
     def digest(self) -> str:
-        """A hash of everything that ranks have to agree on."""
+        """A hash of all decisions; it has to be equal on all ranks."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def raise_problems(self) -> None:
         """Raise all problems at once.
 
         Raises:
-            PlanError: There are some. It is also a `StyleModuleError` (`NotImplementedError`) where all of them are
+            PlanError: There are some. It is also a `StyleModuleError` (`NotImplementedError`) if all of them are
                 about kinds of modules.
         """
         if not self.problems:
@@ -101,17 +101,17 @@ Rest = Literal["plain", "replicated"]
 def plan_styles(
     model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int, *, strict: bool = True, rest: Rest = "plain"
 ) -> TPPlan:
-    """Decide, for every module that the plan means, what is split and what moves. No process group, no communication.
+    """Plan splits and communication of every module in the plan. No process group, no communication.
 
     Args:
         model: Any model, on any device, the meta device too.
         plan: FQN pattern -> style (an exact name beats a glob; `""` is the model itself), or one style for the model.
         tp_size: Number of ranks.
-        strict: A pattern that means nothing is a problem.
+        strict: Report a pattern without a module.
         rest: As `apply_plan`.
 
     Returns:
-        The plan; look at its `.problems`.
+        The plan; check its `.problems`.
     """
     return plan_module(model, plan, tp_size, strict=strict, is_staged=False, rest=rest)
 
@@ -125,8 +125,8 @@ def plan_module(
     is_staged: bool,
     rest: Rest = "plain",
 ) -> TPPlan:
-    """`plan_styles`, also for one of several calls, of which a later one may shard the other of two tied weights."""
-    if isinstance(plan, TorchParallelStyle):
+    """Plan one of several calls: a later call may still shard the other of two tied weights."""
+    if isinstance(plan, TorchParallelStyle):  # for the model itself
         plan = {"": plan}
     given: object = plan
     if not isinstance(given, Mapping):
@@ -134,7 +134,7 @@ def plan_module(
         return TPPlan(tp_size, problems=(problem,))
     if tp_size < 1:
         return TPPlan(tp_size, problems=(Problem("mesh-mismatch", found=str(tp_size), hint="at least one rank"),))
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))  # shared modules: under all names
     matches, problems = match_plan(modules, plan, strict=strict)
     planned: dict[str, PlannedModule] = {}
     for match in matches:
@@ -142,14 +142,14 @@ def plan_module(
             rival = planned.get(found.name)
             if rival is not None and rival.style != found.style:
                 problems.append(_two_styles(found, rival))
-                continue
+                continue  # the first style stays
             planned[found.name] = found
     for name in _around_layers(modules, planned):
         planned.setdefault(name, next(_expanded(modules, name, "(around its layers)", WithoutNestedTensors(), tp_size)))
-    if rest == "replicated":
+    if rest == "replicated":  # last: only parameters left by all styles
         for name, style in _replicated(modules, planned).items():
             planned[name] = next(_expanded(modules, name, 'rest="replicated"', style, tp_size))
-    ordered = [planned[name] for name in modules if name in planned]
+    ordered = [planned[name] for name in modules if name in planned]  # the model's order on all ranks
     ordered = _without_shared(ordered, modules, problems)
     for found in ordered:
         problems += found.spec.problems
@@ -179,7 +179,7 @@ def explain(
         plan: FQN pattern -> style, or one style.
         tp_size: Number of ranks.
         num_tokens: Tokens of one step, for bytes per step; by default bytes are per token.
-        strict: A pattern that means nothing is a problem.
+        strict: Report a pattern without a module.
     """
     return plan_styles(model, plan, tp_size, strict=strict).explain(num_tokens=num_tokens)
 
@@ -190,9 +190,9 @@ def explain(
 def _expanded(
     modules: dict[str, nn.Module], name: str, pattern: str, style: TorchParallelStyle, tp_size: int
 ) -> Iterator[PlannedModule]:
-    """The module with its style, then the modules below that the style speaks of."""
+    """Yield the module with its style, then the modules below with styles from it."""
     info = describe(modules[name], name)
-    if not isinstance(style, Style) or style.is_foreign:
+    if not isinstance(style, Style) or style.is_foreign:  # no spec: its own `_apply` decides
         yield PlannedModule(info, pattern, style, StyleSpec(compute="foreign"))
         return
     spec = style.spec(info, tp_size)
@@ -207,18 +207,18 @@ def _expanded(
 
 
 def _replicated(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> dict[str, ReplicatedParameters]:
-    """Styles of modules whose own parameters no style speaks of: leaf layers, and what blocks hold themselves."""
+    """Return styles of modules with unstyled parameters: leaf layers, and blocks with parameters of their own."""
     opaque = [name for name, one in planned.items() if one.spec.compute == "foreign"]
     claimed = {id(modules[one.name].get_parameter(key)) for one in planned.values() for key, _ in one.spec.parameters}
     styles: dict[str, ReplicatedParameters] = {}
     for name, module in modules.items():
-        # Attention of torch reads the weights of its projection itself.
+        # torch's attention reads the weights of its output projection itself.
         names = [key for key, _ in module.named_parameters(recurse=isinstance(module, nn.MultiheadAttention))]
         free = tuple(key for key in names if id(module.get_parameter(key)) not in claimed)
         if free and name not in planned and not any(is_below(name, one) for one in opaque):
             styles[name] = ReplicatedParameters(free)
             claimed |= {id(module.get_parameter(key)) for key in free}
-    # A tied weight takes every module that holds it along.
+    # A tied weight brings along every module with it.
     owners = {name: {id(p) for p in module._parameters.values() if p is not None} for name, module in modules.items()}
     mine = {id(modules[name].get_parameter(key)) for name, style in styles.items() for key in style.names}
     for name, ids in owners.items():
@@ -229,7 +229,7 @@ def _replicated(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]
 
 
 def _around_layers(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> list[str]:
-    """`nn.TransformerEncoder`s with parallel layers: in evaluation they would hand nested tensors to them."""
+    """List `nn.TransformerEncoder`s around parallel layers: in evaluation they would pass nested tensors."""
     return [
         name
         for name, module in modules.items()
@@ -251,7 +251,7 @@ def _two_styles(found: PlannedModule, rival: PlannedModule) -> Problem:
 def _without_shared(
     ordered: list[PlannedModule], modules: dict[str, nn.Module], problems: list[Problem]
 ) -> list[PlannedModule]:
-    """One entry for a module that stands in the model under several names."""
+    """Keep one entry for a module with several names in the model."""
     kept: dict[int, PlannedModule] = {}
     for found in ordered:
         rival = kept.setdefault(id(modules[found.name]), found)
@@ -261,8 +261,8 @@ def _without_shared(
 
 
 def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> Iterator[Problem]:
-    """List reasons in a module's state not to shard it."""
-    if found.spec.compute == "foreign":
+    """Yield reasons in a module's state not to shard it."""
+    if found.spec.compute == "foreign":  # its own `_apply` decides
         return
     if "forward" in vars(module) and found.spec.compute not in ("hooks", "none"):
         hint = "the module is parallel already (undo it first), or something else has replaced its forward"
@@ -283,7 +283,7 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
     for name, _ in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
-        parameter = owner._parameters.get(attribute)
+        parameter = owner._parameters.get(attribute)  # a parametrization makes it a property
         if parameter is None:
             yield Problem(
                 "module-not-shardable",
@@ -299,7 +299,7 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
 
 
 def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:
-    """Parameter FQN -> the module whose style splits it."""
+    """Map each parameter FQN to the module with its style."""
     claims: dict[str, PlannedModule] = {}
     for found in ordered:
         for name, _ in found.spec.parameters:
@@ -320,11 +320,11 @@ def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, 
 def _tied_problems(
     model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule], is_staged: bool
 ) -> list[Problem]:
-    """Tied parameters have to be split in the same way everywhere, or they would come apart."""
+    """List tied parameters without the same split everywhere: they would no longer be tied."""
     foreign = [found for found in ordered if found.spec.compute == "foreign"]
     problems = []
     for tied in names_of_parameters(model):
-        if len(tied) < 2 or _same_module(model, tied):
+        if len(tied) < 2 or _same_module(model, tied):  # not tied
             continue
         splits = {}
         for name in tied:
@@ -336,7 +336,7 @@ def _tied_problems(
                 splits[name] = "foreign style"
             else:
                 splits[name] = "no style"
-        kinds = set(splits.values()) - ({"no style"} if is_staged else set())
+        kinds = set(splits.values()) - ({"no style"} if is_staged else set())  # a later call may style it
         if kinds <= {"no style"} or (len(kinds) == 1 and "foreign style" not in kinds):
             continue
         problems.append(
@@ -352,6 +352,6 @@ def _tied_problems(
 
 
 def _same_module(model: nn.Module, tied: list[str]) -> bool:
-    """True if the names differ only because one module stands in the model under several names."""
+    """True if the names differ only because one module has several names in the model."""
     owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
     return len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1

@@ -1,4 +1,4 @@
-"""Base of every style: a pure meaning, and functions around a module."""
+"""Base of every style: a pure decision, and functions around a module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PrepareOutput = Callable[..., Any]
 
 
 class Style(TorchParallelStyle):
-    """The part of a style that is a value; `styles.base.ParallelStyle` adds how it is applied on its own."""
+    """The pure part of a style; `styles.base.ParallelStyle` adds `_apply`."""
 
     _prepare_input: PrepareInput | None = None
     _prepare_output: PrepareOutput | None = None
@@ -34,18 +34,18 @@ class Style(TorchParallelStyle):
             tp_size: Number of ranks.
 
         Returns:
-            The decision, with everything that speaks against it in `.problems`.
+            The decision, with all reasons against it in `.problems`.
         """
         replicated = tuple((parameter.name, ParameterSpec(Split.replicated())) for parameter in info.parameters)
         return StyleSpec(compute="dtensor", parameters=replicated)
 
     @property
     def is_foreign(self) -> bool:
-        """True if the style only says how it is applied (`_apply`), and not what it means (`spec`)."""
+        """True if the style defines only `_apply`, and no `spec`."""
         return False
 
     def _arguments(self) -> dict[str, object]:
-        """Return the constructor's arguments, which are attributes, for the repr and for comparing two styles."""
+        """Return the constructor's arguments (equal to attributes), for the repr and for comparing two styles."""
         return {name: getattr(self, name) for name in _argument_names(type(self))}
 
     def __repr__(self) -> str:
@@ -56,22 +56,22 @@ class Style(TorchParallelStyle):
         return type(self) is type(other) and self._arguments() == other._arguments()
 
     def __hash__(self) -> int:
-        return hash((type(self), tuple(self._arguments())))
+        return hash((type(self), tuple(self._arguments())))  # values may be unhashable
 
 
 class WithoutNestedTensors(Style):
     """Style of an `nn.TransformerEncoder` around parallel layers: no nested tensors."""
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """One attribute."""
+        """Return a spec with one attribute."""
         return StyleSpec(compute="none", attributes=(("use_nested_tensor", False),))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        raise AssertionError("the planner adds it")
+        raise AssertionError("the planner adds it")  # never applied alone
 
 
 class ReplicatedParameters(Style):
-    """Style of a module of which no other speaks: its own parameters become replicated DTensors.
+    """Style of a module without another: its own parameters become replicated DTensors.
 
     Args:
         names: The parameters.
@@ -81,17 +81,17 @@ class ReplicatedParameters(Style):
         self.names = names
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Nothing is split, and the module's own forward runs on local parameters."""
+        """Return replicated parameters; the module's own forward runs on local ones."""
         parameters = tuple((name, ParameterSpec(Split.replicated())) for name in self.names)
         return StyleSpec(compute="module", parameters=parameters)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        raise AssertionError("the planner adds it")
+        raise AssertionError("the planner adds it")  # never applied alone
 
 
 @functools.cache
 def _argument_names(kind: type[Style]) -> tuple[str, ...]:
-    # A style derived by a user may take what it likes: its meaning is in the attributes of ours.
+    # A user's subclass may take any arguments: its meaning is in the attributes of our base class.
     ours = next(base for base in kind.__mro__ if base.__module__.startswith("tp_styles."))
     known = inspect.signature(ours).parameters.values()
     return tuple(parameter.name for parameter in known if parameter.kind is not parameter.VAR_POSITIONAL)

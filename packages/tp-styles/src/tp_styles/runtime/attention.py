@@ -20,7 +20,7 @@ from tp_styles.values.spec import Redistribution, StyleSpec
 
 
 class AttentionForward(RowLinear):
-    """Local heads, then one sum over the ranks.
+    """Compute local heads, then one sum over the ranks.
 
     Shapes: B batch, L target length, S source length, H heads of this rank, D head size.
     """
@@ -47,7 +47,7 @@ class AttentionForward(RowLinear):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The arguments and results of `nn.MultiheadAttention.forward`."""
+        """Take and return the same as `nn.MultiheadAttention.forward`."""
         self._check(query, is_causal, attn_mask)
         module = cast(nn.MultiheadAttention, self.module)
         query, key, value = self._enter(query, key, value)
@@ -55,7 +55,7 @@ class AttentionForward(RowLinear):
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not module.batch_first:
+        elif not module.batch_first:  # [L, B, E] to [B, L, E]
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         self._check_masks(query, key, value, attn_mask, key_padding_mask)
         causal = is_causal and key_padding_mask is None and not need_weights
@@ -76,7 +76,7 @@ class AttentionForward(RowLinear):
                 Problem("unsupported-tensor", f"{self.name}(query)", found="a nested tensor", hint=hint)
             )
         if is_causal and attn_mask is None:
-            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's message
 
     def _check_masks(
         self,
@@ -86,7 +86,7 @@ class AttentionForward(RowLinear):
         attn_mask: torch.Tensor | None,
         key_padding_mask: torch.Tensor | None,
     ) -> None:
-        """Refuse shapes that torch refuses and broadcasting would let through; inputs are [B, L or S, features]."""
+        """Refuse shapes that torch refuses, but broadcasting accepts; inputs are [B, L or S, features]."""
         batch, length, source = query.shape[0], query.shape[1], key.shape[1]
         shapes: list[tuple[str, torch.Tensor | None, set[tuple[int, ...]]]] = [
             ("key", key, {(batch, source, key.shape[-1])}),
@@ -111,7 +111,7 @@ class AttentionForward(RowLinear):
     def _enter(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Each different tensor once: self-attention has one input, and one sum of its gradient."""
+        """Redistribute each different tensor once: self-attention has one input, and one sum of its gradient."""
         q = self.moves["query"](query)
         k = q if key is query else self.moves["key"](key)
         v = q if value is query else k if value is key else self.moves["value"](value)
@@ -120,7 +120,7 @@ class AttentionForward(RowLinear):
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         packed, bias = self.parameter("in_proj_weight"), self.parameter("in_proj_bias")
         if packed is not None and query is key is value:
-            return F.linear(query, packed, bias).chunk(3, dim=-1)
+            return F.linear(query, packed, bias).chunk(3, dim=-1)  # self-attention: one product
         if packed is not None:
             weights = packed.chunk(3)
         else:
@@ -132,13 +132,13 @@ class AttentionForward(RowLinear):
     def _merged_mask(
         self, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor
     ) -> torch.Tensor | None:
-        """One additive mask that broadcasts to [B, H, L, S]."""
+        """Merge both masks into an additive one, broadcastable to [B, H, L, S]."""
         merged = None
         if attn_mask is not None:
             merged = self.mask(_additive(attn_mask, query.dtype))
             if merged.dim() == 3:  # [B * all heads, L, S]
                 merged = merged.view(-1, self.all_heads, *merged.shape[1:])
-                merged = merged.narrow(1, self.axis.rank * self.heads, self.heads)
+                merged = merged.narrow(1, self.axis.rank * self.heads, self.heads)  # this rank's heads
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, query.dtype)[:, None, None, :]
             merged = padding if merged is None else merged + padding
@@ -147,7 +147,7 @@ class AttentionForward(RowLinear):
     def _with_extra_keys(
         self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`add_bias_kv` and `add_zero_attn`: keys that every mask lets through."""
+        """Append the keys of `add_bias_kv` and `add_zero_attn`; no mask hides them."""
         module = cast(nn.MultiheadAttention, self.module)
         bias_k, bias_v = self.parameter("bias_k"), self.parameter("bias_v")
         extra = []
@@ -160,7 +160,7 @@ class AttentionForward(RowLinear):
             extra.append((zeros, zeros))
         for more_k, more_v in extra:
             k, v = torch.cat([k, more_k], dim=2), torch.cat([v, more_v], dim=2)
-            mask = None if mask is None else F.pad(mask, (0, 1))
+            mask = None if mask is None else F.pad(mask, (0, 1))  # 0: not masked
         return k, v, mask
 
     def _attend(
@@ -175,7 +175,7 @@ class AttentionForward(RowLinear):
         module = cast(nn.MultiheadAttention, self.module)
         dropout = module.dropout if module.training else 0.0
         random: AbstractContextManager[None] = tp_rng(self.axis.mesh) if dropout > 0 else nullcontext()
-        with random:
+        with random:  # dropout on shards of heads: other draws on each rank
             if not need_weights:
                 return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
             scores = (q * math.sqrt(1.0 / self.size)) @ k.transpose(-2, -1)
@@ -194,9 +194,9 @@ class AttentionForward(RowLinear):
         return self.finish(F.linear(x, weight), self.parameter_of(module.out_proj, "bias", "out_proj.bias"))
 
     def _weights(self, weights: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
-        """The weights of all heads, or their mean, on every rank."""
+        """Return the weights of all heads, or their mean, on every rank."""
         if average:
-            whole = self.average(weights.sum(dim=1) / self.all_heads)
+            whole = self.average(weights.sum(dim=1) / self.all_heads)  # a partial mean, then summed
         else:
             whole = self.gather(weights)
         return whole if batched else whole.squeeze(0)

@@ -1,4 +1,4 @@
-"""Changes of modules and their way back; those of styles that only know how they are applied, by comparing."""
+"""Changes of modules and their undo; those of styles with only `_apply` are found by comparison."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tp_styles.values.split import Split
 
 @dataclass
 class ModuleChange:
-    """Changes of one module, and their way back.
+    """Changes of one module, for undo.
 
     Attributes:
         module: The module.
-        parameters: What stood in the places that other parameters took, until all is done.
-        replaced: The names of these places, once all is done.
-        splits: How what stands there now is divided.
-        attributes: What plain attributes were.
-        removers: Take back hooks and forwards.
+        parameters: Replaced parameters by name, until the plan is fully applied.
+        replaced: Their names, afterwards.
+        splits: Splits of the new parameters.
+        attributes: Former values of plain attributes.
+        removers: Functions to remove hooks and forwards.
     """
 
     module: nn.Module
@@ -37,8 +37,8 @@ class ModuleChange:
 
 
 def take_back(changes: list[ModuleChange]) -> None:
-    """Forwards, hooks and attributes as they were."""
-    for change in reversed(changes):
+    """Restore forwards, hooks and attributes."""
+    for change in reversed(changes):  # in reverse: a later change may cover an earlier one
         for remove in reversed(change.removers):
             remove()
         for name, value in change.attributes.items():
@@ -46,21 +46,21 @@ def take_back(changes: list[ModuleChange]) -> None:
 
 
 def restore(changes: list[ModuleChange]) -> None:
-    """Put everything back as it was, the parameters too."""
+    """Restore everything, the parameters too."""
     for change in changes:
         change.module._parameters.update(change.parameters)
     take_back(changes)
 
 
 def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
-    """All is done: the whole parameters are let go, and whoever still trains one is told."""
+    """Release the full parameters and mark them stale: training one raises an error."""
     names = {module: name for name, module in model.named_modules()}
     found = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
     hint = "build the optimizer after the plan is applied; apply it to a module that holds all ties"
     for change in changes:
         path = names.get(change.module, "")
         for name, original in change.parameters.items():
-            if not is_stale(original):
+            if not is_stale(original):  # a tied one is marked once
                 fqn = f"{path}.{name}" if path else name
                 problem = Problem("parameter-replaced", fqn, found=found, hint=hint)
                 mark_stale(original, problem, change.module._parameters.get(name))
@@ -77,16 +77,16 @@ TABLES = [key for key, value in vars(nn.Module()).items() if "hooks" in key and 
 def apply_torch_style(
     found: PlannedModule, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
 ) -> list[ModuleChange]:
-    """A style that only knows how it is applied: what it did is found by comparing before and after."""
+    """Apply a style with only `_apply`; find its changes by comparing before and after."""
     before = [
         (child, dict(child._parameters), {key: set(vars(child)[key]) for key in TABLES}, dict(vars(child)))
         for child in module.modules()
     ]
-    found.style.src_data_rank = src_data_rank
+    found.style.src_data_rank = src_data_rank  # torch's styles read it
     try:
         returned = found.style._apply(module, mesh)
     except BaseException:
-        restore(_differences(before))
+        restore(_differences(before))  # it may have stopped halfway
         raise
     changes = _differences(before)
     if returned is not module:

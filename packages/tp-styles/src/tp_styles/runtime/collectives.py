@@ -1,4 +1,4 @@
-"""The tensor-parallel axis at run time: a thin object between us and the collectives, which tests can swap."""
+"""The tensor-parallel axis at run time: a thin layer over collectives, replaceable in tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tp_styles._torch_compat import all_gather_into, functional_collectives, is_
 
 
 class TPGroup:
-    """Collectives over a 1-D mesh on local tensors. Outputs are fresh, inputs untouched, unless a name says `_`.
+    """Collectives over a 1-D mesh on local tensors. Outputs are fresh, inputs untouched, unless a name ends in `_`.
 
     Args:
         mesh: 1-D device mesh.
@@ -31,7 +31,7 @@ class TPGroup:
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of the axis."""
-        if self._group is None:
+        if self._group is None:  # first use, also after a copy or a pickle
             self._group = self.mesh.get_group()
         return self._group
 
@@ -40,16 +40,16 @@ class TPGroup:
         return {**self.__dict__, "_group": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPGroup:
-        return self
+        return self  # copies of a model share it
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
-        if is_compiling():
+        if is_compiling():  # in a graph: functional collectives
             return self.all_reduce(x)
         if x.is_contiguous():
             dist.all_reduce(x, group=self.group)
             return x
-        return x.copy_(self.all_reduce(x))
+        return x.copy_(self.all_reduce(x))  # collectives need contiguous memory
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks."""
@@ -61,7 +61,7 @@ class TPGroup:
         return out
 
     def all_reduce_max_(self, x: torch.Tensor) -> torch.Tensor:
-        """The greatest over the ranks, in place; `x` is contiguous."""
+        """Maximum over the ranks, in place; `x` is contiguous."""
         if is_compiling():
             greatest: torch.Tensor = functional_collectives.all_reduce(x, "max", (self.mesh, 0))
             return greatest
@@ -69,14 +69,14 @@ class TPGroup:
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """All ranks' parts one after the other along `dim`; `sizes` where they differ."""
+        """Concatenate all ranks' shards along `dim`; `sizes` if they differ."""
         return torch.cat(self.gather_parts(x, dim, sizes), dim=dim)
 
     def gather_parts(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """All ranks' parts, in rank order; `sizes` along `dim` where they differ."""
+        """Return all ranks' shards, in rank order; `sizes` along `dim` if they differ."""
         if sizes is None or len(set(sizes)) == 1:
             return self._stacked(x)
-        parts = self._stacked(_padded(x, dim, max(sizes)))
+        parts = self._stacked(_padded(x, dim, max(sizes)))  # collectives need one size
         return [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
 
     def _stacked(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -89,10 +89,10 @@ class TPGroup:
         return list(out.unbind(0))
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        """This rank's part along `dim` of the sum over the ranks; `sizes` says how long each part is."""
+        """Return this rank's shard along `dim` of the sum over the ranks; `sizes` has all ranks' lengths."""
         pieces = torch.split(x, list(sizes), dim=dim)
         largest = max(sizes)
-        stacked = torch.stack([_padded(piece, dim, largest) for piece in pieces])
+        stacked = torch.stack([_padded(piece, dim, largest) for piece in pieces])  # shards of one size
         if is_compiling():
             out = functional_collectives.reduce_scatter_tensor(stacked, "sum", 0, (self.mesh, 0)).squeeze(0)
         else:
@@ -100,7 +100,7 @@ class TPGroup:
             flat_in, flat_out = stacked.view(-1), out.view(-1)
             reduce_scatter_into(flat_out, flat_in, self.group)
         own = sizes[self.rank]
-        part: torch.Tensor = out if own == largest else out.narrow(dim, 0, own).contiguous()
+        part: torch.Tensor = out if own == largest else out.narrow(dim, 0, own).contiguous()  # without padding
         return part
 
     def all_to_all(
@@ -111,11 +111,11 @@ class TPGroup:
         source_sizes: Sequence[int],
         sizes: Sequence[int],
     ) -> torch.Tensor:
-        """From shards of `source_dim` to shards of `dim`; both lists of sizes by rank."""
+        """Exchange shards of `source_dim` for shards of `dim`; both lists of sizes are by rank."""
         pieces = [piece.contiguous() for piece in torch.split(x, list(sizes), dim=dim)]
         packed = torch.cat([piece.reshape(-1) for piece in pieces])
         shapes = []
-        for size in source_sizes:
+        for size in source_sizes:  # shape of the block from each rank
             shape = list(x.shape)
             shape[source_dim], shape[dim] = size, sizes[self.rank]
             shapes.append(shape)
@@ -130,11 +130,11 @@ class TPGroup:
         return torch.cat(parts, dim=source_dim)
 
     def all_gather_objects(self, value: Any, subject: str) -> list[Any]:
-        """Picklable objects of all ranks; a dead peer is an error that names `subject`."""
+        """Gather picklable objects of all ranks; a dead peer is an error with `subject`."""
         return all_gather_objects(self.group, value, subject)
 
     def slice(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        """This rank's part of `x` along `dim` (a view)."""
+        """Return this rank's shard of `x` along `dim` (a view)."""
         return x.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
 
 

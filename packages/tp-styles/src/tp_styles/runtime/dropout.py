@@ -1,8 +1,8 @@
 """Dropout between column-wise and row-wise layers, where ranks hold different shards.
 
-One mask on every rank would drop the same places of every rank's heads or channels. So in training, where a module of
+One mask on every rank would drop the same places of every rank's heads or channels. So in training, if a module of
 the region has a dropout rate above zero, the default generator is the rank's own from the last column-wise layer to
-the row-wise one. Where nothing has a rate, nothing is switched: other random numbers (drop-path draws one for each
+the row-wise one. Without a rate nothing is switched: other random numbers (drop-path draws one for each
 sample) are the same on all ranks.
 """
 
@@ -22,22 +22,22 @@ from tp_styles.values.spec import is_below
 
 
 def is_rate(module: nn.Module, name: str, value: Any) -> bool:
-    """True if an attribute is a dropout rate: `p` of `nn.Dropout`, `rate`, numbers with "drop" in their names."""
+    """True for a dropout rate: `p` of `nn.Dropout`, `rate`, numbers with "drop" in their names."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, nn.modules.dropout._DropoutNd):  # its other numbers are no rates
         return name == "p"
-    return name == "rate" or ("drop" in name and "path" not in name and "layer" not in name)
+    return name == "rate" or ("drop" in name and "path" not in name and "layer" not in name)  # drop-path: equal draws
 
 
 class RandomOps:
-    """Random numbers of a stretch of a module's forward: the rank's own where ranks hold different shards.
+    """Switch to rank-specific random numbers for stretches of a module's forward between shards.
 
-    `begin` and `end` stand around the module's forward, `enter` and `leave` around stretches between shards.
+    `begin` and `end` are called around the module's forward, `enter` and `leave` around stretches between shards.
 
     Args:
-        axis: Over which ranks.
-        modules: Modules whose forwards run in the stretch, with their dropout rates.
+        axis: Its ranks.
+        modules: Modules that run in the stretch, for their dropout rates.
     """
 
     def __init__(self, axis: TPGroup, modules: Iterable[nn.Module]) -> None:
@@ -47,27 +47,27 @@ class RandomOps:
         self.outside: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """The forward starts; rates and training flags may have changed since the last one."""
-        if self.draws:
+        """Start the forward; rates and training flags may have changed since the last one."""
+        if self.draws:  # the last forward did not end
             self.end()
-        # A plain loop: the compiler guards what it reads.
+        # A plain loop: the compiler guards the values in it.
         for module, key in self.rates:
             if module.training and vars(module).get(key):
                 self.draws = True
 
     def enter(self) -> None:
-        """From here on ranks hold different shards."""
+        """Switch: from here on ranks hold different shards."""
         if self.draws and self.outside is None:
             self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
 
     def leave(self) -> None:
-        """From here on ranks compute alike again."""
+        """Switch back: from here on ranks compute the same again."""
         if self.outside is not None:
             leave_region(self.outside, torch.device(self.axis.mesh.device_type))
             self.outside = None
 
     def end(self) -> None:
-        """The forward has ended, also with an error."""
+        """End the forward, also after an error."""
         self.leave()
         self.draws = False
 
@@ -85,10 +85,10 @@ MODULE_FORWARDS = {
 
 
 class Region:
-    """Hooks of one module: after its column-wise layers and before a row-wise one, the generator is the rank's own.
+    """Hooks of one module: rank-specific random numbers between its column-wise and row-wise layers.
 
-    Only there: what draws before, on whole inputs, and after, on whole outputs, draws the same on every rank. Where
-    the module does not call all of its column-wise layers first, nothing is switched.
+    Draws before, on full inputs, and after, on full outputs, are the same on every rank. If the module does not call
+    all of its column-wise layers first, nothing is switched.
 
     Args:
         random: Switches the generator.
@@ -98,12 +98,12 @@ class Region:
     def __init__(self, random: RandomOps, columns: list[nn.Module]) -> None:
         self.random = random
         self.columns = columns
-        self.missing = columns  # replaced, never written to: the compiler forgets what a graph does to a set
+        self.missing = columns  # replaced, never mutated: the compiler loses a graph's changes of a set
 
     def install(self, module: nn.Module, rows: list[nn.Module]) -> list[Callable[[], None]]:
-        """Install the hooks on a module, its column-wise and its row-wise layers; return what takes them back."""
+        """Install the hooks on a module, its column-wise and its row-wise layers; return functions to remove them."""
         handles = [module.register_forward_pre_hook(self.open)]
-        handles.append(module.register_forward_hook(self.close, always_call=True))
+        handles.append(module.register_forward_hook(self.close, always_call=True))  # after an error too
         handles += [column.register_forward_hook(self.called) for column in self.columns]
         handles += [row.register_forward_pre_hook(self.leave) for row in rows]
         return [handle.remove for handle in handles]
@@ -117,8 +117,8 @@ class Region:
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
         """Hook of a column-wise layer."""
         if self.random.draws:
-            self.missing = [one for one in self.missing if one is not column]
-            if not self.missing:
+            self.missing = [one for one in self.missing if one is not column]  # not in place, see `__init__`
+            if not self.missing:  # all outputs are sharded from here on
                 self.random.enter()
 
     def leave(self, row: nn.Module, args: Any) -> None:
@@ -133,16 +133,16 @@ class Region:
 
 
 def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup, regions: Regions) -> list[Callable[[], None]]:
-    """Hooks of all regions of a plan.
+    """Install the hooks of all regions of a plan.
 
     Args:
-        model: The model, parallel already.
-        plan: What was done to it.
-        axis: Over which ranks.
+        model: The model, with the plan applied.
+        plan: The plan.
+        axis: Its ranks.
         regions: Those of `regions_of`.
 
     Returns:
-        Functions that take them back.
+        Functions to remove them.
     """
     styled = {f.name for f in plan.modules if f.spec.shards_randomness or f.spec.compute == "multihead-attention"}
     removers: list[Callable[[], None]] = []
@@ -164,7 +164,7 @@ def _without(module: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def checked_modules(plan: TPPlan, regions: Iterable[str]) -> list[str]:
-    """FQNs of regions, and of styled modules with forwards of their own outside of all regions."""
+    """Return FQNs of regions, and of styled modules with forwards of their own outside of them."""
     alone = [
         found.name
         for found in plan.modules
@@ -178,12 +178,12 @@ Regions = dict[str, tuple[list[str], list[str]]]
 
 
 def regions_of(plan: TPPlan) -> Regions:
-    """The regions of a plan."""
+    """Return the regions of a plan."""
     rows = [found.name for found in plan.modules if _is_row(found)]
     regions: Regions = {}
     for found in plan.modules:
         home = found.name if _is_column(found) else ""
-        while home:
+        while home:  # up to the innermost module around a row too
             home = home.rpartition(".")[0]
             if inside := [row for row in rows if is_below(row, home)]:
                 regions.setdefault(home, ([], inside))[0].append(found.name)
@@ -192,7 +192,7 @@ def regions_of(plan: TPPlan) -> Regions:
 
 
 def _is_column(found: PlannedModule) -> bool:
-    """Whole input, a shard out."""
+    """True for a full input and a sharded output."""
     spec = found.spec
     leaves_shard = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].dst, Shard)
     comes_whole = bool(spec.inputs) and not isinstance(spec.inputs[0][1].dst, Shard)
@@ -200,14 +200,14 @@ def _is_column(found: PlannedModule) -> bool:
 
 
 def _is_row(found: PlannedModule) -> bool:
-    """A shard in, a sum out."""
+    """True for a sharded input and a summed output."""
     spec = found.spec
     sums = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].src, Partial)
     return sums and bool(spec.inputs) and isinstance(spec.inputs[0][1].src, Shard)
 
 
 def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[str]]:
-    """Columns up to the next row, in the order of registration, where every group has both; else all together."""
+    """Group columns up to the next row, in registration order, if every group has both; else all together."""
     order = [name for name, _ in model.named_modules(remove_duplicate=False) if name in (*columns, *rows)]
     groups: list[list[str]] = [[]]
     for name in order:
@@ -215,5 +215,5 @@ def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[
             groups[-1].append(name)
         elif groups[-1]:
             groups.append([])
-    complete = not groups[-1] and len(groups) - 1 == len(rows)
+    complete = not groups[-1] and len(groups) - 1 == len(rows)  # each group ends with a row
     return groups[:-1] if complete else [list(columns)]

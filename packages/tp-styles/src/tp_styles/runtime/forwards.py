@@ -1,6 +1,6 @@
 """Forwards of sharded modules: local compute between explicit collectives.
 
-Each class stands as the instance attribute `forward` of its module. They are picklable and copy with the module.
+Each class is set as the instance attribute `forward` of its module. They are picklable and copy with the module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tp_styles.values.transfer import normalized
 def move_inputs(
     moves: dict[str, Any], names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply each move to its argument, wherever the caller put it; the others are kept."""
+    """Apply each move to its argument, by position or by name; others are kept."""
     moved = list(args)
     kwargs = dict(kwargs)
     for name, move in moves.items():
@@ -55,7 +55,7 @@ def _moved(move: Callable[[torch.Tensor], torch.Tensor], value: Any, name: str) 
 
 
 def move_outputs(leaves: list[Any], output: Any, name: str, known: dict[int, int] | None = None) -> Any:
-    """Apply each output's move, keeping the structure: a bare tensor, a tuple, a list, a dict in its order."""
+    """Apply each output's move, keeping the structure: a tensor, a tuple, a list, or a dict in its order."""
     if isinstance(output, torch.Tensor):
         _check_count(leaves, 1, name)
         return output if leaves[0] is None else leaves[0](output, known)
@@ -63,11 +63,11 @@ def move_outputs(leaves: list[Any], output: Any, name: str, known: dict[int, int
         _check_count(leaves, len(output), name)
         values = [_leave(leave, value, known) for leave, value in zip(leaves, output.values(), strict=True)]
         moved = dict(zip(output, values, strict=True))
-        return moved if type(output) is dict else type(output)(moved)
+        return moved if type(output) is dict else type(output)(moved)  # transformers' ModelOutput
     if isinstance(output, tuple | list):
         _check_count(leaves, len(output), name)
         values = [_leave(leave, value, known) for leave, value in zip(leaves, output, strict=True)]
-        if hasattr(output, "_fields"):
+        if hasattr(output, "_fields"):  # a namedtuple
             return type(output)(*values)
         return type(output)(values)
     raise StyleInputError(
@@ -84,17 +84,17 @@ def _check_count(leaves: list[Any], count: int, name: str) -> None:
         hint = f"the style lays out {len(leaves)}; give None for an output to leave alone"
         raise StyleInputError(
             Problem("argument-count", f"{name} ->", found=f"{count} outputs", hint=hint),
-            "module outputs and output_layouts should have same length!",
+            "module outputs and output_layouts should have same length!",  # torch's message
         )
 
 
 class Forward:
-    """Base of all: moves inputs, computes locally, moves outputs.
+    """Base of all forwards: moves inputs, computes locally, moves outputs.
 
     Args:
-        module: Whose forward it stands for.
-        spec: What to do.
-        axis: Over which ranks.
+        module: Module of this forward.
+        spec: Decision of its style.
+        axis: Its ranks.
         name: The module's FQN, for errors.
     """
 
@@ -113,16 +113,16 @@ class Forward:
         self.leaves: list[Output | None] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward."""
         raise AssertionError("subclasses compute")
 
     def parameter(self, name: str) -> torch.Tensor | None:
-        """A parameter to compute with."""
+        """Return a local parameter for the computation."""
         return self.parameter_of(self.module, name, name)
 
     def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The parameters of a linear layer to compute with."""
-        if self.sums:
+        """Return the local parameters of a linear layer for the computation."""
+        if self.sums:  # one at a time: some gradients are summed
             weight, bias = self.parameter("weight"), self.parameter("bias")
         else:
             weight, bias = local_parameters(self.module, "weight", "bias")
@@ -131,18 +131,18 @@ class Forward:
         return weight, bias
 
     def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
-        """A parameter of a module below, under its name from here."""
+        """Return a parameter of a module below; `name` is its name from here."""
         (parameter,) = found = local_parameters(owner, attribute)
         self.parts.check((name,), found)
         if parameter is None or name not in self.sums:
             return parameter
         sum_gradient, divide_by_tp = self.sums[name]
         summed = sum_gradient(parameter)
-        return summed / self.axis.size if divide_by_tp else summed
+        return summed / self.axis.size if divide_by_tp else summed  # an equal share on each rank
 
 
 class Output:
-    """Brings one local output to the layout and form that was asked for."""
+    """Conversion of one local output to its target layout and form."""
 
     def __init__(self, flow: Redistribution, axis: TPGroup, name: str, *, local: bool, inplace_ok: bool) -> None:
         self.flow = flow
@@ -152,12 +152,12 @@ class Output:
         self.move = Redistribute(flow, axis, name, inplace_ok=inplace_ok, uneven=not local)
 
     def __call__(self, produced: torch.Tensor, known: dict[int, int] | None = None) -> torch.Tensor:
-        """The output; `known` has global sizes of dims that are shards, where the inputs have told them."""
+        """Return the output; `known` has global sizes of sharded dims, if the inputs give them."""
         moved = self.move(produced)
         return moved if self.local else self.to_dtensor(moved, produced.shape, known)
 
     def to_dtensor(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None) -> torch.Tensor:
-        """The moved output as a DTensor; `produced` is the local shape before the move."""
+        """Return the moved output as a DTensor; `produced` is the local shape before the move."""
         source = normalized(self.flow.src, len(produced))
         whole = list(produced)
         if isinstance(source, Shard):
@@ -166,20 +166,20 @@ class Output:
             elif known and source.dim in known:
                 whole[source.dim] = known[source.dim]
             else:
-                self.move.even(produced[source.dim], source.dim)
+                self.move.even(produced[source.dim], source.dim)  # compared between ranks, once
                 whole[source.dim] = produced[source.dim] * self.axis.size
         return as_dtensor(moved, self.axis.mesh, (normalized(self.flow.dst, moved.dim()),), torch.Size(whole))
 
 
 def only(spec: StyleSpec) -> Redistribution:
-    """The flow of the first output."""
+    """Return the flow of the first output."""
     flow, *_ = spec.outputs
     assert flow is not None
     return flow
 
 
 class ColumnLinear(Forward):
-    """`nn.Linear` of which this rank holds some output features."""
+    """`nn.Linear` with some of its output features on this rank."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -188,13 +188,13 @@ class ColumnLinear(Forward):
         self.leaves = [self.leave]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The linear map on this rank's features."""
+        """Compute this rank's output features."""
         weight, bias = self.weight_and_bias()
         return self.leave(F.linear(self.enter(input), weight, bias))
 
 
 class ColumnLinearKVReplicated(ColumnLinear):
-    """`nn.Linear` that every rank holds whole, of which this rank computes some output features."""
+    """`nn.Linear` in full on every rank; each computes only some output features."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -203,14 +203,14 @@ class ColumnLinearKVReplicated(ColumnLinear):
         ((self.start, self.stop),) = split.ranges(axis.rank, axis.size)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The linear map on this rank's features."""
+        """Compute this rank's output features."""
         weight, bias = self.weight_and_bias()
         own = None if bias is None else bias[self.start : self.stop]
         return self.leave(F.linear(self.enter(input), weight[self.start : self.stop], own))
 
 
 class RowLinear(Forward):
-    """`nn.Linear` of which this rank holds some input features: partial results are summed, then the bias is added."""
+    """`nn.Linear` with some of its input features on this rank: sums partial results, then adds the bias."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -220,15 +220,15 @@ class RowLinear(Forward):
         self.adds_whole = isinstance(self.leave.flow.dst, Replicate)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The linear map, summed over the ranks."""
+        """Compute the linear map, summed over the ranks."""
         weight, bias = self.weight_and_bias()
         return self.finish(F.linear(self.enter(input), weight), bias)
 
     def finish(self, produced: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The sum over the ranks, with the bias, in the layout that was asked for."""
+        """Sum over the ranks, add the bias, and return the target layout."""
         moved = self.leave.move(produced)
-        if bias is not None:
-            # Under autocast the sum is of the lower type, and so is the output of `nn.Linear`.
+        if bias is not None:  # after the sum: once, not on each rank
+            # Under autocast the sum has the lower precision, as the output of `nn.Linear` has.
             bias = bias if bias.dtype == moved.dtype else bias.to(moved.dtype)
             moved = moved + (bias if self.adds_whole else self._bias_part(bias, moved.dim()))
         return moved if self.leave.local else self.leave.to_dtensor(moved, produced.shape, None)
@@ -239,17 +239,17 @@ class RowLinear(Forward):
             assert self.leave.flow.split is not None
             return self.axis.slice(bias, 0, self.leave.flow.split.sizes(self.axis.size))
         if isinstance(wanted, Partial) and self.axis.rank != 0:
-            return bias * 0  # one rank adds it; the others stay in the graph, their gradients are summed
+            return bias * 0  # only rank 0 adds it; it stays in every rank's graph, as gradients are summed
         return bias
 
 
 class RowLookup:
-    """Lookups in an embedding of which this rank holds some rows: ids of other rows give zeros.
+    """Lookups in an embedding with some of its rows on this rank: ids of other rows give zeros.
 
     Args:
         module: The embedding.
-        spec: What to do.
-        axis: Over which ranks.
+        spec: Decision of its style.
+        axis: Its ranks.
         name: The module's FQN, for errors.
     """
 
@@ -261,24 +261,24 @@ class RowLookup:
         self.name = name
 
     def __call__(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum that is the lookup."""
+        """Return this rank's summand of the lookup."""
         elsewhere = (ids < self.start) | (ids >= self.stop)
-        # On CPU, where it costs no synchronisation, as nn.Embedding does it; elsewhere such an id gives zeros.
+        # Ids are checked only on CPU, as in nn.Embedding, without a synchronisation; elsewhere a bad id gives zeros.
         looks = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
         if looks and not bool(((ids >= 0) & (ids < self.num_rows)).all()):
             raise IndexError(f"{self.name}: an id is outside of 0..{self.num_rows - 1}")
-        if self.stop == self.start:  # no rows here: a zero that depends on the weight keeps the ranks' graphs alike
+        if self.stop == self.start:  # no rows here: a zero computed from the weight keeps all ranks' graphs equal
             return weight.sum() + weight.new_zeros((*ids.shape, weight.shape[1]))
-        local = (ids - self.start).masked_fill(elsewhere, 0)
+        local = (ids - self.start).masked_fill(elsewhere, 0)  # a valid row, masked out below
         found = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         padding = self.module.padding_idx
         if padding is None or not self.start <= padding < self.stop or not found.requires_grad:
             return found
-        return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
+        return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)  # no gradient for padding
 
 
 class RowEmbedding(Forward):
-    """`nn.Embedding` of which this rank holds some rows: lookups are summed."""
+    """`nn.Embedding` with some of its rows on this rank: lookups are summed."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -287,7 +287,7 @@ class RowEmbedding(Forward):
         self.lookup = RowLookup(module, spec, axis, name)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The rows of the ids."""
+        """Return the rows of the ids."""
         weight = self.parameter("weight")
         assert weight is not None
         return self.leave(self.lookup(self.enter(input), weight))
@@ -311,13 +311,13 @@ class ModuleForward(Forward):
         self.random = RandomOps(axis, module.modules()) if spec.shards_randomness else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward with its parameters replaced by local ones for as long as it runs."""
+        """Run the module's forward; local parameters replace its own during the call."""
         known = self._known_sizes(args, kwargs)
         moved_args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
         return self.finish(self.run_inside(moved_args, kwargs), known)
 
     def _known_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-        """Global sizes of dims that the module sees as shards, from inputs that are DTensors."""
+        """Return global sizes of the module's sharded dims, from inputs that are DTensors."""
         known = {}
         for name, move in self.moves.items():
             index = self.names.index(name)
@@ -327,11 +327,11 @@ class ModuleForward(Forward):
         return known
 
     def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The class's own forward, on local parameters."""
+        """Run the class's own forward, on local parameters."""
         kept: list[tuple[nn.Module, str, Any]] = []
         views = [(owner, type(owner), kind) for owner, kind in self.kinds if type(owner) is not kind]
         try:
-            for owner, _, kind in views:  # a subclass that shows local parameters as DTensors: not to this forward
+            for owner, _, kind in views:  # a subclass shows local parameters as DTensors; this forward needs local ones
                 object.__setattr__(owner, "__class__", kind)
             for owner, attribute, key in self.places:
                 found = owner._parameters.get(attribute)
@@ -340,7 +340,7 @@ class ModuleForward(Forward):
                     continue
                 local = self.parameter_of(owner, attribute, key)
                 if isinstance(local, ShardParameter):
-                    local = local.view_as(local)  # a plain tensor, whose `size()` is that of the shard
+                    local = local.view_as(local)  # a plain tensor with the shard's `size()`
                 if local is not found:
                     kept.append((owner, attribute, found))
                     owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call
@@ -348,7 +348,7 @@ class ModuleForward(Forward):
                 self.random.begin()
                 self.random.enter()
             return self.kind.forward(self.module, *args, **kwargs)
-        finally:
+        finally:  # also after an error
             if self.random is not None:
                 self.random.end()
             for owner, attribute, found in kept:
@@ -357,14 +357,14 @@ class ModuleForward(Forward):
                 object.__setattr__(owner, "__class__", view)
 
     def finish(self, output: Any, known: dict[int, int] | None = None) -> Any:
-        """Outputs in the layouts that were asked for, in the structure that they came in."""
+        """Return outputs in their target layouts, in their own structure."""
         if not self.leaves:
             return output
         return move_outputs(self.leaves, output, self.name, known)
 
 
 class ModuleRowEmbedding(ModuleForward):
-    """An embedding with a forward of its own, by rows: where it looks up its weight, it gets the whole lookup."""
+    """An embedding with its own forward, by rows; its lookups return full rows."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -372,13 +372,13 @@ class ModuleRowEmbedding(ModuleForward):
         self.sum = Redistribute(Redistribution(Partial(), Replicate()), axis, f"{name} lookup", inplace_ok=True)
 
     def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The class's own forward, with lookups that are summed over the ranks."""
+        """Run the class's own forward, with lookups summed over the ranks."""
         with _Lookups(self):
             return super().run_inside(args, kwargs)
 
 
 class _Lookups(TorchFunctionMode):
-    """Replaces `torch.nn.functional.embedding` on the module's own weight for the time of its forward."""
+    """Replacement of `torch.nn.functional.embedding` on the module's own weight, during its forward."""
 
     def __init__(self, owner: ModuleRowEmbedding) -> None:
         super().__init__()
@@ -391,19 +391,19 @@ class _Lookups(TorchFunctionMode):
 
 
 class ModuleRowLinear(ModuleForward):
-    """A linear layer with a forward of its own, by input features: it runs without its bias, which is added after."""
+    """A linear layer with its own forward, by input features; the bias is added after it."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
         self.row = RowLinear(module, spec, axis, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The module's forward on this rank's features, summed, with the bias."""
+        """Run the module's forward on this rank's features, sum, and add the bias."""
         args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
         bias = self.module._parameters.get("bias")
         try:
             if bias is not None:
-                zeros = torch.zeros_like(bias.to_local() if isinstance(bias, DTensor) else bias)
+                zeros = torch.zeros_like(bias.to_local() if isinstance(bias, DTensor) else bias)  # added in `finish`
                 self.module._parameters["bias"] = zeros  # type: ignore[assignment]  # for the time of the call
             produced = self.run_inside(args, kwargs)
         finally:
@@ -413,27 +413,27 @@ class ModuleRowLinear(ModuleForward):
 
 
 class DividedInput(ModuleForward):
-    """The module's own forward on a part of its first input, for outputs that are summed over the ranks."""
+    """The module's own forward on an equal share of its first input, for summed outputs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The first input divided by the number of ranks."""
+        """Run it on the first input divided by the number of ranks."""
         return self.run_inside((args[0] / self.axis.size, *args[1:]), kwargs)
 
 
 class ExpertDispatch(ModuleForward):
-    """Whole experts on each rank, all ranks with the same tokens: what each computes is summed.
+    """Full experts on each rank, all ranks with the same tokens: outputs are summed.
 
-    Routes to other ranks' experts get an index behind the last one, which the module's forward leaves out, or clamps
-    and adds with their weight of zero: as `AllReduceEP` in transformers.
+    Routes to other ranks' experts get an index behind the last one. The module's forward skips it, or clamps it and
+    adds with a weight of zero: as `AllReduceEP` in transformers.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The sum of all experts' outputs."""
+        """Return the sum of all experts' outputs."""
         args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
         tokens, index, weights = (*args, *(kwargs[name] for name in self.names[len(args) :]))
         count = cast(int, self.module.num_experts)  # this rank's
         elsewhere = index // count != self.axis.rank
-        index = torch.where(elsewhere, count, index % count)
+        index = torch.where(elsewhere, count, index % count)  # `count`: behind the last expert
         return self.finish(self.run_inside((tokens, index, weights.masked_fill(elsewhere, 0.0)), {}))
 
 
@@ -441,7 +441,7 @@ class LatentKV(ModuleForward):
     """The module's own forward; the gradient of its last output features is summed over the ranks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output, unchanged."""
+        """Return the output, unchanged."""
         output = self.run_inside(args, kwargs)
         width = only(self.spec).width
         through, direct = output.split([output.shape[-1] - width, width], dim=-1)

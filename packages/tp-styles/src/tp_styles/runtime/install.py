@@ -1,4 +1,4 @@
-"""Puts decisions on modules: forwards of ours, or hooks around a module's own, with inputs by argument name."""
+"""Install decisions on modules: our forwards, or hooks around a module's own, with inputs by argument name."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
     """Give the module its forward or its hooks.
 
     Args:
-        found: What was decided for it.
+        found: Decision for the module.
         module: The module; its parameters are local already.
-        axis: Over which ranks.
+        axis: Its ranks.
 
     Returns:
-        Functions that take everything back.
+        Functions to undo everything.
     """
     spec = found.spec
     if spec.compute == "none":
-        return []
+        return []  # children have the styles
     if spec.compute == "dtensor":
         return _prepare_hooks(found, module, axis)
     if spec.compute == "hooks":
@@ -74,8 +74,8 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
         if spec.outputs:
             removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
         return removers
-    vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)
-    # On the layer itself: who reads its weight past its forward may be no module that the plan knows.
+    vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)  # hooks still run around it
+    # On the layer itself: code that reads its weight directly may be in a module outside of the plan.
     handle = module.register_forward_pre_hook(DisableFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
 
@@ -93,26 +93,26 @@ def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
 
 
 class DisableFastPath:
-    """A hook that does nothing: modules that read their children's weights directly look for hooks before they do."""
+    """No-op hook: disables the fast path of modules that read their children's weights directly."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class MoveInputs:
-    """Pre-hook with keywords: lays out inputs by argument name."""
+    """Pre-hook with keywords: redistributes inputs by argument name."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         self.names = describe(module).arguments or tuple(name for name, _ in spec.inputs)
         self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
         self.name = name
-        self.num_positional = spec.num_positional
+        self.num_positional = spec.num_positional  # None: any number
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The inputs in their layouts.
+        """Return the inputs in their layouts.
 
         Raises:
-            StyleInputError: More inputs than the style has layouts for.
+            StyleInputError: More inputs than layouts.
         """
         if self.num_positional is not None and len(args) > self.num_positional:
             hint = f"the style lays out {self.num_positional}; give None for an input to leave alone"
@@ -122,7 +122,7 @@ class MoveInputs:
 
 
 class InputMove:
-    """Brings one input to its layout, as a plain tensor or as a DTensor."""
+    """Redistribution of one input, to a plain tensor or a DTensor."""
 
     def __init__(self, flow: Redistribution, axis: TPGroup, name: str, *, local: bool) -> None:
         self.local = local
@@ -131,20 +131,20 @@ class InputMove:
         self.move = Redistribute(flow, axis, name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The input."""
+        """Return the redistributed input."""
         if self.local:
             return self.move(x)
         if isinstance(x, DTensor):
             return self.move.redistributed(x)
         source = normalized(self.flow.src, x.dim())
         if isinstance(source, Shard):
-            self.move.even(x.shape[source.dim], source.dim)
-        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)
+            self.move.even(x.shape[source.dim], source.dim)  # `from_local` assumes even shards
+        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)  # no collective per call
         return self.move.redistributed(wrapped)
 
 
 class MoveOutputs:
-    """Forward hook: lays out outputs."""
+    """Forward hook: redistributes outputs."""
 
     def __init__(self, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         self.name = name
@@ -154,7 +154,7 @@ class MoveOutputs:
         ]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The outputs in their layouts."""
+        """Return the outputs in their layouts."""
         return move_outputs(self.leaves, output, self.name)
 
 
@@ -168,9 +168,9 @@ class PrepareInput:
         self.names = names
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """All inputs, the first one prepared, wherever the caller put it."""
+        """Return all inputs, the first one prepared, by position or by name."""
         if args:
-            prepared = self.function(args, self.mesh)
+            prepared = self.function(args, self.mesh)  # as the first styles' hooks did
             return (prepared if isinstance(prepared, tuple) else (prepared, *args[1:])), kwargs
         name = next((name for name in self.names if name in kwargs), None)
         if name is None:
@@ -188,5 +188,5 @@ class PrepareOutput:
         self.mesh = axis.mesh
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The prepared output."""
+        """Return the prepared output."""
         return self.function(output, self.mesh)

@@ -1,6 +1,6 @@
-"""Optimizers of sharded models, looked at before a step.
+"""Checks of sharded models' optimizers before a step.
 
-A local shard has a gradient and a shape like any parameter: an optimizer that works on full matrices goes through
+A local shard has a gradient and a shape like any parameter: an optimizer for full matrices runs on it
 without an error. Fused and foreach kernels take either DTensors or plain tensors.
 """
 
@@ -26,7 +26,7 @@ _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 @functools.cache
 def check_optimizers() -> None:
-    """From now on look at an optimizer's first step; installed once for the process."""
+    """From now on check each optimizer before its first step; installed once for the process."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -49,7 +49,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             name = f"optimizer: {type(optimizer).__name__}"
             problems.append(Problem("mixed-parameters", name, found=found, hint=hint))
     if problems:
-        _checked.discard(optimizer)
+        _checked.discard(optimizer)  # raise again in the next step
         raise PlanError(problems)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that hold one rank's shard: made, read, checked and put together again."""
+"""Parameters with one rank's shard: created, read, checked and gathered."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tp_styles.values.split import Split
 
 
 class ShardParameter(nn.Parameter):
-    """A plain local parameter that is one rank's shard of a global one that no DTensor describes: fused sections.
+    """A plain local parameter: one rank's shard in a layout beyond DTensor, of fused sections.
 
-    Copies and pickles keep `_sharding_info`, which an ordinary parameter would lose.
+    Copies and pickles keep `_sharding_info`; an ordinary parameter would lose it.
     """
 
     _sharding_info: ShardingInfo
@@ -46,7 +46,7 @@ class ShardParameter(nn.Parameter):
         return rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
 
     def module_load(self, other: torch.Tensor, assign: bool = False) -> ShardParameter:
-        """Return the parameter that `load_state_dict` swaps in, if torch is set to swap."""
+        """Return the new parameter for `load_state_dict`, if torch is set to swap."""
         value = other.detach() if assign else self.detach().copy_(other.detach())
         return rebuild(value, self.requires_grad, self.__dict__)
 
@@ -61,7 +61,7 @@ class ShardParameter(nn.Parameter):
         return self._draw("normal_", *args, **kwargs)
 
     def _draw(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
-        if self.is_meta:
+        if self.is_meta:  # without values: harmless
             getattr(torch.Tensor, name)(self, *args, **kwargs)
             return self
         hint = "initialise before the plan is applied; or reset_parameters() of the module; or load_state_dict()"
@@ -70,7 +70,7 @@ class ShardParameter(nn.Parameter):
 
 
 def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
-    """A parameter with the attributes of another."""
+    """Return a parameter with the attributes of another."""
     parameter = ShardParameter(data, requires_grad)
     parameter.__dict__.update(attributes)
     if (info := sharding_info_of(parameter)) is not None:  # a plain tuple after pickling
@@ -79,7 +79,7 @@ def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any])
 
 
 def split_of(info: ShardingInfo) -> Split:
-    """The split that a `_sharding_info` over a 1-D mesh describes."""
+    """Return the split of a `_sharding_info` over a 1-D mesh."""
     dim = getattr(info.placements[0], "dim", None)
     if dim is None:
         return Split.replicated()
@@ -89,17 +89,17 @@ def split_of(info: ShardingInfo) -> Split:
 
 
 class ShardCheck:
-    """Looks at what stands in place of each shard, where a forward reads it: however it came there, it is seen.
+    """Check, in every forward, of the tensors in place of shards.
 
-    A whole weight in place of a part (`module.weight = nn.Parameter(whole)`, `functional_call` with a whole state dict,
-    `weight.data = whole`) has shapes that fit each other from a column-wise to a row-wise layer: every rank would
-    compute everything, and the sum would be that many times too large. An ordinary parameter of a part's size
-    (`nn.Parameter(weight.detach() * 2)`, FSDP2's) computes the right output, and a norm takes it for a replica.
+    A full weight in place of a shard (`module.weight = nn.Parameter(full)`, `functional_call` with a full state dict,
+    `weight.data = full`) has shapes that fit each other from a column-wise to a row-wise layer: every rank would
+    compute everything, and the sum would be too large by the number of ranks. An ordinary parameter of a shard's size
+    (`nn.Parameter(weight.detach() * 2)`, FSDP2's) computes the right output, but a norm takes it for a replica.
 
     Args:
-        module: Whose parameters they are.
-        spec: What the plan says of the module's parameters.
-        axis: Over which ranks.
+        module: Module of the parameters.
+        spec: Decision for the module.
+        axis: Its ranks.
         name: The module's FQN, for errors.
     """
 
@@ -116,7 +116,7 @@ class ShardCheck:
         }
 
     def check(self, names: Sequence[str], locals: Sequence[torch.Tensor | None]) -> None:
-        """See that each has the size of this rank's part, and knows what it is a part of if it is a parameter.
+        """Check sizes of shards, and sharding metadata of parameters.
 
         Raises:
             StyleInputError: One has another size.
@@ -133,24 +133,24 @@ class ShardCheck:
                 found = f"{local.shape[dim]} on this rank"
                 hint = f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard"
                 raise StyleInputError(Problem("shape-mismatch", where, dim=dim, found=found, hint=hint))
-            # What is no parameter is a DTensor's local tensor, or stands there for the time of a functional call. The
-            # exact types first: a steady step asks, and of parameters' classes Python's own question takes a while.
+            # Other than parameters: a DTensor's local tensor, or a tensor in place for a functional call. Exact types
+            # first: this runs in every step, and isinstance on a parameter's class is slow.
             kind = type(local)
             if kind is not ShardParameter and kind is not torch.Tensor and self._is_ordinary(name, local):
                 raise PlanError(lost_shard(f"{self.name}.{name}".lstrip("."), local))
 
     def _is_ordinary(self, name: str, local: torch.Tensor) -> bool:
-        """True for a parameter of any class that does not know what it is a part of."""
+        """True for a parameter of any class without sharding metadata."""
         if not isinstance(local, nn.Parameter) or hasattr(local, ATTRIBUTE):
             return False
         path, _, attribute = name.rpartition(".")
-        # In a trace the local tensor of a DTensor parameter is a parameter, too; fake ones lose what they know.
+        # In a trace the local tensor of a DTensor parameter is a parameter too; fake ones lose their attributes.
         held: Any = self.module.get_submodule(path)._parameters.get(attribute)
         return not isinstance(held, DTensor) and not is_fake(local)
 
 
 def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
-    """Another parameter in place of a shard: norms and state dicts would take the shard for the full weight."""
+    """Return the problem of a parameter in place of a shard: norms would take it for full."""
     hint = "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
     hint += "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads"
     return Problem("local-shard-as-full", where, found=f"{type(parameter).__name__} in place of a shard", hint=hint)
@@ -162,13 +162,13 @@ def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
 def make_parameter(
     original: nn.Parameter, spec: ParameterSpec, axis: TPGroup, src_data_rank: int | None
 ) -> nn.Parameter:
-    """A parameter with this rank's part of `original`, which is left as it is.
+    """Return a parameter with this rank's shard of `original`, which is left unchanged.
 
     Args:
-        original: The whole parameter, on every rank.
-        spec: Which part.
-        axis: Over which ranks.
-        src_data_rank: Rank in the group whose values count; None takes each rank's own.
+        original: The full parameter, on every rank.
+        spec: Its split.
+        axis: Its ranks.
+        src_data_rank: Group rank with the source values; None takes each rank's own.
     """
     full = agreed_values(original.detach(), axis, src_data_rank)
     local = spec.split.take(full, axis.rank, axis.size)
@@ -176,9 +176,9 @@ def make_parameter(
 
 
 def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: TPGroup) -> nn.Parameter:
-    """A parameter around this rank's shard; shape, `requires_grad` and user attributes come from `original`.
+    """Return a parameter of this rank's shard; shape, `requires_grad` and user attributes are those of `original`.
 
-    It is a DTensor, but for what no DTensor describes (fused sections, copied heads): a plain tensor with
+    It is a DTensor, or in layouts beyond DTensor (fused sections, copied heads) a plain tensor with
     `_sharding_info`.
     """
     parameter: nn.Parameter
@@ -194,13 +194,13 @@ def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: 
 
 
 def sharding_info(split: Split, mesh: DeviceMesh, shape: torch.Size) -> ShardingInfo:
-    """Return what a local parameter is a shard of; sections only where placements do not say everything."""
+    """Return the metadata of a local shard; sections only if placements are not enough."""
     sections = () if split.is_plain(mesh.size()) else split.sections
     return ShardingInfo(mesh, (split.placement(),), shape, torch.empty(shape, device="meta").stride(), sections)
 
 
 def is_shard(parameter: torch.Tensor, split: Split, mesh: DeviceMesh) -> bool:
-    """True if a parameter is this rank's shard over a mesh, as the split has it."""
+    """True if a parameter is this rank's shard over a mesh, by the split."""
     if isinstance(parameter, DTensor):
         same = parameter.device_mesh == mesh and parameter.placements == (split.placement(),)
         return same and split.is_plain(mesh.size())
@@ -209,11 +209,11 @@ def is_shard(parameter: torch.Tensor, split: Split, mesh: DeviceMesh) -> bool:
 
 
 def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None) -> torch.Tensor:
-    """The values of the source rank on every rank; the tensor itself where there is nothing to agree on."""
+    """Broadcast the source rank's values; return the tensor itself if there is nothing to send."""
     if src_data_rank is None or value.is_meta or axis.size == 1:
         return value
     agreed = value.clone(memory_format=torch.contiguous_format)
-    as_bytes = agreed.view(torch.uint8) if agreed.dim() else agreed.view(1).view(torch.uint8)
+    as_bytes = agreed.view(torch.uint8) if agreed.dim() else agreed.view(1).view(torch.uint8)  # any dtype
     dist.broadcast(as_bytes, group=axis.group, group_src=src_data_rank)
     return agreed
 
@@ -222,10 +222,10 @@ def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None)
 
 
 def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None]:
-    """The module's parameters as local tensors with gradient; None where the module has none of that name.
+    """Return the module's parameters as local tensors with gradient; None for names it does not have.
 
-    A plain tensor that stands in `_parameters` is this rank's part already, whatever a subclass of the module may
-    show to those who read the attribute. DTensors that learn take one step of autograd together.
+    A plain tensor in `_parameters` is this rank's shard already, even if a subclass of the module returns something
+    else for the attribute. All DTensors with gradients take one autograd node together.
     """
     found: list[torch.Tensor | None] = []
     any_dtensor = False
@@ -235,7 +235,7 @@ def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None
         if parameter is None and name not in own:
             refuse_computed(module, name)
             parameter = getattr(module, name, None)
-        # The exact type first: a class with a metaclass, as a tensor's, takes a while to say no.
+        # The exact type first: isinstance on a class with a metaclass, like a tensor's, is slow.
         any_dtensor = any_dtensor or (type(parameter) is not ShardParameter and isinstance(parameter, DTensor))
         found.append(parameter)
     if any_dtensor:
@@ -251,11 +251,11 @@ def _unwrap(parameters: list[torch.Tensor | None]) -> None:
         if not isinstance(parameter, DTensor):
             continue
         if in_graph:
-            parameters[index] = parameter.to_local()
+            parameters[index] = parameter.to_local()  # traced, with its own backward
         elif with_gradients and parameter.requires_grad:
             learning[index] = parameter
         else:
-            parameters[index] = local_of(parameter)
+            parameters[index] = local_of(parameter)  # no gradient: no autograd node
     if learning:
         refuse_transforms("a styled module")
         locals = _Local.apply(*learning.values())  # type: ignore[no-untyped-call]  # torch's Function
@@ -264,14 +264,14 @@ def _unwrap(parameters: list[torch.Tensor | None]) -> None:
 
 
 def refuse_computed(module: nn.Module, name: str) -> None:
-    """A parametrization, weight norm or pruning that was put on a part works on the part: norms are its own.
+    """Refuse a parametrization, weight norm or pruning of a shard: it would use the shard's norm.
 
     Raises:
-        PlanError: There is one. Of a DTensor they give what they give of the whole.
+        PlanError: There is one. On a DTensor they compute the same as on the full weight.
     """
     below = getattr(module._modules.get("parametrizations"), name, nn.Module())
     found = [*below._parameters.items(), *((key, module._parameters.get(key)) for key in (f"{name}_orig", f"{name}_v"))]
-    # torch's older weight norm makes an ordinary parameter of a part.
+    # torch's older weight norm makes an ordinary parameter of a shard.
     if any(isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) for _, parameter in found):
         hint = "put it on and take it off again before the plan is applied"
         raise PlanError(
@@ -280,13 +280,13 @@ def refuse_computed(module: nn.Module, name: str) -> None:
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local` for parameters: a gradient has its parameter's layout, which need not be worked out."""
+    """`DTensor.to_local` for parameters: a gradient has its parameter's layout, without inference."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> Any:
         ctx.specs = [parameter._spec for parameter in parameters]
-        ctx.set_materialize_grads(False)
-        return tuple([local.view_as(local) for local in map(local_of, parameters)])
+        ctx.set_materialize_grads(False)  # None for a parameter without gradient
+        return tuple([local.view_as(local) for local in map(local_of, parameters)])  # views, for autograd
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -305,12 +305,12 @@ def _differentiable(gradient: torch.Tensor, spec: Any) -> DTensor:
 
 
 def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
-    """The global value, on every rank, without gradient.
+    """Return the global value, on every rank, without gradient.
 
     Args:
-        parameter: A DTensor, or this rank's part.
-        axis: Over which ranks.
-        split: How it is divided.
+        parameter: A DTensor, or this rank's shard.
+        axis: Its ranks.
+        split: Its split.
     """
     local = parameter.detach()
     if isinstance(local, DTensor):
@@ -323,14 +323,14 @@ def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.T
 
 
 def gather_parts(local: torch.Tensor, axis: TPGroup, split: Split) -> list[torch.Tensor]:
-    """Every rank's part, in rank order, on every rank."""
+    """Return every rank's shard, in rank order, on every rank."""
     assert split.dim is not None
     sizes = split.sizes(axis.size)
     moved = local.movedim(split.dim, 0).contiguous()
-    padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
+    padded = moved.new_zeros((max(sizes), *moved.shape[1:]))  # all-gather needs one size
     padded[: moved.shape[0]] = moved
     gathered = padded.new_empty((axis.size, *padded.shape))
-    all_gather_into(_bytes(gathered), _bytes(padded), axis.group)
+    all_gather_into(_bytes(gathered), _bytes(padded), axis.group)  # bytes: any dtype
     return [part[:size].movedim(0, split.dim) for part, size in zip(gathered.unbind(0), sizes, strict=True)]
 
 

@@ -23,13 +23,13 @@ Sizes = tuple[int, ...]
 
 
 class Redistribute:
-    """Carries out one flow: callable on the activation.
+    """One flow, callable on the activation.
 
     Args:
-        flow: What to do.
-        axis: Over which ranks.
-        name: What is moved, for errors.
-        inplace_ok: The tensor was made by the caller for this call alone and may be reduced in place.
+        flow: The flow.
+        axis: Its ranks.
+        name: Name of the tensor, for errors.
+        inplace_ok: The tensor is a temporary of the caller and may be reduced in place.
         uneven: Shards of a dim of unknown size may differ: the caller keeps the global size.
     """
 
@@ -46,23 +46,23 @@ class Redistribute:
         self._transfers: dict[int, Transfer] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
+        """Return the activation in the wanted layout, a local tensor. DTensors are moved from their own layout."""
         if isinstance(x, DTensor):
             x = self.redistributed(x)
             gradient = self.flow.gradient or gradient_layout(self.flow.dst)
             return x.to_local(grad_placements=(normalized(gradient, x.dim()),))
-        found = self._transfers.get(x.dim())
+        found = self._transfers.get(x.dim())  # negative dims depend on it
         if found is None:
             found = self._transfers[x.dim()] = self.flow.transfer(x.dim())
         if found.forward.op == "none" and (found.backward.op == "none" or not x.requires_grad):
-            return x
+            return x  # nothing moves in either pass
         if is_compiling() or (x.requires_grad and torch.is_grad_enabled()) or is_transformed():
             refuse_transforms(self.name)
             return _moved(x, found, self, inplace_ok=self.inplace_ok)
         return self.run(found.forward, x, {}, in_place=self.inplace_ok)
 
     def redistributed(self, x: DTensor) -> DTensor:
-        """A DTensor in the wanted layout, from whatever layout it has."""
+        """Return a DTensor in the wanted layout, from any layout."""
         if x.device_mesh != self.axis.mesh:
             hint = f"the module is on {self.axis.mesh}; redistribute over that mesh before the call"
             raise StyleInputError(Problem("mesh-mismatch", self.name, found=f"a DTensor on {x.device_mesh}", hint=hint))
@@ -72,13 +72,13 @@ class Redistribute:
     # ------------------------------------------------------------------ the steps
 
     def run(self, step: Step, x: torch.Tensor, sizes: dict[int, Sizes], *, in_place: bool = False) -> torch.Tensor:
-        """Carry out one step on a plain tensor, without autograd; a sum in the tensor's own memory, if it may be.
+        """Execute one step on a plain tensor, without autograd; a sum in place, if allowed.
 
         Args:
-            step: What to do.
+            step: The step.
             x: The local tensor.
-            sizes: Dim -> every rank's shard size, as far as another step has found it; the step adds what it finds.
-                A backward step needs it: a local gradient does not show how long the other ranks' shards are.
+            sizes: Dim -> every rank's shard size, as far as known from other steps; the step adds its own.
+                A backward step needs it: a local gradient does not show the size of the other ranks' shards.
             in_place: The tensor's memory may be written to.
         """
         axis = self.axis
@@ -86,7 +86,7 @@ class Redistribute:
             case "none":
                 return x
             case "all_reduce":
-                if self.sections is not None:  # the gradient of a parameter of which several ranks hold the same rows
+                if self.sections is not None:  # gradient of a parameter with the same rows on several ranks
                     return _sum_of_copies(x, axis, self.sections)
                 return axis.all_reduce_(x) if in_place else axis.all_reduce(x)
             case "all_gather":
@@ -115,10 +115,10 @@ class Redistribute:
         return self.flow.split.sizes(self.axis.size)
 
     def _shard_sizes(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
-        """Return the sizes of all ranks' shards of a dim of which this rank has one."""
+        """Return the sizes of all ranks' shards of a sharded dim."""
         sizes = self._feature_sizes(x, dim) or known.get(dim)
         if sizes is None:
-            self.even(x.shape[dim], dim)
+            self.even(x.shape[dim], dim)  # plain tensors: compared in the first call
             sizes = (x.shape[dim],) * self.axis.size
         known[dim] = sizes
         if x.shape[dim] != sizes[self.axis.rank]:
@@ -131,14 +131,14 @@ class Redistribute:
         return sizes
 
     def _sizes_of_full(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
-        """Return the sizes of all ranks' shards of a dim that this rank has in full."""
+        """Return the sizes of all ranks' shards of a dim still in full on this rank."""
         sizes = self._feature_sizes(x, dim)
         full = x.shape[dim]
         assert sizes is None or self.sections is None, "plans refuse to cut sections across"
         sizes = sizes or known.get(dim)
         if sizes is None:
             if full % self.axis.size and not self.uneven:
-                # Shards of a plain tensor carry no global size: whoever gathers them has to take them as even.
+                # Shards of a plain tensor carry no global size: a later gather has to take them as even.
                 hint = "pad it to a multiple of the tp size, or pass a DTensor, which has a global size"
                 raise StyleInputError(
                     Problem(
@@ -158,7 +158,7 @@ def refuse_transforms(name: str) -> None:
     """Refuse transforms of `torch.func` and forward-mode differentiation: collectives have no rule for them.
 
     Raises:
-        StyleInputError: One follows what runs now.
+        StyleInputError: One is active.
     """
     if not is_compiling() and is_transformed():
         hint = "torch.autograd.grad outside of transforms, and functional_call on shards, are right; undo() gives the"
@@ -182,9 +182,9 @@ class _Moved(torch.autograd.Function):
         sizes: dict[int, Sizes] = dict(known or {})
         ctx.transfer, ctx.move, ctx.sizes = transfer, move, sizes
         if transfer.forward.op == "none":
-            return x.view_as(x)
+            return x.view_as(x)  # only backward communicates
         moved = move.run(transfer.forward, x, sizes, in_place=inplace_ok)
-        if moved is x:
+        if moved is x:  # reduced in place
             ctx.mark_dirty(x)
         return moved
 
@@ -197,12 +197,12 @@ class _Moved(torch.autograd.Function):
 
 
 def _is_differentiated_again() -> bool:
-    """True if this backward is recorded (`create_graph=True`): collectives in place would look like no operation."""
+    """True if this backward is recorded (`create_graph=True`); in-place collectives would not be recorded."""
     return torch.is_grad_enabled() and not is_compiling()
 
 
 def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
-    """Only sections with copies are communicated, in a buffer of their global size: few rows, and no new groups."""
+    """Sum only sections with copies, in a buffer of their global size: few rows, and no new groups."""
     assert split.dim is not None
     dim = split.dim
     pieces = list(torch.split(gradient, [stop - start for start, stop in split.ranges(axis.rank, axis.size)], dim=dim))
@@ -212,7 +212,7 @@ def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch
         start, stop = section.bounds(axis.rank, axis.size)
         shape = list(gradient.shape)
         shape[dim] = section.size
-        buffer = gradient.new_zeros(shape)
+        buffer = gradient.new_zeros(shape)  # zeros where other ranks have rows
         buffer.narrow(dim, start, stop - start).copy_(pieces[index])
         pieces[index] = axis.all_reduce_(buffer).narrow(dim, start, stop - start)
     return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
@@ -225,17 +225,17 @@ def as_dtensor(
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """A DTensor of a global shape around a local tensor, contiguous by default; its shards may be uneven."""
+    """Return a DTensor of a global shape around a local tensor, contiguous by default; shards may be uneven."""
     stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class EvenShardsCheck:
-    """Shards of a plain tensor carry no global size and are taken as even: on the first call the ranks compare.
+    """First-call comparison of shard sizes between ranks: plain tensors carry no global size.
 
     Args:
-        axis: Over which ranks.
-        name: What is checked, for the error.
+        axis: Its ranks.
+        name: Name of the tensor, for the error.
     """
 
     def __init__(self, axis: TPGroup, name: str) -> None:

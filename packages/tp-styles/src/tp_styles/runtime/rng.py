@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @contextmanager
 def tp_rng(mesh: DeviceMesh, device: torch.device | str | None = None) -> Iterator[None]:
-    """Inside, random numbers depend on the state of the default generator at the entry and on the rank.
+    """Draw random numbers inside from the rank and the default generator's state at entry.
 
-    So masks over shards differ from rank to rank, and are the same again when activation checkpointing restores the
-    default generator and runs the region once more. Outside, the default generator goes on alike on every rank, however
+    Masks over shards differ from rank to rank, and are the same again when activation checkpointing restores the
+    default generator and repeats the region. Outside, the default generator continues equally on every rank, however
     many numbers each has drawn inside.
 
     Args:
         mesh: 1-D tensor-parallel mesh.
-        device: Whose default generator; by default that of the mesh's device type on this rank.
+        device: Device of the default generator; by default the mesh's device type on this rank.
     """
     device = torch.device(device if device is not None else mesh.device_type)
     outside = enter_region(mesh.get_local_rank(), device)
@@ -31,21 +31,21 @@ def tp_rng(mesh: DeviceMesh, device: torch.device | str | None = None) -> Iterat
 
 
 def enter_region(rank: int, device: torch.device) -> torch.Tensor:
-    """Make the default generator the rank's own; returns what `leave_region` takes back."""
+    """Make the default generator rank-specific; return the state for `leave_region`."""
     generator = default_generator(device)
     mixed = hashlib.blake2b(f"{_drawn_seed(generator)} {rank}".encode(), digest_size=8).digest()
     outside = generator.get_state()
-    generator.manual_seed(int.from_bytes(mixed, "little") >> 2)
+    generator.manual_seed(int.from_bytes(mixed, "little") >> 2)  # never negative
     return outside
 
 
 def leave_region(outside: torch.Tensor, device: torch.device) -> None:
-    """Make the default generator that of all ranks again."""
+    """Restore the default generator's state of all ranks."""
     default_generator(device).set_state(outside)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that dropout on this device uses."""
+    """Return dropout's generator on this device."""
     if device.type == "cpu":
         return torch.default_generator
     generators = getattr(torch, device.type).default_generators
@@ -56,7 +56,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def _drawn_seed(generator: torch.Generator) -> str:
-    """Something that depends on the generator's state alone, and moves the generator on; no device is waited for."""
+    """Return a function of the generator's state alone, and advance it; no device is waited for."""
     if generator.device.type == "cpu":
         return str(torch.randint(2**62, (), generator=generator).item())
     offset = generator.get_offset()

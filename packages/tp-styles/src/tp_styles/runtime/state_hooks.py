@@ -1,4 +1,4 @@
-"""State dicts with global shapes, and local parameters that stay shards whoever moves, resets or replaces them."""
+"""State dicts with global shapes, and local parameters that stay shards when moved, reset or replaced."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class SectionedShard(torch.Tensor):
     """One rank's sections of a global tensor: fused weights, few key-value heads over many ranks.
 
     It shares memory with the parameter. `torch.distributed.checkpoint` saves and loads it without gathering, one chunk
-    for each section, to and from any layout; `full_tensor()` gathers. What is computed with it is a plain tensor.
+    for each section, to and from any layout; `full_tensor()` gathers. Results of operations are plain tensors.
     """
 
     _sharding_info: ShardingInfo
 
     @classmethod
     def of(cls, local: torch.Tensor, info: ShardingInfo) -> SectionedShard:
-        """A view of a local tensor with what it is a part of."""
+        """Return a view of a local tensor with its sharding metadata."""
         part = local.detach().as_subclass(cls)
         part._sharding_info = info
         if (read := sharding_info_of(part)) is not None:  # a plain tuple after pickling
@@ -41,7 +41,7 @@ class SectionedShard(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Results are plain tensors: they are no longer the part that the info speaks of."""
+        """Return plain tensors: the metadata does not describe results."""
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
         return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, SectionedShard) else x, result)
 
@@ -52,7 +52,7 @@ class SectionedShard(torch.Tensor):
         return SectionedShard.of(self.plain().clone(), self._sharding_info)
 
     def plain(self) -> torch.Tensor:
-        """The local tensor as a plain one; the same memory."""
+        """Return the local tensor as a plain one; the same memory."""
         return self.as_subclass(torch.Tensor)
 
     @property
@@ -76,13 +76,13 @@ class SectionedShard(torch.Tensor):
         return self.global_shape if dim is None else self.global_shape[dim]
 
     def full_tensor(self) -> torch.Tensor:
-        """The global tensor, on every rank; every rank calls it."""
+        """Return the global tensor, on every rank; every rank calls it."""
         return full_tensor(self.plain(), TPGroup(self._sharding_info.mesh), self.division)
 
     # ------------------------------------------------------------------ the protocol of torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """One item for each section."""
+        """Return one item for each section."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -105,7 +105,7 @@ class SectionedShard(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The section at that place, as a view."""
+        """Return the section at that place, as a view."""
         for offsets, view in self._sections():
             if torch.Size(offsets) == index.offset:
                 return view
@@ -119,18 +119,18 @@ class SectionedShard(torch.Tensor):
         for start, stop in split.ranges(mesh.get_local_rank(), mesh.size()):
             offsets = [0] * local.dim()
             offsets[split.dim] = start
-            if stop > start:
+            if stop > start:  # no empty chunks
                 found.append((offsets, local.narrow(split.dim, at, stop - start)))
             at += stop - start
         return found
 
 
 class _StandIn:
-    """Stands in a module's place of a method that does not know of parts.
+    """Base of replacements for module methods that ignore sharding.
 
     Args:
         module: The module.
-        names: Its parameters that styles divide.
+        names: Its sharded parameters.
     """
 
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
@@ -138,22 +138,22 @@ class _StandIn:
         self.names = names
 
     def parts(self) -> dict[str, ShardParameter]:
-        """The local parameters that still know of what they are parts."""
+        """Return the local parameters with sharding metadata."""
         found = {name: self.module._parameters.get(name) for name in self.names}
         return {name: part for name, part in found.items() if isinstance(part, ShardParameter)}
 
 
 class PreserveShardingOnApply(_StandIn):
-    """Stands as a module's `_apply`: `to_empty()` and its like make new parameters, which know nothing."""
+    """Replacement of a module's `_apply`: `to_empty()` and its like create parameters without metadata."""
 
     def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """The module's own `_apply`; new parameters remember what the old ones did."""
+        """Run the module's own `_apply`; new parameters get the old ones' metadata."""
         module = self.module
         before = {name: (part, dict(vars(part))) for name, part in self.parts().items()}
         type(module)._apply(module, fn, recurse)
         for name, (old, known) in before.items():
             new = module._parameters.get(name)
-            if new is old and type(new) is nn.Parameter:  # swapped: the same object, another inside
+            if new is old and type(new) is nn.Parameter:  # swapped: the same object with other contents
                 object.__setattr__(new, "__class__", ShardParameter)
                 vars(new).update(known)
             elif new is not None and new is not old:
@@ -163,13 +163,13 @@ class PreserveShardingOnApply(_StandIn):
 
 
 class ResetFullParameters(_StandIn):
-    """Stands as a module's `reset_parameters`: it runs on whole parameters, and their parts are taken.
+    """Replacement of a module's `reset_parameters`: runs on full parameters, then takes their shards.
 
-    Bounds depend on the number of input features: on a part of the columns they would be too wide.
+    Bounds depend on the number of input features: on a shard of the columns they would be too wide.
     """
 
     def __call__(self) -> None:
-        """The module's own `reset_parameters`, with the default generator alike on every rank."""
+        """Run the module's own `reset_parameters`, with equal default generators on all ranks."""
         module: Any = self.module
         parts = {name: part for name, part in self.parts().items() if not part.is_meta}
         try:
@@ -177,16 +177,16 @@ class ResetFullParameters(_StandIn):
                 module._parameters[name] = nn.Parameter(_local(part).new_zeros(_info(part).shape))
             type(module).reset_parameters(module)
             whole = {name: module._parameters[name].detach() for name in parts}
-        finally:
+        finally:  # after an error too
             module._parameters.update(parts)
         for name, part in parts.items():
             _local(part).copy_(_cut(whole[name], _info(part), name))
 
     def parts(self) -> dict[str, Any]:
-        """The local parameters, and DTensors on CPU: there torch draws the same numbers for each rank's part."""
+        """Return the local parameters, and DTensors on CPU: there torch draws the same numbers for each shard."""
         found: dict[str, Any] = {name: self.module._parameters.get(name) for name in self.names}
         on_cpu = {n: p for n, p in found.items() if isinstance(p, DTensor) and p.device.type == "cpu"}
-        # Those of FSDP2, on a mesh of two dims, are left to torch: a split says what one dim of a mesh divides.
+        # FSDP2's, on a mesh of two dims, are left to torch: a split describes one dim of a mesh.
         return super().parts() | {name: part for name, part in on_cpu.items() if part.device_mesh.ndim == 1}
 
 
@@ -201,18 +201,18 @@ def _info(part: ShardParameter | DTensor) -> ShardingInfo:
 
 
 class FullModelOnly:
-    """Stands as a method of transformers' models that takes parameters for full ones.
+    """Replacement of a method of transformers' models for full parameters.
 
     Args:
         model: The model.
-        name: Of the method.
+        name: Name of the method.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.model, self.name = model, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own method, where a state dict is passed.
+        """Call the model's own method if a state dict is passed.
 
         Raises:
             PlanError: None is passed.
@@ -234,13 +234,13 @@ FULL_MODEL = {
 
 
 class GlobalOnSave:
-    """State-dict hook: local parameters leave as DTensors, or as `SectionedShard`s where a DTensor cannot say it.
+    """State-dict hook: stores local parameters as DTensors, or as `SectionedShard`s if they have sections.
 
     Nothing is communicated and no memory copied.
 
     Args:
-        names: The module's parameters that styles divide.
-        shards: Those of them that are plain shards.
+        names: The module's sharded parameters.
+        shards: The plain shards among them.
     """
 
     def __init__(self, names: tuple[str, ...], shards: tuple[str, ...]) -> None:
@@ -251,10 +251,10 @@ class GlobalOnSave:
         """Replace this module's entries.
 
         Raises:
-            PlanError: A shard was replaced by a parameter that does not know what it is a part of.
+            PlanError: A shard was replaced by a parameter without sharding metadata.
         """
         standing = ((name, module._parameters.get(name)) for name in self.shards)
-        # None, or a tensor for the time of a functional call, is no parameter.
+        # None, or a tensor during a functional call, is no parameter.
         lost = {n: p for n, p in standing if isinstance(p, nn.Parameter | DTensor) and not hasattr(p, ATTRIBUTE)}
         if lost:
             raise PlanError(lost_shard(prefix + name, parameter) for name, parameter in lost.items())
@@ -272,13 +272,13 @@ class GlobalOnSave:
 
 
 class LocalOnLoad:
-    """Load hook: takes DTensors of any layout, `SectionedShard`s and whole tensors."""
+    """Load hook: takes DTensors of any layout, `SectionedShard`s and full tensors."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Replace this module's entries by what stands in the module."""
+        """Replace this module's entries by values in the layouts of its parameters."""
         for name in self.names:
             parameter, value = module._parameters.get(name), state.get(prefix + name)
             if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor | ShardParameter):
@@ -289,7 +289,7 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
     if isinstance(parameter, DTensor):
         mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
         if isinstance(value, DTensor) and value.device_mesh == mesh and value.shape == shape:
-            # `assign=True` would put another layout in the module, whose forward takes a part
+            # `assign=True` would install another layout, and the module's forward takes a shard
             return value if value.placements == placements else value.redistribute(placements=placements)
         if isinstance(value, DTensor) and mesh.ndim > 1:
             return value  # FSDP2's, on a mesh of two dims: torch's own loading compares
@@ -297,12 +297,12 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
         return as_dtensor(local, mesh, placements, shape)
     assert isinstance(parameter, ShardParameter)
     if isinstance(value, ShardParameter):
-        return value
+        return value  # a shard already
     return rebuild(_cut(value, parameter._sharding_info, key), parameter.requires_grad, vars(parameter))
 
 
 def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
-    """This rank's part of an entry; communicates only if it lies otherwise."""
+    """Return this rank's shard of an entry; communicates only if the entry has another layout."""
     mesh, placements, shape = info.mesh, info.placements, info.shape
     if isinstance(value, SectionedShard):
         if value._sharding_info == info:

@@ -14,14 +14,14 @@ __all__ = ["ParallelStyle", "PrepareInput", "PrepareOutput"]
 
 
 class ParallelStyle(Style):
-    """Base of styles: they make a module tensor parallel.
+    """Base class of every style: makes a module tensor parallel.
 
     Subclass it to write a style of your own, in one of three ways:
 
     * hand functions for the first input and for the output to `super().__init__`: they are called around the module as
       `_prepare_input(inputs, device_mesh)` and `_prepare_output(output, device_mesh)`, and its parameters become
       replicated DTensors (subclass `ColwiseParallel` or `RowwiseParallel` to have them sharded);
-    * define `spec(info, tp_size)`: a pure function, so that `plan_styles` and `explain` know about it;
+    * define `spec(info, tp_size)`: a pure function, used by `plan_styles` and `explain`;
     * define `_apply(module, device_mesh)` as in torch: it is then called as it is.
 
     Args:
@@ -36,7 +36,7 @@ class ParallelStyle(Style):
 
     @property
     def is_foreign(self) -> bool:
-        """True if the style only says how it is applied (`_apply`), and not what it means (`spec`)."""
+        """True if the style defines only `_apply`, and no `spec`."""
         kind = type(self)
         return kind._apply is not ParallelStyle._apply and kind.spec is ParallelStyle.spec
 

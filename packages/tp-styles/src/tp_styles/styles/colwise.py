@@ -1,4 +1,4 @@
-"""Rows of a linear layer's weight (its output features), columns of an embedding, over the ranks."""
+"""Shard a linear layer's output features (rows of its weight) or an embedding's columns."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from tp_styles.values.split import Split
 
 
 class ColwiseParallel(ParallelStyle):
-    """Each rank computes some of the output features of an `nn.Linear` (or `nn.Embedding`).
+    """Shard the output features of an `nn.Linear` (or `nn.Embedding`) over the ranks.
 
     `legacy.ColwiseParallel` takes the prepare functions of torch 2.0. `src_data_rank` is set by `parallelize_module`.
 
     Args:
         input_layouts: Layout of the input if it is a plain tensor; default `Replicate()`.
-        output_layouts: Layout that the output gets; default `Shard(-1)`.
-        use_local_output: Whether the output is a plain tensor; the default. Written out (as `output_layouts`) it says
-            that shards may leave the model.
+        output_layouts: Layout of the output; default `Shard(-1)`.
+        use_local_output: Return a plain tensor (default). Given explicitly, it allows shards to leave the model.
 
     Raises:
-        StyleTypeError: A layout that is no placement (also a `TypeError`).
+        StyleTypeError: A layout is not a placement (also a `TypeError`).
     """
 
     takes_functions = False
@@ -59,7 +58,7 @@ class ColwiseParallel(ParallelStyle):
         return Split.along(0, features), []
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Output features are split; see `ParallelStyle.spec`."""
+        """Return a spec with sharded output features; see `ParallelStyle.spec`."""
         shape = linear_shape(info)
         if shape is not None:
             split, problems = self.features_split(info, shape.out_features, tp_size)
@@ -68,8 +67,8 @@ class ColwiseParallel(ParallelStyle):
                 parameters.append(("bias", split))
             problems += linear_problems(info, shape)
             width = shape.in_features
-            compute = "column-linear" if info.kind.forward is nn.Linear.forward else "module"
-            attributes = (("nf", split),) if is_conv1d(info.kind) else ()
+            compute = "column-linear" if info.kind.forward is nn.Linear.forward else "module"  # not if overridden
+            attributes = (("nf", split),) if is_conv1d(info.kind) else ()  # Conv1D's forward views its output as nf
         elif issubclass(info.kind, nn.Embedding):
             split, problems = self.features_split(info, int(info.size("embedding_dim") or 0), tp_size)
             parameters = [("weight", replace(split, dim=1))]
@@ -77,6 +76,7 @@ class ColwiseParallel(ParallelStyle):
             width, compute, attributes = 0, "module", ()
         else:
             return StyleSpec(problems=(wrong_kind(info, type(self).__name__),))
+        # A weight shard gives a partial gradient of the input; an embedding's ids (width 0) have none.
         enter = Redistribution(self.input_layouts[0], Replicate(), gradient=Partial() if width else None, width=width)
         leave = Redistribution(Shard(-1), self.output_layouts[0], split=split, width=split.global_size)
         return StyleSpec(

@@ -13,14 +13,14 @@ from tp_styles.values.split import Section, Split
 
 
 class ParametersParallel(ParallelStyle):
-    """A module whose own parameters are divided, by the names that Hugging Face's plans use for parameters.
+    """Shard a module's own parameters by the style names of Hugging Face's plans.
 
     Args:
         parameters: Name of a parameter of the module -> `"colwise"`, `"rowwise"`, `"packed_colwise"`,
-            `"packed_rowwise"`, `"grouped_gemm"` (whole experts, the first dim) or `"replicate"`. Rows are the last
+            `"packed_rowwise"`, `"grouped_gemm"` (full experts, the first dim) or `"replicate"`. Rows are the last
             dim but one, columns the last.
-        role: `"experts"`: every rank runs its part of every expert, and the parts are summed; gradients of the tokens
-            and of the routing weights are summed too. `"dispatch"`: the same, with whole experts on every rank.
+        role: `"experts"`: every rank runs its shard of every expert, and the outputs are summed; gradients of the
+            tokens and of the routing weights are summed too. `"dispatch"`: the same, with full experts on every rank.
             `"sum"`: the output is a partial sum. `"local"`: neither.
     """
 
@@ -40,13 +40,13 @@ class ParametersParallel(ParallelStyle):
                 continue
             split, problem = _split(info, parameter, kind, tp_size)
             problems += [problem] if problem is not None else []
-            summed = split.is_replicated and self.role != "local"
-            # A whole bias of the projection down would be added by every rank.
+            summed = split.is_replicated and self.role != "local"  # each rank uses it on its own shard
+            # Every rank would add the full bias of the down projection before the sum.
             divide_by_tp = summed and kind == "rowwise" and name.endswith("bias")
             parameters.append((name, ParameterSpec(split, sum_gradient=summed, divide_by_tp=divide_by_tp)))
         if self.role == "local":
             return StyleSpec(compute="module", parameters=tuple(parameters), problems=tuple(problems))
-        copied = info.arguments[:1] + (info.arguments[2:3] if self.role != "sum" else ())
+        copied = info.arguments[:1] + (info.arguments[2:3] if self.role != "sum" else ())  # tokens, routing weights
         flow = Redistribution(Replicate(), Replicate(), gradient=Partial())
         attributes: tuple[tuple[str, object], ...] = ()
         if self.role == "dispatch":
@@ -68,7 +68,7 @@ class ParametersParallel(ParallelStyle):
 
 
 class IdentityExpert(ParallelStyle):
-    """A module that gives the same on every rank inside of experts whose outputs are summed: its input is divided."""
+    """Identity inside summed experts: every rank divides its input by the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__(None, None)
@@ -79,8 +79,7 @@ class IdentityExpert(ParallelStyle):
 
 
 class LatentKVParallel(ParallelStyle):
-    """The projection to latent keys and values: its last features go to every head directly, and their gradient is
-    summed; the others go through a column-wise layer, which does that itself.
+    """Latent key-value projection: sums the gradient of its last features, used directly by every head.
 
     Args:
         rope_features: How many features at the end bypass the second projection.
@@ -99,6 +98,7 @@ class LatentKVParallel(ParallelStyle):
             problems.append(
                 Problem("shape-mismatch", info.where(), found=f"{self.rope_features} of {features}", hint=hint)
             )
+        # The other features go through a column-wise layer, which sums their gradient itself.
         flow = Redistribution(Replicate(), Replicate(), gradient=Partial(), width=self.rope_features)
         return StyleSpec(compute="latent-kv", outputs=(flow,), problems=tuple(problems))
 
@@ -109,12 +109,12 @@ def _split(info: ModuleInfo, parameter: ParameterInfo, kind: str, tp_size: int) 
     if kind == "grouped_gemm":
         return Split.along(0, shape[0]), None
     if kind.startswith("replicate") or (
-        kind.endswith("rowwise") and (len(shape) == 1 or parameter.name.endswith("bias"))
+        kind.endswith("rowwise") and (len(shape) == 1 or parameter.name.endswith("bias"))  # no input dim
     ):
         return Split.replicated(), None
     dim = last if kind.endswith("rowwise") or len(shape) == 1 else last - 1
     if kind.endswith("colwise") and parameter.name.endswith("bias"):
-        dim = last
+        dim = last  # biases of experts: [experts, features]
     if not kind.startswith("packed"):
         return Split.along(dim, shape[dim]), None
     if shape[dim] % 2:

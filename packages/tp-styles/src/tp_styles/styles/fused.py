@@ -1,4 +1,4 @@
-"""Column-wise layers whose output features are several things in one."""
+"""Column-wise layers with several sections in one weight."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tp_styles.values.split import Section, Split
 
 
 class FusedColwiseParallel(ColwiseParallel):
-    """`ColwiseParallel` for a weight that holds several sections one after the other: q, k and v; gate and up.
+    """`ColwiseParallel` for a weight of several consecutive sections: q, k, v or gate, up.
 
-    Each section is divided on its own, so that `chunk` or `split` of the local output gives this rank's part of each.
-    The weight is not a plain shard, and is never labelled as one: it is a local parameter with `_sharding_info`.
+    Each section is sharded on its own: `chunk` or `split` of the local output gives this rank's shard of each.
+    The weight is no plain shard and is never labelled as one: it is a local parameter with `_sharding_info`.
 
     Args:
         sections: Sizes of the sections in rows, or how many equal ones there are.
-        unit: Rows that may not be cut (the size of a head); one number, or one for each section.
-        copies: How many neighbouring ranks hold each part (few key-value heads over many ranks); one number, or one
+        unit: Indivisible rows (the size of a head); one number, or one for each section.
+        copies: How many neighbouring ranks hold each shard (few key-value heads over many ranks); one number, or one
             for each section. Their gradients are summed.
         input_layouts: As `ColwiseParallel`.
-        output_layouts: `Shard(-1)`, or `Replicate()` for the whole output in its usual order.
-        use_local_output: Has to stay True for a sharded output: a DTensor cannot say what it is.
+        output_layouts: `Shard(-1)`, or `Replicate()` for the full output in its usual order.
+        use_local_output: Must stay True for a sharded output: a DTensor cannot express sections.
 
     Raises:
-        StyleTypeError: Sections or units that are no positive numbers.
+        StyleTypeError: Sections, units or copies are not positive numbers.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FusedColwiseParallel(ColwiseParallel):
         use_local_output: bool | None = None,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.sections = sections if isinstance(sections, int) else tuple(sections)
+        self.sections = sections if isinstance(sections, int) else tuple(sections)  # as given, for the repr
         self.unit = unit if isinstance(unit, int) else tuple(unit)
         numbers = [self.sections] if isinstance(self.sections, int) else [*self.sections]
         self.copies = copies if isinstance(copies, int) else tuple(copies)
@@ -59,7 +59,7 @@ class FusedColwiseParallel(ColwiseParallel):
             )
 
     def features_split(self, info: ModuleInfo, features: int, tp_size: int) -> tuple[Split, list[Problem]]:
-        """Each section on its own."""
+        """Split each section separately; return reasons against it too."""
         sizes = (features // n,) * n if isinstance(n := self.sections, int) else n
         units = (self.unit,) * len(sizes) if isinstance(self.unit, int) else self.unit
         problems = []
@@ -82,7 +82,7 @@ class FusedColwiseParallel(ColwiseParallel):
                     hint="a section must hold full units",
                 )
             )
-        elif unfit := [count for count in copies if tp_size % count]:
+        elif unfit := [count for count in copies if tp_size % count]:  # copies are equal groups of neighbours
             hint = "the number of copies divides the tp size"
             problems.append(
                 Problem(
@@ -90,7 +90,7 @@ class FusedColwiseParallel(ColwiseParallel):
                 )
             )
         if problems:
-            return Split.along(0, features), problems
+            return Split.along(0, features), problems  # the problems stop the plan
         if not self.use_local_output and (len(sizes) > 1 or max(copies) > 1):
             hint = "a DTensor cannot express sections of its last dim; leave it True"
             problems.append(Problem("invalid-argument", info.where("use_local_output"), found="False", hint=hint))

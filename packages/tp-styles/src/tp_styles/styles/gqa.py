@@ -1,4 +1,4 @@
-"""Attention with separate or fused projections, by heads; fewer key-value heads than query heads too."""
+"""Shard attention by heads: separate or fused projections, grouped-query attention too."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Heads:
 def divide_heads(
     name: str, queries: int, keys: int, tp_size: int, *, kv_replicate: bool
 ) -> tuple[Heads | None, Problem | None]:
-    """Divide heads evenly; key-value heads may be copied where there are fewer of them than ranks.
+    """Divide heads evenly over ranks; copy key-value heads if there are fewer than ranks.
 
-    Every rank gets whole groups: the key-value heads that its query heads read, and no others.
+    Every rank gets full groups: the key-value heads of its query heads, and no others.
     """
     if queries < 1 or keys < 1 or queries % keys:
         hint = "query heads are a multiple of key-value heads"
@@ -60,7 +60,7 @@ def divide_heads(
         return Heads(queries, keys, tp_size), None
     if queries % tp_size == 0 and tp_size % keys == 0 and kv_replicate:
         return Heads(queries, keys, tp_size, copies=tp_size // keys), None
-    whole = [size for size in range(1, queries + 1) if queries % size == 0 and keys % size == 0]
+    whole = [size for size in range(1, queries + 1) if queries % size == 0 and keys % size == 0]  # for the hint
     copied = [size for size in range(1, queries + 1) if queries % size == 0 and size % keys == 0]
     could = queries % tp_size == 0 and tp_size % keys == 0
     label = f"num_key_value_heads={keys}" if queries % tp_size == 0 else f"num_heads={queries}"
@@ -80,7 +80,7 @@ GROUPS = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
 
 
 class GQAParallel(ParallelStyle):
-    """An attention module by heads: projections in by rows, projection out by columns, head counts made local.
+    """Shard attention by heads: projections in by rows, projection out by columns, local head counts.
 
     Args:
         num_heads: Query heads; by default the module's attribute (`num_heads`, `n_head` ...).
@@ -91,9 +91,9 @@ class GQAParallel(ParallelStyle):
         v: Name of the value projection.
         o: Name of the projection out.
         qkv: Name of a fused projection (all of q, then k, then v) instead of the three.
-        norms: Names of modules that each rank applies to its heads (`q_norm`, `k_norm`): their gradients are summed.
-        attributes: Attributes that become local, name -> `"heads"`, `"kv_heads"` or `"groups"`; by default those that
-            are known by name and have the right value.
+        norms: Names of modules applied to the heads of a rank (`q_norm`, `k_norm`): their gradients are summed.
+        attributes: Attributes to make local, name -> `"heads"`, `"kv_heads"` or `"groups"`; by default those with a
+            known name and the right value.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class GQAParallel(ParallelStyle):
         self.attributes = None if attributes is None else dict(attributes)
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Styles of the projections; see `ParallelStyle.spec`."""
-        queries = self.num_heads or _first(info, QUERY_HEADS)
+        """Return the styles of the projections; see `ParallelStyle.spec`."""
+        queries = self.num_heads or _first(info, QUERY_HEADS)  # by usual names
         keys = self.num_kv_heads or _first(info, KEY_HEADS) or queries
         names = (self.qkv, self.o) if self.qkv else (self.q, self.k, self.v, self.o)
         missing = [name for name in names if name and info.parameter(f"{name}.weight") is None]
@@ -142,7 +142,7 @@ class GQAParallel(ParallelStyle):
     def _projections(self, info: ModuleInfo, heads: Heads) -> tuple[list[tuple[str, object]], list[Problem]]:
         out = info.parameter(f"{self.o}.weight")
         assert out is not None
-        size = out.shape[1] // heads.queries
+        size = out.shape[1] // heads.queries  # features of one head
         problems = []
         if out.shape[1] % heads.queries:
             problems.append(
@@ -154,7 +154,7 @@ class GQAParallel(ParallelStyle):
                 )
             )
             return [], problems
-        rows = (heads.queries * size, heads.keys * size, heads.keys * size)
+        rows = (heads.queries * size, heads.keys * size, heads.keys * size)  # q, then k, then v
         if self.qkv:
             fused = FusedColwiseParallel(rows, unit=size, copies=(1, heads.copies, heads.copies))
             return [(self.qkv, fused), (self.o, RowwiseParallel())], problems
@@ -165,7 +165,7 @@ class GQAParallel(ParallelStyle):
             # A head of v may have another size than one of k.
             unit = weight.shape[0] // heads.keys
             children.append((name, FusedColwiseParallel((weight.shape[0],), unit=max(unit, 1), copies=heads.copies)))
-        if heads.copies == 1:
+        if heads.copies == 1:  # plain shards, which a DTensor can express
             children[1:] = [(name, ColwiseParallel()) for name in (self.k, self.v)]
         return [*children, (self.o, RowwiseParallel())], problems
 
@@ -173,7 +173,7 @@ class GQAParallel(ParallelStyle):
         values = {"heads": heads.local_queries, "kv_heads": heads.local_keys, "groups": heads.local_groups}
         if self.attributes is not None:
             return tuple((name, values[kind]) for name, kind in self.attributes.items())
-        known = dict.fromkeys(QUERY_HEADS, ("heads", heads.queries))
+        known = dict.fromkeys(QUERY_HEADS, ("heads", heads.queries))  # name -> kind, global value
         known |= dict.fromkeys(KEY_HEADS, ("kv_heads", heads.keys))
         known |= dict.fromkeys(GROUPS, ("groups", heads.queries // heads.keys))
         return tuple((name, values[kind]) for name, (kind, value) in known.items() if info.size(name) == value)

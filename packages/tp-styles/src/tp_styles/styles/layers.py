@@ -1,4 +1,4 @@
-"""Layers that column-wise and row-wise styles take, with their rows and columns."""
+"""Sizes and checks of layers for column-wise and row-wise styles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tp_styles.values.transfer import NoTransfer
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Sizes of a linear layer and which dim of its weight is which (GPT-2's `Conv1D` has them the other way round)."""
+    """Sizes of a linear layer and dims of its weight (transposed in GPT-2's `Conv1D`)."""
 
     in_features: int
     out_features: int
@@ -25,12 +25,13 @@ class LinearShape:
 
 
 def is_conv1d(kind: type[nn.Module]) -> bool:
-    """True if it is transformers' `Conv1D`, a linear layer with a transposed weight; known by name, not by import."""
+    """True for transformers' `Conv1D`, a linear layer with a transposed weight."""
+    # By name: transformers need not be installed.
     return any(base.__name__ == "Conv1D" and base.__module__.startswith("transformers.") for base in kind.__mro__)
 
 
 def linear_shape(info: ModuleInfo) -> LinearShape | None:
-    """The layer's global sizes, None where it is no linear layer."""
+    """Return the layer's global sizes, None for other modules."""
     if issubclass(info.kind, nn.Linear):
         in_features, out_features = info.size("in_features"), info.size("out_features")
         assert isinstance(in_features, int)
@@ -39,7 +40,7 @@ def linear_shape(info: ModuleInfo) -> LinearShape | None:
     weight = info.parameter("weight")
     if is_conv1d(info.kind) and weight is not None:
         in_features, out_features = weight.shape
-        return LinearShape(in_features, out_features, in_dim=0, out_dim=1)
+        return LinearShape(in_features, out_features, in_dim=0, out_dim=1)  # transposed
     return None
 
 
@@ -54,7 +55,7 @@ def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
         problems.append(
             Problem("shape-mismatch", info.where("weight"), found=found, hint=f"its features need {tuple(expected)}")
         )
-    others = [p.name for p in info.parameters if p.name not in ("weight", "bias")]
+    others = [p.name for p in info.parameters if p.name not in ("weight", "bias")]  # unknown meaning
     if others:
         hint = "a linear layer's style handles weight and bias; write a style with spec() for this class"
         problems.append(Problem("unknown-name", info.where(), found=", ".join(others), hint=hint))
@@ -80,14 +81,14 @@ def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
 
 
 def wrong_kind(info: ModuleInfo, style: str) -> Problem:
-    """A style on a kind of module that it has no meaning for."""
+    """Return the problem of a style on an unsupported kind of module."""
     what = "name the layers inside, use a style for this class, or leave it out of the plan"
     hint = f"{style} is for nn.Linear and nn.Embedding; {what}"
     return Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint)
 
 
 def single(placement: Placement | tuple[Placement, ...] | None, default: Placement, argument: str) -> Placement:
-    """The one placement that an argument may hold.
+    """Return the single placement of an argument.
 
     Raises:
         StyleTypeError: It holds something else, `input_layouts=(Shard(0),)` with two of them for example.
@@ -104,19 +105,17 @@ def single(placement: Placement | tuple[Placement, ...] | None, default: Placeme
 
 
 def specs(splits: Sequence[tuple[str, Split]]) -> tuple[tuple[str, ParameterSpec], ...]:
-    """Parameter specs by name; parts that several ranks hold have their gradients summed."""
+    """Return parameter specs by name; gradients of copied shards are summed."""
     copied = {name: any(section.copies > 1 for section in split.sections) for name, split in splits}
     return tuple((name, ParameterSpec(split, sum_gradient=copied[name])) for name, split in splits)
 
 
 def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]]) -> list[Problem]:
-    """Flows that there is no way for.
-
-    Dims are looked at in a tensor of `PROBE_DIMS` dims, so that `Shard(-1)` and a dim from the front are told apart.
-    """
+    """List flows without a possible transfer, as problems."""
     problems = []
     for name, flow in flows:
         try:
+            # With this many dims `Shard(-1)` differs from a dim counted from the front.
             found = flow.transfer(PROBE_DIMS)
         except NoTransfer as error:
             problems.append(
@@ -128,7 +127,7 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]])
         steps = (found.forward, found.backward)
         if (
             flow.split is not None
-            and not flow.split.is_single
+            and not flow.split.is_single  # they shard contiguous rows
             and any(step.op in ("reduce_scatter", "all_to_all") for step in steps)
         ):
             problems.append(

@@ -16,10 +16,10 @@ from tp_styles.values.spec import ModuleInfo, StyleSpec
 
 
 class LoRAParallel(ParallelStyle):
-    """A module that adds `B(A(x))` to a linear layer's output (peft's `lora.Linear`, or one's own), as a whole.
+    """Shard a linear layer together with its low-rank update `B(A(x))` (peft's `lora.Linear`).
 
-    By columns, A is whole and B is split with the base layer's output; by rows, A is split with its input, the small
-    product is summed over the ranks, and B is whole. The result has the layout of the base layer's.
+    By columns, A is replicated and B is split with the base layer's output; by rows, A is split with its input, the
+    small product is summed over the ranks, and B is replicated. The result has the layout of the base layer's.
 
     Args:
         style: `"column"` or `"row"`: how the base layer is split.
@@ -44,7 +44,7 @@ class LoRAParallel(ParallelStyle):
         self.style, self.base, self.a, self.b, self.dropout = style, base, a, b, dropout
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Styles of the layers below; see `ParallelStyle.spec`."""
+        """Return the styles of the layers below; see `ParallelStyle.spec`."""
         found = {name: _below(info, name, nn.Linear) for name in (self.base, self.a, self.b)}
         missing = [name for name, layers in found.items() if not layers]
         if missing:
@@ -57,9 +57,9 @@ class LoRAParallel(ParallelStyle):
         second: ParallelStyle = ColwiseParallel(input_layouts=Replicate()) if column else NoParallel()
         children: list[tuple[str, object]] = [(name, base) for name in found[self.base]]
         children += [(name, first) for name in found[self.a]] + [(name, second) for name in found[self.b]]
-        if not column:
+        if not column:  # the input of A is sharded, so dropout differs by rank
             children += [(name, NoParallel(sum_gradient=True)) for name in _below(info, self.dropout, nn.Dropout)]
-        problems = [
+        problems = [  # other parameters, like DoRA's magnitude
             Problem(
                 "lora-mismatch", info.where(p.name), found=str(p.shape), hint="only A and B are known beside the base"
             )

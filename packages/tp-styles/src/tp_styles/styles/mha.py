@@ -19,11 +19,11 @@ INPUTS = ("query", "key", "value")
 
 
 class MultiheadAttentionParallel(ParallelStyle):
-    """Each rank computes some heads of an `nn.MultiheadAttention`; all its options and masks work as before.
+    """Shard an `nn.MultiheadAttention` by heads; all its options and masks work as before.
 
     Args:
         input_layouts: Layout of query, key and value if they are plain tensors; default `Replicate()`.
-        output_layouts: Layout of the attention's output; default `Replicate()`. Attention weights are always whole.
+        output_layouts: Layout of the attention's output; default `Replicate()`. Attention weights are always full.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MultiheadAttentionParallel(ParallelStyle):
         self.output_layouts = (single(output_layouts, Replicate(), "output_layouts"),)
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Heads are split; see `ParallelStyle.spec`."""
+        """Return a spec with sharded heads; see `ParallelStyle.spec`."""
         if not issubclass(info.kind, nn.MultiheadAttention):
             hint = "the style is for nn.MultiheadAttention; GQAParallel is for attention with projections of its own"
             return StyleSpec(problems=(Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint),))
@@ -57,43 +57,43 @@ class MultiheadAttentionParallel(ParallelStyle):
             compute="multihead-attention",
             parameters=_parameters(info, width, width // count, sharded=not isinstance(leave.dst, Replicate)),
             inputs=tuple(zip(INPUTS, enter, strict=True)),
-            outputs=(leave, None),
+            outputs=(leave, None),  # the forward gathers attention weights
             problems=tuple(problems),
         )
 
 
 def _parameters(info: ModuleInfo, width: int, unit: int, *, sharded: bool) -> tuple[tuple[str, ParameterSpec], ...]:
     by_heads = Split.along(0, width, unit=unit)
-    packed = Split(0, (Section(width, unit),) * 3)
+    packed = Split(0, (Section(width, unit),) * 3)  # q, k and v rows in one weight
     splits = {
         "in_proj_weight": packed,
         "in_proj_bias": packed,
         "q_proj_weight": by_heads,
         "k_proj_weight": by_heads,
         "v_proj_weight": by_heads,
-        "bias_k": Split.along(2, width, unit=unit),
+        "bias_k": Split.along(2, width, unit=unit),  # [1, 1, embed_dim]
         "bias_v": Split.along(2, width, unit=unit),
         "out_proj.weight": Split.along(1, width, unit=unit),
         "out_proj.bias": Split.replicated(),
     }
     return tuple(
-        (name, ParameterSpec(split, sum_gradient=sharded and name == "out_proj.bias"))
+        (name, ParameterSpec(split, sum_gradient=sharded and name == "out_proj.bias"))  # of this rank's output shard
         for name, split in splits.items()
         if info.parameter(name) is not None
     )
 
 
 class TransformerLayerParallel(ParallelStyle):
-    """Attention by heads and the feed-forward pair by columns and rows, for torch's own transformer layers.
+    """Shard torch's transformer layers: attention by heads, feed-forward by columns and rows.
 
-    Dropout between the feed-forward layers draws other numbers on each rank; norms and the other dropouts are whole.
+    Norms, and dropouts outside the feed-forward pair, are replicated.
     """
 
     def __init__(self) -> None:
         super().__init__(None, None)
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Styles of the layers below; see `ParallelStyle.spec`."""
+        """Return the styles of the layers below; see `ParallelStyle.spec`."""
         if not issubclass(info.kind, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             hint = "the style is for nn.TransformerEncoderLayer and nn.TransformerDecoderLayer"
             return StyleSpec(problems=(Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint),))
@@ -102,5 +102,5 @@ class TransformerLayerParallel(ParallelStyle):
             attention.append("multihead_attn")
         children: list[tuple[str, object]] = [(name, MultiheadAttentionParallel()) for name in attention]
         children += [("linear1", ColwiseParallel()), ("linear2", RowwiseParallel())]
-        children.append(("dropout", NoParallel(sum_gradient=True)))
+        children.append(("dropout", NoParallel(sum_gradient=True)))  # on a shard: other draws on each rank
         return StyleSpec(compute="none", children=tuple(children))

@@ -1,4 +1,4 @@
-"""Styles that lay out a module's inputs and outputs and leave its parameters alone."""
+"""Styles for a module's inputs and outputs; they leave its parameters alone."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Layouts = Placement | tuple[Placement | None, ...]
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Lays out a module's inputs, passed by position or by name.
+    """Redistribute a module's inputs, passed by position or by name.
 
-    A plain tensor is taken to have the layout of `input_layouts`; a DTensor has its own, and is redistributed from it.
+    A plain tensor is assumed to have the layout of `input_layouts`; a DTensor is redistributed from its own layout.
 
     Args:
         input_layouts: Layout of each positional argument of `forward`, None for one to leave alone.
-        desired_input_layouts: Layout that each one gets.
+        desired_input_layouts: Target layout of each one.
         input_kwarg_layouts: The same by argument name.
         desired_input_kwarg_layouts: The same by argument name.
-        use_local_output: Whether the module gets plain tensors; by default DTensors.
+        use_local_output: Pass plain tensors to the module; by default DTensors.
 
     Raises:
         StyleTypeError: Layouts without desired layouts, of another number, or under other names.
@@ -45,7 +45,7 @@ class PrepareModuleInput(ParallelStyle):
         self.desired_input_layouts = _several(desired_input_layouts, "desired_input_layouts")
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
-        self.with_kwargs = input_kwarg_layouts is not None
+        self.with_kwargs = input_kwarg_layouts is not None  # as in torch
         self.use_local_output = use_local_output
         _check_lengths("input", self.input_layouts, self.desired_input_layouts)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
@@ -60,14 +60,14 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Inputs by name; see `ParallelStyle.spec`."""
+        """Return flows of inputs by name; see `ParallelStyle.spec`."""
         inputs: list[tuple[str, Redistribution]] = []
         problems: list[Problem] = []
         names = info.arguments
         for index, source in enumerate(self.input_layouts or ()):
             if source is None:
                 continue
-            if index >= len(names) and not info.open_positional:
+            if index >= len(names) and not info.open_positional:  # `*args` takes any index
                 hint = f"forward takes {', '.join(names) or 'no arguments'}"
                 problems.append(
                     Problem(
@@ -77,7 +77,7 @@ class PrepareModuleInput(ParallelStyle):
                 continue
             name = names[index] if index < len(names) else f"args[{index}]"
             wanted = cast("tuple[Placement | None, ...]", self.desired_input_layouts)[index]
-            inputs.append((name, Redistribution(source, source if wanted is None else wanted)))
+            inputs.append((name, Redistribution(source, source if wanted is None else wanted)))  # None: unchanged
         for name, source in self.input_kwarg_layouts.items():
             if name not in (*names, *info.keyword_only) and not info.open_keyword:
                 hint = f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}"
@@ -93,19 +93,19 @@ class PrepareModuleInput(ParallelStyle):
         return StyleSpec(
             compute="hooks",
             inputs=tuple(inputs),
-            num_positional=None if self.input_layouts is None else len(self.input_layouts),
+            num_positional=None if self.input_layouts is None else len(self.input_layouts),  # further inputs raise
             local_input=self.use_local_output,
             problems=tuple(problems),
         )
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Lays out a module's outputs: a tensor, a tuple, a list or a dict in its order; the structure is kept.
+    """Redistribute a module's outputs: a tensor, a tuple, a list or a dict, whose structure is kept.
 
     Args:
         output_layouts: Layout of each output if it is a plain tensor, None for one to leave alone.
-        desired_output_layouts: Layout that each one gets.
-        use_local_output: Whether outputs are plain tensors.
+        desired_output_layouts: Target layout of each one.
+        use_local_output: Return plain tensors.
 
     Raises:
         StyleTypeError: Different numbers of layouts.
@@ -125,7 +125,7 @@ class PrepareModuleOutput(ParallelStyle):
         _check_lengths("output", self.output_layouts, self.desired_output_layouts)
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Outputs by position; see `ParallelStyle.spec`."""
+        """Return flows of outputs by position (a dict's in its order); see `ParallelStyle.spec`."""
         outputs = tuple(
             None if source is None else Redistribution(source, source if wanted is None else wanted)
             for source, wanted in zip(self.output_layouts, self.desired_output_layouts, strict=True)
@@ -138,7 +138,7 @@ class PrepareModuleInputOutput(ParallelStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one, with the arguments of both.
 
     Args:
-        use_local_input: Whether the module gets plain tensors; by default DTensors.
+        use_local_input: Pass plain tensors to the module; by default DTensors.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Both; see `ParallelStyle.spec`."""
+        """Combine both; see `ParallelStyle.spec`."""
         before = self.prepare_module_input.spec(info, tp_size)
         after = self.prepare_module_output.spec(info, tp_size)
         return StyleSpec(
@@ -183,13 +183,13 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     def _arguments(self) -> dict[str, object]:
         before, after = self.prepare_module_input._arguments(), self.prepare_module_output._arguments()
-        before["use_local_input"] = before.pop("use_local_output")
+        before["use_local_input"] = before.pop("use_local_output")  # its name in the combined style
         return {**before, **after}
 
 
 def _several(layouts: Layouts | None, argument: str) -> tuple[Placement | None, ...] | None:
     if layouts is None:
-        return None
+        return None  # no layouts: inputs are left alone
     found = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
     for placement in found:
         if placement is not None and not isinstance(placement, Placement):
@@ -208,5 +208,5 @@ def _check_lengths(
         hint = "give one desired layout for each"
         raise StyleTypeError(
             Problem("argument-count", f"{what}_layouts", found=f"{layouts} and {desired}", hint=hint),
-            f"{what}_layouts and desired_{what}_layouts should have same length!",
+            f"{what}_layouts and desired_{what}_layouts should have same length!",  # torch's message
         )

@@ -11,13 +11,12 @@ from tp_styles.values.split import Split
 
 
 class NoParallel(ParallelStyle):
-    """The module's parameters are whole on every rank, made equal by broadcast, and its forward is its own.
+    """Replicate a module's parameters (made equal by broadcast) and run its own forward.
 
     Args:
-        sum_gradient: The module stands inside a sharded region (a norm of this rank's heads): each rank computes a
-            part of its parameters' gradients, and the parts are summed; dropout draws other numbers on each rank (see
-            `tp_rng`). Without it every rank is taken to compute the
-            whole gradient.
+        sum_gradient: The module is inside a sharded region (a norm of this rank's heads): each rank computes a
+            partial gradient of its parameters, and these are summed; dropout draws other numbers on each rank (see
+            `tp_rng`). Without it every rank is assumed to compute the full gradient.
     """
 
     def __init__(self, *, sum_gradient: bool = False) -> None:
@@ -25,25 +24,25 @@ class NoParallel(ParallelStyle):
         self.sum_gradient = sum_gradient
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Nothing is split; see `ParallelStyle.spec`."""
+        """Return a spec with replicated parameters; see `ParallelStyle.spec`."""
         whole = ParameterSpec(Split.replicated(), sum_gradient=self.sum_gradient)
         return StyleSpec(
             compute="module",
             parameters=tuple((parameter.name, whole) for parameter in info.parameters),
-            shards_randomness=self.sum_gradient,
+            shards_randomness=self.sum_gradient,  # dropout on shards: other draws on each rank
         )
 
 
 class SequenceParallel(ParallelStyle):
-    """A module that treats each position alone runs on this rank's positions; its parameters are replicated.
+    """Run a position-wise module on this rank's positions, with replicated parameters.
 
-    For `nn.LayerNorm`, RMS norms and dropout. Each rank sees only the gradient of its positions: the gradients of the
-    replicated parameters are summed over the ranks. Parameters are made equal by broadcast and stay frozen if they
-    were. (The first styles had another class of this name: `tp_styles.legacy.SequenceParallel`.)
+    For `nn.LayerNorm`, RMS norms and dropout. Each rank computes only the gradient of its positions: gradients of the
+    replicated parameters are summed over the ranks. Parameters are made equal by broadcast; frozen ones stay frozen.
+    (The first styles had another class of this name: `tp_styles.legacy.SequenceParallel`.)
 
     Args:
         sequence_dim: Dim of the input that is sharded.
-        use_local_output: Whether the output is a plain tensor; by default a DTensor sharded on that dim.
+        use_local_output: Return a plain tensor; by default a DTensor sharded on that dim.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -53,13 +52,13 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Nothing is split, every parameter's gradient is summed; see `ParallelStyle.spec`."""
+        """Return replicated parameters with summed gradients; see `ParallelStyle.spec`."""
         if not info.arguments:
             problem = Problem(
                 "argument-count", info.where(), found="a forward without arguments", hint="name another module"
             )
             return StyleSpec(problems=(problem,))
-        flow = Redistribution(self.sequence_sharding[0], self.sequence_sharding[0])
+        flow = Redistribution(self.sequence_sharding[0], self.sequence_sharding[0])  # plain shards do not move
         return StyleSpec(
             compute="module",
             parameters=tuple(

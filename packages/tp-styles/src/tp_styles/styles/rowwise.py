@@ -1,4 +1,4 @@
-"""Columns of a linear layer's weight (its input features), rows of an embedding, over the ranks."""
+"""Shard a linear layer's input features (columns of its weight) or an embedding's rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tp_styles.values.split import Split
 
 
 class RowwiseParallel(ParallelStyle):
-    """Each rank computes its part of every output feature from some of the input features; the parts are summed.
+    """Shard the input features of an `nn.Linear` over the ranks; sum the partial outputs.
 
     On an `nn.Embedding` each rank looks up the ids of its rows, and the lookups are summed. `legacy.RowwiseParallel`
     takes the prepare functions of torch 2.0.
@@ -28,13 +28,13 @@ class RowwiseParallel(ParallelStyle):
     Args:
         input_layouts: Layout of the input if it is a plain tensor; default `Shard(-1)`, on an embedding `Replicate()`
             (ids have no feature dim to be sharded on).
-        output_layouts: Layout that the output gets; default `Replicate()`.
-        use_local_output: Whether the output is a plain tensor.
-        sum_gradient: The output of a linear layer is used on shards (Mamba's B and C on each rank's channels): ranks
-            have parts of its gradient, which are summed.
+        output_layouts: Layout of the output; default `Replicate()`.
+        use_local_output: Return a plain tensor.
+        sum_gradient: The output of a linear layer is used on shards (Mamba's B and C on each rank's channels): each
+            rank has a partial gradient of it, and these are summed.
 
     Raises:
-        StyleTypeError: A layout that is no placement (also a `TypeError`).
+        StyleTypeError: A layout is not a placement (also a `TypeError`).
     """
 
     takes_functions = False
@@ -55,7 +55,7 @@ class RowwiseParallel(ParallelStyle):
         self._input_given = input_layouts is not None
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Input features are split; see `ParallelStyle.spec`."""
+        """Return a spec with sharded input features; see `ParallelStyle.spec`."""
         shape = linear_shape(info)
         if shape is not None:
             return self._linear(info, shape)
@@ -68,11 +68,11 @@ class RowwiseParallel(ParallelStyle):
         output = self.output_layouts[0]
         parameters = [("weight", ParameterSpec(Split.along(shape.in_dim, shape.in_features)))]
         if info.parameter("bias") is not None:
-            # Ranks that hold different parts of the output each see a part of the bias's gradient.
+            # On a sharded output each rank has only its shard's contribution to the bias gradient.
             sharded = not isinstance(output, Replicate)
             parameters.append(("bias", ParameterSpec(Split.replicated(), sum_gradient=sharded)))
-        columns = Split.along(0, shape.in_features)
-        plain = info.kind.forward is nn.Linear.forward
+        columns = Split.along(0, shape.in_features)  # of the input's last dim
+        plain = info.kind.forward is nn.Linear.forward  # else its own forward, without the bias
         return StyleSpec(
             compute="row-linear" if plain else "module-row-linear",
             parameters=tuple(parameters),
@@ -100,12 +100,12 @@ class RowwiseParallel(ParallelStyle):
         problems = embedding_problems(info, by_rows=True)
         parameters = (("weight", ParameterSpec(Split.along(0, rows))),)
         source = self.input_layouts[0] if self._input_given else Replicate()
-        if source in (Shard(-1), Partial()) or isinstance(source, Partial):
+        if source in (Shard(-1), Partial()) or isinstance(source, Partial):  # ids have no feature dim
             hint = "every rank looks up all ids: leave input_layouts out, or name the dim that they are split on"
             problems.append(Problem("sharded-input", info.where("input_layouts"), found=repr(source), hint=hint))
             source = Replicate()
         plain = info.kind.forward is nn.Embedding.forward
-        # A forward of its own sees whole lookups, and gives a whole output.
+        # An overridden forward gets full lookups and returns a full output.
         produced = Partial() if plain else Replicate()
         columns = Split.along(0, features) if features else None
         output = Redistribution(produced, self.output_layouts[0], split=columns, width=features)

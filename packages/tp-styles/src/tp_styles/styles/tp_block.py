@@ -1,4 +1,4 @@
-"""Styles of what stands between column-wise and row-wise layers."""
+"""Styles of modules between column-wise and row-wise layers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tp_styles.values.split import Split
 
 
 class BlockParallel(ParallelStyle):
-    """A block's own parameters, buffers and counts, beside the layers inside that have styles of their own.
+    """Shard a block's own parameters, buffers and counts, beside the styles of its layers.
 
-    For what stands between column-wise and row-wise layers: one decay or sink for each head, slopes of ALiBi, the
+    For modules between column-wise and row-wise layers: one decay or sink for each head, slopes of ALiBi, the
     depthwise convolution of Mamba, a scalar gain. The block's forward runs on this rank's shards.
 
     Args:
         shard: Name of a parameter below the block -> dim along which each rank holds its shard.
-        sum_gradient: Names of parameters that every rank holds in full and uses on its shard: gradients are summed.
-        buffers: Name of a buffer that no state dict holds (`persistent=False`) -> dim, as `shard`.
-        attributes: Names of counts below the block that are divided by the number of ranks (`num_heads`,
+        sum_gradient: Names of parameters held in full and used on a rank's shard: gradients are summed.
+        buffers: Name of a buffer outside the state dict (`persistent=False`) -> dim, as `shard`.
+        attributes: Names of counts below the block, divided by the number of ranks (`num_heads`,
             `conv.groups`); or name -> value on every rank.
-        tp_size: The number of ranks that it is for; by default any.
+        tp_size: Number of ranks of the plan; by default any.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BlockParallel(ParallelStyle):
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """See `ParallelStyle.spec`."""
         problems = []
-        if self.tp_size not in (None, tp_size):
+        if self.tp_size not in (None, tp_size):  # its counts are for one size
             found = f"tp={tp_size}, planned for {self.tp_size}"
             problems.append(
                 Problem("mesh-mismatch", info.where(), found=found, hint="plan again for this number of ranks")
@@ -58,10 +58,10 @@ class BlockParallel(ParallelStyle):
             dim = self.shard.get(name)
             split = Split.replicated() if dim is None else Split.along(dim, parameter.shape[dim])
             parameters.append((name, ParameterSpec(split, sum_gradient=dim is None)))
-        # Counts are divided where they are set: those of modules below are not known here.
+        # Counts are divided when they are set: sizes of modules below are not known here.
         counts = self.attributes if isinstance(self.attributes, dict) else dict.fromkeys(self.attributes, PerRank())
         return StyleSpec(
-            compute="module" if parameters else "none",
+            compute="module" if parameters else "none",  # layers have styles of their own
             parameters=tuple(parameters),
             buffers=tuple(self.buffers.items()),
             attributes=tuple(counts.items()),
@@ -70,10 +70,10 @@ class BlockParallel(ParallelStyle):
 
 
 class ColwiseKVReplicated(FusedColwiseParallel):
-    """A column-wise layer that every rank holds whole and of which it computes the rows of its heads.
+    """Replicate a column-wise layer; each rank computes only the rows of its heads.
 
-    For key-value projections with fewer heads than ranks, where a plan keeps them whole. Gradients are summed.
-    `GQAParallel(kv_replicate=True)` holds only the rows that a rank needs.
+    For key-value projections with fewer heads than ranks, if a plan keeps them replicated. Gradients are summed.
+    `GQAParallel(kv_replicate=True)` holds only the rows needed by a rank.
 
     Args:
         rows: Output features.
@@ -87,7 +87,7 @@ class ColwiseKVReplicated(FusedColwiseParallel):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """See `ParallelStyle.spec`."""
-        made = super().spec(info, tp_size)
+        made = super().spec(info, tp_size)  # its split gives each rank's rows
         problems = made.problems
         if made.compute != "column-linear" and not problems:
             hint = "rows are picked of an nn.Linear; use GQAParallel(kv_replicate=True), or a smaller tp size"

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is sharded over the ranks, without gathering the logits."""
+"""Cross entropy over a sharded vocabulary, without gathering the logits."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy` on logits whose last dim, the classes, is sharded over the ranks.
+    """Return `torch.nn.functional.cross_entropy` of logits sharded over their last dim, the classes.
 
     Communicates one maximum and one sum for each token, forward; nothing backward.
 
     Args:
-        logits: `[..., local classes]`: this rank's shard, as a column-wise head gives it; or a DTensor sharded on its
+        logits: `[..., local classes]`: this rank's shard, as from a column-wise head; or a DTensor sharded on its
             last dim.
         target: `[...]`: class of each token, the same on every rank.
-        mesh: 1-D mesh of the shards; a DTensor brings its own.
-        num_classes: Global number of classes. It may be left out for a DTensor and for even shards.
+        mesh: 1-D mesh of the shards; a DTensor has its own.
+        num_classes: Global number of classes; optional for a DTensor and for even shards.
         weight: `[num_classes]`: weight of each class, the same on every rank.
-        ignore_index: Target that counts for nothing.
+        ignore_index: Target without a loss.
         label_smoothing: As in torch.
         reduction: As in torch.
 
@@ -46,11 +46,11 @@ def vocab_parallel_cross_entropy(
         The loss, the same on every rank: a scalar, or `[...]` without reduction.
 
     Raises:
-        PlanError: No mesh, shards of another size than the classes say, or a target of another shape.
+        PlanError: No mesh, shards of another size than `num_classes` gives, or a target of another shape.
         IndexError: On CPU, a target outside of the classes.
     """
     if not torch.compiler.is_compiling() and IN_ORIGINAL.get() and not isinstance(logits, DTensor):
-        found = F.cross_entropy(
+        found = F.cross_entropy(  # the original of a check has full logits
             logits.flatten(0, -2),
             target.flatten(),
             weight=weight,
@@ -72,10 +72,10 @@ def vocab_parallel_cross_entropy(
     classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
     start, stop = Section(classes).bounds(axis.rank, axis.size)
     _check(logits, target, stop - start, classes, weight, ignore_index, label_smoothing)
-    even = num_classes is None
+    even = num_classes is None  # only assumed: compared on CPU
 
     counted = target != ignore_index
-    safe = target.masked_fill(~counted, 0)
+    safe = target.masked_fill(~counted, 0)  # any valid index: masked out below
     by_class = None if weight is None else weight[start:stop].to(torch.promote_types(logits.dtype, torch.float32))
     spread = label_smoothing > 0
     normalizer, chosen, smooth = _Terms.apply(logits, safe, start, axis, by_class, spread, even)  # type: ignore[no-untyped-call]  # torch's
@@ -85,7 +85,7 @@ def vocab_parallel_cross_entropy(
         total = float(classes) if weight is None else weight.to(normalizer.dtype).sum()
         smoothed = (total * normalizer - smooth) * counted
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * smoothed
-    loss = loss.masked_fill(~counted, 0)  # whatever their logits were, nan and infinity too
+    loss = loss.masked_fill(~counted, 0)  # nan and infinite logits of ignored targets too
     if reduction == "mean":
         loss = _mean(loss, per_target.sum())
     elif reduction == "sum":
@@ -152,14 +152,14 @@ def _check(
         )
     if problems:
         raise PlanError(problems)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU it would synchronise
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if bool(wrong.any()):
             raise IndexError(f"target: a class is outside of 0..{classes - 1}")
 
 
 class _Terms(torch.autograd.Function):
-    """Of each token: log of the sum of exponentials, logit of the target, weighted sum of the logits."""
+    """Per token: log-sum-exp, logit of the target, weighted sum of the logits."""
 
     @staticmethod
     def forward(
@@ -172,29 +172,29 @@ class _Terms(torch.autograd.Function):
         spread: bool,
         even: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One maximum and one sum over the ranks."""
+        """Compute with one maximum and one sum over the ranks."""
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         highest = _highest(exact, axis, even)
-        shifted = exact - highest.unsqueeze(-1)
+        shifted = exact - highest.unsqueeze(-1)  # exp cannot overflow
         here = (target >= start) & (target < start + logits.shape[-1])
-        local = (target - start).masked_fill(~here, 0)
+        local = (target - start).masked_fill(~here, 0)  # any valid index: masked below
         exponentials = shifted.exp()
         terms = [exponentials.sum(-1)]
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
-        terms.append(picked.masked_fill(~here, 0))  # a class that is masked with -inf is not the target
+        terms.append(picked.masked_fill(~here, 0))  # not a product: -inf * 0 is nan
         if spread:
             terms.append((shifted if by_class is None else shifted * by_class).sum(-1))
         summed = axis.all_reduce_(torch.stack(terms)) if axis.size > 1 else torch.stack(terms)
         normalizer = summed[0].log()
         ctx.save_for_backward(exponentials / summed[0].unsqueeze(-1), here, local, by_class, normalizer)
         ctx.spread, ctx.dtype = spread, logits.dtype
-        # All three are relative to the highest logit, which cancels in every combination that the loss makes of them.
+        # All three are relative to the highest logit; it cancels in every combination used by the loss.
         smooth = summed[2] if spread else summed[0]
         return normalizer, summed[1], smooth
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Each rank's own part; nothing is communicated."""
+        """Return this rank's shard of the gradient, without communication."""
         by_normalizer, by_chosen, by_smooth = gradients
         softmax, here, local, by_class, normalizer = ctx.saved_tensors
         result = softmax * by_normalizer.unsqueeze(-1)
@@ -209,16 +209,16 @@ class _Terms(torch.autograd.Function):
 
 
 class _Last(torch.autograd.Function):
-    """A gradient that goes no further: the softmax that it was made of is no constant."""
+    """Gradient without a derivative of its own: its softmax is no constant."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """The gradient; `source` is something in the graph that it came from."""
-        return x.view_as(x)
+        """Return the gradient; `source` keeps it in the graph."""
+        return x.view_as(x)  # a new tensor: `x` itself would have no node
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """There is none."""
+        """Raise: there is no second derivative."""
         hint = "gather the logits and use torch's cross_entropy where create_graph=True is needed"
         raise PlanError(
             Problem("not-differentiable", "vocab_parallel_cross_entropy", found="a gradient of its gradient", hint=hint)
@@ -226,14 +226,14 @@ class _Last(torch.autograd.Function):
 
 
 def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
-    """The highest logit of each token over all ranks."""
+    """Return the highest logit of each token over all ranks."""
     lowest = torch.finfo(logits.dtype).min
     highest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], lowest)
     if axis.size == 1:
         return highest
     check = even and logits.device.type == "cpu" and not torch.compiler.is_compiling()
-    if check:  # nobody said how many classes there are: the ranks' shards have to be alike
-        count = logits.new_tensor([logits.shape[-1], -logits.shape[-1]])
+    if check:  # without num_classes all shards must have the same size
+        count = logits.new_tensor([logits.shape[-1], -logits.shape[-1]])  # maximum and minimum in one all-reduce
         flat = torch.cat([highest.reshape(-1), count])
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=axis.group)
         most, least = flat[-2].item(), -flat[-1].item()

@@ -15,7 +15,7 @@ from tp_styles.runtime.state_hooks import SectionedShard
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict that the unsharded model would have, on every rank; every rank calls it.
+    """Return the state dict of the unsharded model, on every rank; every rank calls it.
 
     Args:
         model: A model with parallel modules.
@@ -24,21 +24,21 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         Plain tensors under unchanged names.
 
     Raises:
-        PlanError: A rank has no state dict, or one of other entries; on every rank.
+        PlanError: A rank has no state dict, or other entries; on every rank.
     """
     state: dict[str, Any] = {}
     fault = None
     try:
         state = model.state_dict()
     except Exception as error:
-        fault = error
+        fault = error  # raised below, on all ranks
     divided = [
         f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | SectionedShard)
     ]
     for mesh in _meshes(model):
         try:
             assert_consistent(mesh, "full_state_dict", divided, fault, hint="every rank needs the same parameters")
-        except Exception as error:  # ranks of the other meshes have to raise, too
+        except Exception as error:  # ranks of the other meshes must raise too
             fault = error
     if fault is not None:
         raise fault
@@ -46,8 +46,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _meshes(model: nn.Module) -> list[DeviceMesh]:
-    """Over which the model's parameters are divided, in their order."""
-    found: dict[DeviceMesh, None] = {}
+    """Return the meshes of the model's sharded parameters."""
+    found: dict[DeviceMesh, None] = {}  # ordered, so ranks use them in one order
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             found[parameter.device_mesh] = None
@@ -57,7 +57,7 @@ def _meshes(model: nn.Module) -> list[DeviceMesh]:
 
 
 def whole(value: Any) -> Any:
-    """The global tensor of a state-dict entry; other entries as they are."""
+    """Return the global tensor of a state-dict entry, other entries unchanged."""
     if isinstance(value, DTensor | SectionedShard):
         return value.full_tensor()
     return value

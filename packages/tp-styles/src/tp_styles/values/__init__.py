@@ -1,6 +1,6 @@
-"""Plain data: how a parameter is split, what a style means for a module, which steps move an activation.
+"""Plain data: splits of parameters, decisions of styles, steps of activations.
 
-Nothing here knows a process group or a device. The planner prints these values, the runtime carries them out.
+No value holds a process group or a device. The planner prints these values, the runtime executes them.
 """
 
 from tp_styles.values.spec import ModuleInfo as ModuleInfo

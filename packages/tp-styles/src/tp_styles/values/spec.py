@@ -1,4 +1,4 @@
-"""A style's meaning for one module, as values: no process group, no device, no tensor data."""
+"""Decision of a style for one module, as values: no process group, no device, no tensor data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tp_styles.problems import Problem
 from tp_styles.values.split import Split
 from tp_styles.values.transfer import Transfer, normalized, transfer
 
-# ---------------------------------------------------------------------------------------------- what a module is
+# ---------------------------------------------------------------------------------------------- a module's metadata
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter of a module: its name below the module and what it looks like before anything is split."""
+    """A parameter of a module: its name below the module and its global metadata."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """All that a style may know about a module.
+    """Metadata of a module; the only input of a style's decision.
 
     Attributes:
         name: FQN below the model's root, `""` for the root.
@@ -54,20 +54,20 @@ class ModuleInfo:
     children: tuple[tuple[str, type[nn.Module]], ...] = ()
 
     def parameter(self, name: str) -> ParameterInfo | None:
-        """The parameter of that name, None where there is none."""
+        """Return the parameter of that name, None if there is none."""
         return next((found for found in self.parameters if found.name == name), None)
 
     def size(self, name: str) -> int | float | None:
-        """The attribute of that name, None where there is none."""
+        """Return the attribute of that name, None if there is none."""
         return dict(self.sizes).get(name)
 
     def where(self, name: str = "") -> str:
-        """FQN of something below the module, for problems."""
+        """Return the FQN of a name below the module, for problems."""
         return ".".join(part for part in (self.name, name) if part)
 
 
 def describe(module: nn.Module, name: str = "") -> ModuleInfo:
-    """The values of a module that styles decide on.
+    """Return the metadata of a module for styles.
 
     Args:
         module: Any module, on any device, the meta device too.
@@ -75,12 +75,12 @@ def describe(module: nn.Module, name: str = "") -> ModuleInfo:
     """
     parameters = tuple(
         ParameterInfo(fqn, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        for fqn, parameter in module.named_parameters(remove_duplicate=False)
+        for fqn, parameter in module.named_parameters(remove_duplicate=False)  # tied: under all names
     )
     plain = {
         key: value
         for key, value in vars(module).items()
-        if not key.startswith("_") and (value is None or isinstance(value, int | float))
+        if not key.startswith("_") and (value is None or isinstance(value, int | float))  # not tensors
     }
     children = tuple((fqn, type(child)) for fqn, child in module.named_modules(remove_duplicate=False) if fqn)
     kinds = {key: value.kind for key, value in inspect.signature(module.forward).parameters.items()}
@@ -93,7 +93,7 @@ def describe(module: nn.Module, name: str = "") -> ModuleInfo:
         keyword_only=tuple(key for key, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY),
         open_positional=inspect.Parameter.VAR_POSITIONAL in kinds.values(),
         open_keyword=inspect.Parameter.VAR_KEYWORD in kinds.values(),
-        sizes=tuple(sorted(plain.items())),
+        sizes=tuple(sorted(plain.items())),  # in one order on all ranks
         children=children,
     )
 
@@ -102,28 +102,28 @@ def names_of_parameters(model: nn.Module) -> list[list[str]]:
     """Return all FQNs of each parameter, in the model's order; a tied one has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(name)  # ties by identity
     return list(names.values())
 
 
 def is_below(name: str, parent: str) -> bool:
-    """True if a FQN is that of a module or of one inside it."""
+    """True if the FQN is the parent's or below it."""
     return not parent or name == parent or name.startswith(f"{parent}.")
 
 
-# ---------------------------------------------------------------------------------------------- what a style decides
+# ---------------------------------------------------------------------------------------------- a style's decision
 
 
 @dataclass(frozen=True)
 class Redistribution:
-    """One activation that crosses a module's boundary.
+    """One activation at a module's boundary.
 
     Attributes:
-        src: Layout that it has.
-        dst: Layout that it gets.
-        gradient: Layout of the gradient that comes back on the wanted side, None for the usual one.
-        split: How the last dim is split wherever it is a shard; None where it is not known, then shards are even.
-        width: Global size of the last dim, 0 where it is not known.
+        src: Layout before.
+        dst: Layout after.
+        gradient: Layout of the incoming gradient on the `dst` side, None for the usual one.
+        split: Split of the last dim wherever it is a shard; None if not known, then shards are even.
+        width: Global size of the last dim, 0 if not known.
     """
 
     src: Placement
@@ -133,7 +133,7 @@ class Redistribution:
     width: int = 0
 
     def transfer(self, ndim: int) -> Transfer:
-        """The steps for a tensor of `ndim` dims."""
+        """Return the steps for a tensor of `ndim` dims."""
         gradient = None if self.gradient is None else normalized(self.gradient, ndim)
         return transfer(normalized(self.src, ndim), normalized(self.dst, ndim), gradient)
 
@@ -143,9 +143,9 @@ class ParameterSpec:
     """Split of one parameter, and the sum of its gradient.
 
     Attributes:
-        split: Which part lies where.
-        sum_gradient: Each rank computes only its part of a replicated parameter's gradient, and the parts are summed.
-        divide_by_tp: Every rank adds it to what is summed over the ranks afterwards: each adds an equal share.
+        split: Split over the ranks.
+        sum_gradient: Each rank computes a partial gradient of a replicated parameter, and these are summed.
+        divide_by_tp: Every rank adds it before a sum over the ranks: each adds an equal share.
     """
 
     split: Split
@@ -153,13 +153,13 @@ class ParameterSpec:
     divide_by_tp: bool = False
 
     def gradient_sum(self) -> Redistribution:
-        """Return the flow of a parameter whose gradient is summed, of copies among the rows of the split."""
+        """Return the flow of a parameter's summed gradient, for copies among the rows of the split."""
         return Redistribution(Replicate(), Replicate(), gradient=Partial(), split=self.split)
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """Stands for a count that is divided by the number of ranks."""
+    """Placeholder for a count divided by the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -167,19 +167,19 @@ class StyleSpec:
     """A style's decision for one module.
 
     Attributes:
-        compute: Name of what runs in place of the module's forward (see `runtime.install`); `"hooks"` runs the
-            module's own forward between hooks, `"foreign"` hands the module to the style's own `_apply`.
+        compute: Name of the forward that replaces the module's (see `runtime.install`); `"hooks"` runs the
+            module's own forward between hooks, `"foreign"` runs the style's own `_apply`.
         parameters: Parameter name below the module -> its spec; others are left alone.
         inputs: Argument name -> its flow.
-        num_positional: How many positional inputs a call may have; None for any number.
-        outputs: One flow for each output, None for one that is left alone.
+        num_positional: Largest number of positional inputs of a call; None for any number.
+        outputs: One flow for each output, None for one to leave alone.
         local_output: Outputs are plain tensors; otherwise DTensors.
         local_input: Inputs are plain tensors inside; otherwise DTensors.
-        attributes: Attributes, by dotted name, that become local (the number of heads).
-        buffers: Buffers, by dotted name, and the dim along which each rank holds its shard.
-        shards_randomness: Ranks hold different parts: dropout inside draws other numbers on each.
-        children: Styles that this one puts on modules below, by dotted name.
-        problems: What makes it impossible.
+        attributes: Attributes to make local, by dotted name (the number of heads).
+        buffers: Buffers to shard, by dotted name, and the dim.
+        shards_randomness: Ranks hold different shards: dropout inside draws other numbers on each.
+        children: Styles for modules below, by dotted name.
+        problems: Reasons against it.
     """
 
     compute: str = "hooks"
@@ -196,7 +196,7 @@ class StyleSpec:
     problems: tuple[Problem, ...] = ()
 
     def flows(self) -> Iterator[tuple[str, Redistribution]]:
-        """All flows with a name: the argument's, or `-> i` for output i."""
+        """Yield all flows with a name: the argument's, or `-> i` for output i."""
         yield from self.inputs
         for index, flow in enumerate(self.outputs):
             if flow is not None:

@@ -2,10 +2,10 @@
 
 One `Split` serves sharding, state dicts, undo and `explain`. Vocabulary:
 
-* a **section** is a run of rows that is divided over the ranks on its own (the q, k and v rows of one fused weight);
-* a **unit** is the number of rows that may not be cut (the rows of one head);
-* **copies** says how many neighbouring ranks hold the same part (few key-value heads over many ranks);
-* a **part** is what one rank holds of one section. Parts follow `torch.chunk`, as DTensor's `Shard` does: as many units
+* a **section** is a run of rows, sharded over the ranks on its own (the q, k and v rows of one fused weight);
+* a **unit** is a number of indivisible rows (the rows of one head);
+* **copies** is the number of neighbouring ranks with the same shard (few key-value heads over many ranks);
+* a **part** is one rank's shard of one section. Parts follow `torch.chunk`, as DTensor's `Shard` does: as many units
   as fit evenly, rounded up, to the first ranks; the last ones may hold less, or nothing.
 """
 
@@ -46,24 +46,24 @@ class Split:
 
     @classmethod
     def replicated(cls) -> Split:
-        """Every rank holds all of it."""
+        """Return the split of a replicated parameter."""
         return cls()
 
     @classmethod
     def along(cls, dim: int, size: int, *, unit: int = 1, copies: int = 1) -> Split:
-        """One section of `size` rows along `dim`."""
+        """Return one section of `size` rows along `dim`."""
         return cls(dim, (Section(size, unit, copies),))
 
     @classmethod
     def fused(cls, dim: int, sizes: Sequence[int], *, unit: int = 1) -> Split:
-        """Several sections along `dim`, each divided on its own."""
+        """Return several sections along `dim`, each sharded on its own."""
         return cls(dim, tuple(Section(size, unit) for size in sizes))
 
-    # what it is
+    # properties
 
     @property
     def is_replicated(self) -> bool:
-        """True if every rank holds all of it."""
+        """True if replicated."""
         return self.dim is None
 
     @property
@@ -73,64 +73,64 @@ class Split:
 
     @property
     def is_single(self) -> bool:
-        """True if one rank after the other holds the next rows: at most one section, and no copies."""
+        """True if ranks hold consecutive rows: at most one section, and no copies."""
         return len(self.sections) <= 1 and all(section.copies == 1 for section in self.sections)
 
     def is_plain(self, tp_size: int) -> bool:
-        """True if DTensor's `Shard(dim)` or `Replicate()` says exactly the same; a fused weight's never does."""
+        """True if DTensor's `Shard(dim)` or `Replicate()` means exactly the same; never for a fused weight."""
         if self.is_replicated:
             return True
         if not self.is_single:
             return False
         (section,) = self.sections
-        return section.unit == 1 or section.size // section.unit % tp_size == 0
+        return section.unit == 1 or section.size // section.unit % tp_size == 0  # even
 
     def placement(self) -> Placement:
-        """The placement nearest to it: exact where `is_plain`, else only the dim is right."""
+        """Return the nearest placement: exact if `is_plain`, else only the dim is right."""
         from torch.distributed.tensor import Replicate, Shard
 
         return Replicate() if self.dim is None else Shard(self.dim)
 
-    # where its rows are
+    # row indices
 
     def ranges(self, rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
-        """Global `(start, stop)` of `rank`'s part of each section, in order."""
+        """Return global `(start, stop)` of `rank`'s shard of each section, in order."""
         found = []
         offset = 0
         for section in self.sections:
             start, stop = section.bounds(rank, tp_size)
-            found.append((offset + start, offset + stop))
+            found.append((offset + start, offset + stop))  # offset: earlier sections
             offset += section.size
         return tuple(found)
 
     def local_size(self, rank: int, tp_size: int) -> int:
-        """Rows that `rank` holds."""
+        """Return the rows of `rank`'s shard."""
         return sum(stop - start for start, stop in self.ranges(rank, tp_size))
 
     def sizes(self, tp_size: int) -> tuple[int, ...]:
-        """Rows that each rank holds."""
+        """Return the rows of each rank's shard."""
         return tuple(self.local_size(rank, tp_size) for rank in range(tp_size))
 
     def local_shape(self, shape: Sequence[int], rank: int, tp_size: int) -> torch.Size:
-        """Shape of `rank`'s part of a tensor of global `shape`."""
+        """Return the shape of `rank`'s shard of a tensor of global `shape`."""
         local = list(shape)
         if self.dim is not None:
             local[self.dim] = self.local_size(rank, tp_size)
         return torch.Size(local)
 
-    # acting on tensors, without communication
+    # operations on tensors, without communication
 
     def take(self, full: torch.Tensor, rank: int, tp_size: int) -> torch.Tensor:
-        """`rank`'s part of a full tensor, as a contiguous tensor of its own."""
+        """Return `rank`'s shard of a full tensor, as a contiguous tensor with its own storage."""
         if self.dim is None:
             return full.clone(memory_format=torch.contiguous_format)
         pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank, tp_size)]
         if len(pieces) == 1:
-            return pieces[0].clone(memory_format=torch.contiguous_format)
+            return pieces[0].clone(memory_format=torch.contiguous_format)  # no view: the full tensor can be freed
         return torch.cat(pieces, dim=self.dim)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The full tensor from every rank's part, in rank order."""
+        """Return the full tensor from every rank's shard, in rank order."""
         if self.dim is None:
             return parts[0].clone()
         tp_size = len(parts)

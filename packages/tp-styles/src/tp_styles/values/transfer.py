@@ -1,10 +1,10 @@
 """Steps of an activation's change of layout on the tensor-parallel axis, forward and backward.
 
-The runtime executes exactly these steps and `explain` prints them, so that a prediction cannot drift from the act.
+The runtime executes exactly these steps and `explain` prints them, so predictions and execution agree.
 
-The gradient of a local tensor has a layout of its own: whole on every rank for a replicated activation, a shard for a
-sharded one, whole again for one that was a partial sum. A consumer that holds a shard of the weights gives back only
-its part of a replicated input's gradient; that is what `gradient=Partial()` says.
+The gradient of a local tensor has a layout of its own: full on every rank for a replicated activation, a shard for a
+sharded one, full again for a partial sum. A consumer with a shard of the weights returns only a partial gradient of a
+replicated input; `gradient=Partial()` stands for this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Step:
 
     @property
     def communicates(self) -> bool:
-        """True if the ranks talk to each other."""
+        """True if it needs communication."""
         return self.op not in ("none", "slice")
 
     def __str__(self) -> str:
@@ -45,11 +45,11 @@ class Transfer:
 
 
 class NoTransfer(ValueError):
-    """There is no meaningful way from one layout to the other."""
+    """There is no valid change from one layout to the other."""
 
 
 def normalized(placement: Placement, ndim: int) -> Placement:
-    """The placement with its dim counted from the front for a tensor of `ndim` dims."""
+    """Return the placement with its dim counted from the front for a tensor of `ndim` dims."""
     if isinstance(placement, Shard):
         dim = placement.dim + ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < ndim:
@@ -59,10 +59,10 @@ def normalized(placement: Placement, ndim: int) -> Placement:
 
 
 def step(source: Placement, wanted: Placement) -> Step:
-    """The movement from `source` to `wanted`; dims are compared as they are written."""
+    """Return the movement from `source` to `wanted`; dims are compared as written."""
     match source, wanted:
         case Replicate(), Replicate():
-            return Step()
+            return Step()  # nothing to move
         case Replicate(), Shard():
             return Step("slice", wanted.dim)
         case Shard(), Replicate():
@@ -76,26 +76,26 @@ def step(source: Placement, wanted: Placement) -> Step:
         case Partial(), Shard() if source.reduce_op == "sum":
             return Step("reduce_scatter", wanted.dim)
         case Partial(), Partial() if source.reduce_op == wanted.reduce_op == "sum":
-            return Step()
+            return Step()  # reduced later
     raise NoTransfer(f"an activation that is {source} cannot be made {wanted}")
 
 
 def gradient_layout(placement: Placement) -> Placement:
-    """Layout of the gradient that a local tensor of this layout has."""
-    return placement if isinstance(placement, Shard) else Replicate()
+    """Return the layout of a local tensor's gradient."""
+    return placement if isinstance(placement, Shard) else Replicate()  # of a partial sum: full
 
 
 def transfer(source: Placement, wanted: Placement, gradient: Placement | None = None) -> Transfer:
-    """Both steps of a change of layout.
+    """Return both steps of a change of layout.
 
     Args:
-        source: Layout that arrives.
-        wanted: Layout that is handed on.
-        gradient: Layout of the gradient that comes back on the wanted side; by default `gradient_layout(wanted)`.
+        source: Layout before.
+        wanted: Layout after.
+        gradient: Layout of the incoming gradient on the wanted side; by default `gradient_layout(wanted)`.
 
     Raises:
         NoTransfer: There is no such change.
     """
     if gradient is None:
         gradient = gradient_layout(wanted)
-    return Transfer(step(source, wanted), step(gradient, gradient_layout(source)))
+    return Transfer(step(source, wanted), step(gradient, gradient_layout(source)))  # backward runs in reverse

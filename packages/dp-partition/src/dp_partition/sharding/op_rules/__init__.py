@@ -1,1 +1,1 @@
-"""Rules of operators: the ways to run a call on shards, one file for each family."""
+"""Rules of operators: strategies to run a call on shards, one file for each family."""

@@ -1,4 +1,4 @@
-"""Operators that work along one dim and treat every other dim as a batch."""
+"""Operators along one dim; every other dim is a batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reduce_along(call: Call) -> Iterator[Candidate]:
     source = call.arg(0)
     given = call.named("dim")
     ndim = len(call.shape(source))
-    if given is None or ndim == 0:
+    if given is None or ndim == 0:  # over all dims
         return
     reduced = {d % ndim for d in ([given] if isinstance(given, int) else given)}
     value = call.node.meta.get("val")

@@ -14,7 +14,7 @@ _FAMILIES = (along, matmul, neural, reductions, views)
 
 
 def find_rule(node: fx.Node) -> Rule | None:
-    """The rule for a call: by name, else by family (lists of tensors, elementwise operators)."""
+    """Return the rule of a call: by name, else by family (lists of tensors, elementwise operators)."""
     name = base_name(node)
     if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
         return pointwise

@@ -13,9 +13,9 @@ from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, R, rule
 
 
 def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """``(left, right, output)`` placements of a product of matrices with ``batched`` leading batch dims."""
+    """Yield ``(left, right, output)`` placements of a product of matrices with ``batched`` leading batch dims."""
     rows, inner, columns = batched, batched + 1, batched + 1
-    for dim in range(batched):
+    for dim in range(batched):  # independent products
         yield Shard(dim), Shard(dim), Shard(dim)
     yield Shard(rows), R, Shard(rows)
     yield R, Shard(columns), Shard(columns)
@@ -28,14 +28,14 @@ def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[t
 
 
 def _rounds_partial_sums(call: Call) -> bool:
-    """Return whether an optimizer multiplies in half precision: Muon's iteration makes each rounding larger."""
+    """Return True if an optimizer multiplies in half precision: Muon's iteration amplifies each rounding."""
     value = call.node.meta.get("val")
     in_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return in_half and meta_of(call.node).get("phase") == "optimizer"
 
 
 def _worth(call: Call, nodes: list[fx.Node], wanted: list[Placement]) -> bool:
-    """Only ways that use a shard or partial value that is there already; cutting everything up saves no bytes."""
+    """Return True for strategies with an existing shard or partial value; new splits save no bytes."""
     return any(
         call.placement_of(node) == placement and placement != R for node, placement in zip(nodes, wanted, strict=True)
     )
@@ -46,7 +46,7 @@ def product(call: Call) -> Iterator[Candidate]:
     left, right = call.arg(0), call.arg(1)
     for a, b, out in _ways(call, left, right, 1 if call.name == "bmm" else 0):
         if left is right:
-            continue  # one node cannot lie in two ways
+            continue  # one node has one placement
         if _worth(call, [left, right], [a, b]):
             yield Candidate({left: a, right: b}, out)
 
@@ -55,14 +55,14 @@ def product(call: Call) -> Iterator[Candidate]:
 def product_plus(call: Call) -> Iterator[Candidate]:
     """``beta * bias + alpha * left @ right``; the bias broadcasts."""
     bias, left, right = call.arg(0), call.arg(1), call.arg(2)
-    if len({bias, left, right}) < 3:
+    if len({bias, left, right}) < 3:  # one node has one placement
         return
     ndim = len(call.shape(call.node))
     for a, b, out in _ways(call, left, right, 1 if call.name == "baddbmm" else 0):
         if not _worth(call, [left, right], [a, b]):
             continue
         if isinstance(out, Shard):
-            own = out.dim - (ndim - len(call.shape(bias)))
+            own = out.dim - (ndim - len(call.shape(bias)))  # the bias broadcasts from the last dim
             broadcast = own < 0 or call.shape(bias)[own] == 1
             yield Candidate({bias: R if broadcast else Shard(own), left: a, right: b}, out)
         elif out == SUM and call.placement_of(bias) == R and call.shape(bias) == call.shape(call.node):

@@ -1,6 +1,6 @@
-"""Layers: which arguments carry the batch in dim 0, which are replicated, and what comes out.
+"""Layers: arguments with the batch in dim 0, replicated arguments, and outputs.
 
-A row reads: operator -> positions of the arguments that carry the batch, and for each output ``"b"`` (carries the
+A row reads: operator -> positions of the arguments with the batch, and for each output ``"b"`` (has the
 batch), ``"p"`` (partial sum over the batch: a parameter's gradient) or ``"r"`` (replicated). All other tensor
 arguments are replicated.
 """
@@ -37,7 +37,7 @@ def layer(call: Call) -> Iterator[Candidate]:
     positions, outputs = _ROWS[call.name]
     batched = [call.arg(position) for position in positions]
     batched = [node for node in batched if isinstance(node, fx.Node)]
-    if len(call.shape(batched[0])) < 3 or not any(dim == 0 for _, dim in call.shards(batched)):
+    if len(call.shape(batched[0])) < 3 or not any(dim == 0 for _, dim in call.shards(batched)):  # no batch dim
         return
     inputs: dict[fx.Node, Placement] = {}
     for node in call.tensors():
@@ -49,7 +49,7 @@ def layer(call: Call) -> Iterator[Candidate]:
 
 
 def _mask_carries_batch(call: Call, node: fx.Node, first: fx.Node) -> bool:
-    """An attention mask with as many dims as the query carries the batch unless it broadcasts over it."""
+    """Return True for an attention mask with the query's dims, unless it broadcasts over the batch."""
     if not call.name.startswith("_scaled_dot_product"):
         return False
     shape = call.shape(node)
@@ -59,7 +59,7 @@ def _mask_carries_batch(call: Call, node: fx.Node, first: fx.Node) -> bool:
 @rule("native_layer_norm")
 def layer_norm(call: Call) -> Iterator[Candidate]:
     source = call.arg(0)
-    kept = len(call.shape(source)) - len(call.arg(1))
+    kept = len(call.shape(source)) - len(call.arg(1))  # leading dims, not normalised
     for _, dim in call.shards([source]):
         if dim < kept:
             yield Candidate({source: Shard(dim)}, (Shard(dim), Shard(dim), Shard(dim)))
@@ -72,7 +72,7 @@ def layer_norm_backward(call: Call) -> Iterator[Candidate]:
     for dim in dict.fromkeys(d for _, d in call.shards([grad, source])):
         if dim < kept:
             inputs: dict[fx.Node, Placement] = dict.fromkeys((grad, source, mean, rstd), Shard(dim))
-            yield Candidate(inputs, (Shard(dim), SUM, SUM))
+            yield Candidate(inputs, (Shard(dim), SUM, SUM))  # gradients of weight and bias
 
 
 @rule("embedding")
@@ -85,7 +85,7 @@ def embedding(call: Call) -> Iterator[Candidate]:
 @rule("embedding_dense_backward")
 def embedding_backward(call: Call) -> Iterator[Candidate]:
     grad, indices = call.arg(0), call.arg(1)
-    scales = bool(call.arg(4, False))
+    scales = bool(call.arg(4, False))  # by counts over all rows
     for dim in dict.fromkeys(d for _, d in call.shards([grad, indices])):
         if dim < len(call.shape(indices)) and not scales:
             yield Candidate({grad: Shard(dim), indices: Shard(dim)}, SUM)
@@ -93,7 +93,7 @@ def embedding_backward(call: Call) -> Iterator[Candidate]:
 
 @rule("nll_loss_forward")
 def nll_loss(call: Call) -> Iterator[Candidate]:
-    """Row losses and their sums; a mean is taken apart by the decompositions before it gets here."""
+    """Row losses and their sums; decompositions have replaced a mean before."""
     scores, target, weight, reduction = (call.arg(i) for i in range(4))
     if len(call.shape(scores)) != 2 or reduction == 1:
         return
@@ -107,7 +107,7 @@ def nll_loss(call: Call) -> Iterator[Candidate]:
 
 @rule("native_group_norm", "native_group_norm_backward")
 def group_norm(call: Call) -> Iterator[Candidate]:
-    """Names the batch size in an argument; `insert` adapts it."""
+    """Group norms with the batch size as an argument, adapted by `insert`."""
     backward = call.name.endswith("backward")
     batched = [call.arg(i) for i in ((0, 1, 2, 3) if backward else (0,))]
     if not any(dim == 0 for _, dim in call.shards(batched)):
@@ -118,14 +118,14 @@ def group_norm(call: Call) -> Iterator[Candidate]:
 
 @rule("index")
 def index(call: Call) -> Iterator[Candidate]:
-    """``x[i, j, ...]``: shards of a dim that is not indexed pass when the indices stand together."""
+    """``x[i, j, ...]``: shards of an unindexed dim pass if the indices are adjacent."""
     source, indices = call.arg(0), call.arg(1)
     used = [i for i, node in enumerate(indices) if node is not None]
     if not used or used != list(range(used[0], used[-1] + 1)):
-        return
+        return  # the indexed dims would move to the front
     first = indices[used[0]]
     if any(indices[i].meta["val"].dtype in (torch.bool, torch.uint8) for i in used):
-        return
+        return  # the size depends on values
     ndim = max(len(call.shape(indices[i])) for i in used)
     for _, dim in call.shards([source]):
         if dim < used[0]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 from dp_partition.ops import arguments, nodes_in
 from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
 
-# f(a + b) == f(a) + f(b) in the one argument that is partial, the others being equal on every rank.
+# f(a + b) == f(a) + f(b) in the one partial argument, if the others are equal on every rank.
 LINEAR_IN_ONE = frozenset(["neg", "clone", "_to_copy", "mul", "div", "alias", "detach", "tag_grad", "lift_fresh_copy"])
 # f(a, b) with both partial.
 LINEAR_IN_ALL = frozenset(["add", "sub"])
@@ -54,7 +54,7 @@ _FACTORY_LIKE = frozenset(["zeros_like", "ones_like", "full_like", "empty_like",
 
 
 def pointwise(call: Call) -> Iterator[Candidate]:
-    """Shard the output's dims that some operand is sharded on; let partial operands through linear operators."""
+    """Shard the output like sharded operands; let partial operands through linear operators."""
     value = call.node.meta.get("val")
     first = value[0] if isinstance(value, tuple | list) and value else value
     shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
@@ -65,7 +65,7 @@ def pointwise(call: Call) -> Iterator[Candidate]:
 def operand_ways(
     call: Call, name: str, operands: list[fx.Node], ndim: int
 ) -> Iterator[tuple[dict[fx.Node, Placement], Placement]]:
-    """Ways to compute one broadcast element of an elementwise operator: operand placements, output placement."""
+    """Yield operand and output placements for one broadcast element of an elementwise operator."""
     if call.may_stay_partial or not any(node in call.desired for node in operands):
         yield from _partial_ways(call, name, operands)
     dims = dict.fromkeys(dim + ndim - len(call.shape(node)) for node, dim in call.shards(operands))
@@ -90,7 +90,7 @@ def _partial_ways(
     kind = call.placement_of(partial[0])
     assert isinstance(kind, Partial)
     if name in _FACTORY_LIKE:
-        yield {partial[0]: kind}, R
+        yield {partial[0]: kind}, R  # only the shape is used
         return
     if not is_linear_dtype(call):
         return
@@ -100,10 +100,10 @@ def _partial_ways(
         return
     base = name.removeprefix("_foreach_")
     if call.named("rounding_mode") is not None:
-        return
+        return  # rounding is not linear
     others_equal = all(call.placement_of(node) == R for node in operands if node is not partial[0])
     divides = base == "div" and partial[0] not in nodes_in(call.arg(0))
-    # Linear in one argument, not in one node: of `s * s` the parts' squares are not parts of the square.
+    # Linear in one argument, not in one node: in `s * s` the squares of partial values are not partial squares.
     stands = sum(node is partial[0] for _, value in arguments(call.node) for node in nodes_in(value))
     if len(partial) == 1 and stands == 1 and base in LINEAR_IN_ONE and others_equal and not divides:
         yield {node: (kind if node is partial[0] else R) for node in operands}, kind
@@ -112,14 +112,14 @@ def _partial_ways(
 
 
 def is_linear_dtype(call: Call) -> bool:
-    """Return whether the output keeps fractions: a sum of rounded parts is not the rounded sum."""
+    """Return True if the output keeps fractions: a sum of rounded parts is not the rounded sum."""
     value = call.node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return all(v.is_floating_point() or v.is_complex() for v in values if isinstance(v, torch.Tensor))
 
 
 def foreach(call: Call) -> Iterator[Candidate]:
-    """Lists of tensors: every position is an elementwise operator of its own, and takes its own cheapest way."""
+    """Lists of tensors: every position is an elementwise operator, with its own cheapest strategy."""
     lists, singles = _list_operands(call)
     if not lists:
         return
@@ -129,7 +129,7 @@ def foreach(call: Call) -> Iterator[Candidate]:
         operands = list(dict.fromkeys(nodes[position] for nodes in lists if position < len(nodes)))
         ndim = max(len(call.shape(node)) for node in operands)
         ways = (Candidate(dict(way), placement) for way, placement in operand_ways(call, call.name, operands, ndim))
-        best = cheapest(call, ways, operands)  # the other positions' tensors weigh nothing here
+        best = cheapest(call, ways, operands)  # other positions' tensors do not count here
         if best is None:
             return
         inputs.update({node: best.inputs[node] for node in operands})

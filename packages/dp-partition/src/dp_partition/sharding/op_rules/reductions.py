@@ -45,8 +45,8 @@ def _reduced_shard(call: Call, source: fx.Node, dim: int, kind: str) -> Iterator
     reduced = {d % ndim for d in dims} if dims else set(range(ndim))
     if dim in reduced:
         if kind in ("max", "min") and call.leaves_a_rank_empty(source, dim):
-            return
-        if kind != "avg" or call.splits(source, dim):
+            return  # no maximum of nothing
+        if kind != "avg" or call.splits(source, dim):  # unequal chunks: unequal weights
             yield Candidate({source: Shard(dim)}, Partial(kind))
         return
     keep = bool(call.arg(2, False))
@@ -56,7 +56,7 @@ def _reduced_shard(call: Call, source: fx.Node, dim: int, kind: str) -> Iterator
 
 @rule("linalg_vector_norm")
 def vector_norm(call: Call) -> Iterator[Candidate]:
-    """The norm of a shard is a partial norm; the norm of partial norms of the same order is one as well."""
+    """Partial norms: of a shard, or of partial norms of the same order."""
     source = call.arg(0)
     order = float(call.arg(1, 2.0))
     dims = call.arg(2)
@@ -66,18 +66,18 @@ def vector_norm(call: Call) -> Iterator[Candidate]:
 
 
 def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
-    """Candidates for the full norm of one tensor."""
+    """Yield candidates for the full norm of one tensor."""
     partial: Placement = Partial(norm_op(order))
     if call.placement_of(source) == partial:
         yield Candidate({source: partial}, partial)
     for _, dim in call.shards([source]):
-        # The norm of nothing is 0, but greatest and least have no value for it: the kernel would raise on one rank.
+        # The norm of nothing is 0, but it has no maximum or minimum: the kernel would raise on one rank.
         if not math.isinf(order) or not call.leaves_a_rank_empty(source, dim):
             yield Candidate({source: Shard(dim)}, partial)
 
 
 def norm_op(order: float) -> str:
-    """The reduction that combines the p-norms of shards."""
+    """Return the reduction of the shards' p-norms to the full one."""
     return "max" if math.isinf(order) and order > 0 else "min" if math.isinf(order) else f"norm{order}"
 
 
@@ -96,10 +96,10 @@ def foreach_norm(call: Call) -> Iterator[Candidate]:
 
 @rule("stack")
 def stack_scalars(call: Call) -> Iterator[Candidate]:
-    """Stacking keeps what all members share: a shard (its dim moves up) or the kind of partial value."""
+    """Stacks keep the members' common placement: a shard (its dim moves up) or a kind of partial value."""
     nodes = call.tensors()
     position = int(call.arg(1, 0))
-    position += (len(call.shape(nodes[0])) + 1) if position < 0 else 0
+    position += (len(call.shape(nodes[0])) + 1) if position < 0 else 0  # the result has one dim more
     for kind in dict.fromkeys(call.placement_of(node) for node in nodes):
         if isinstance(kind, Partial):
             yield Candidate(dict.fromkeys(nodes, kind), kind)

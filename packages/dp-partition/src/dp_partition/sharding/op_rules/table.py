@@ -1,7 +1,7 @@
-"""The rule table: for each operator, the ways to run it on shards.
+"""The rule table: strategies of each operator on shards.
 
-A *rule* looks at one call and yields candidates: where the inputs must lie, and where the output lies then. The
-engine adds the candidate that is right for every operator (everything replicated) and takes the cheapest.
+A *rule* takes one call and yields candidates: placements of its inputs, and of its output then. The
+engine adds the candidate valid for every operator (everything replicated) and takes the cheapest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUM = Partial("sum")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a call: required placements of its input nodes (those not named: replicated) and the output's."""
+    """One strategy of a call: placements of its input nodes (default: replicated) and of the output."""
 
     inputs: dict[fx.Node, Placement]
     output: OutputPlacement
@@ -34,15 +34,14 @@ class Candidate:
 
 @dataclass
 class Call:
-    """One operator call, as a rule sees it.
+    """One operator call, the input of a rule.
 
     Attributes:
         node: The call.
-        states: Where every earlier node's value lies.
+        states: Placement of every earlier node's value.
         world: Number of ranks.
-        desired: For unreduced gradients: where their parameter lies.
-        may_stay_partial: Whether unreduced gradients may pass through linear operators (they may until the last
-            backward).
+        desired: For unreduced gradients: placement of their parameter.
+        may_stay_partial: Unreduced gradients may pass through linear operators (until the last backward).
     """
 
     node: fx.Node
@@ -57,7 +56,7 @@ class Call:
         return base_name(self.node)
 
     def arg(self, position: int, default: Any = None) -> Any:
-        """Positional argument, or what was passed by the name it has in the schema."""
+        """Return a positional argument, or the one passed by its schema name."""
         if position < len(self.node.args):
             return self.node.args[position]
         named = self.node.target._schema.arguments  # type: ignore[union-attr]
@@ -76,38 +75,38 @@ class Call:
         return state if isinstance(state, Placement) else R
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Global shape of a node's tensor."""
+        """Return the global shape of a node's tensor."""
         value = node.meta.get("val")
         return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
 
     def outputs(self, placement: Placement) -> OutputPlacement:
-        """The placement for the call's one output, or for each of several."""
+        """Return the placement for the call's one output, or for each of several."""
         value = self.node.meta.get("val")
         return tuple(placement for _ in value) if isinstance(value, tuple | list) else placement
 
     def tensors(self, *values: Any) -> list[fx.Node]:
-        """The tensor nodes in the given arguments, or in the full call; each once."""
+        """Return the tensor nodes in the given arguments, or in the full call; each once."""
         found = nodes_in(values if values else (self.node.args, dict(self.node.kwargs)))
         return [n for n in dict.fromkeys(found) if isinstance(n.meta.get("val"), torch.Tensor)]
 
     def shards(self, nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, int]]:
-        """The sharded ones among the nodes, with their dims."""
+        """Return the sharded nodes, with their dims."""
         found = []
         for node in nodes:
             placement = self.placement_of(node)
             if isinstance(placement, Shard):
                 found.append((node, placement.dim))
-            elif isinstance(self.desired.get(node), Shard):
+            elif isinstance(self.desired.get(node), Shard):  # an unreduced gradient
                 found.append((node, self.desired[node].dim))  # type: ignore[attr-defined]
         return found
 
     def splits(self, node: fx.Node, dim: int) -> bool:
-        """Return whether the world size divides the dim of a tensor."""
+        """Return True if the world size divides the dim of a tensor."""
         shape = self.shape(node)
         return dim < len(shape) and shape[dim] > 0 and shape[dim] % self.world == 0
 
     def leaves_a_rank_empty(self, node: fx.Node, dim: int) -> bool:
-        """Return whether the last rank's shard of a dim has no elements."""
+        """Return True if the last rank's shard of a dim is empty."""
         size = self.shape(node)[dim]
         return -(-size // self.world) * (self.world - 1) >= size
 
@@ -118,7 +117,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Enter a rule under the names of its operators (without overload and in-place underscore)."""
+    """Register a rule under the names of its operators (without overload and in-place underscore)."""
 
     def enter(function: Rule) -> Rule:
         for name in names:
@@ -130,13 +129,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def move_cost(source: Placement, target: Placement, num_bytes: int) -> float:
-    """Bytes a rank sends to bring a tensor from one placement to another; infinite where no move is defined."""
+    """Return the bytes sent by a rank to move a tensor; infinite for undefined moves."""
     if source == target:
         return 0.0
     if isinstance(source, RankLocal) or isinstance(target, RankLocal):
         return float("inf")
     if isinstance(source, Replicate):
-        return 0.0
+        return 0.0  # a slice
     if isinstance(source, Shard):
         return (
             float(num_bytes)
@@ -144,22 +143,22 @@ def move_cost(source: Placement, target: Placement, num_bytes: int) -> float:
             else (2.0 * num_bytes if isinstance(target, Shard) else float("inf"))
         )
     if isinstance(target, Replicate):
-        return 2.0 * num_bytes
-    return 1.0 * num_bytes if isinstance(target, Shard) else float("inf")
+        return 2.0 * num_bytes  # an all-reduce
+    return 1.0 * num_bytes if isinstance(target, Shard) else float("inf")  # a reduce-scatter
 
 
 def cost_of(call: Call, candidate: Candidate, nodes: Iterable[fx.Node] | None = None) -> float:
-    """Bytes moved to meet a candidate's input placements, those of the given nodes or all."""
+    """Return the bytes moved for a candidate's input placements, of the given nodes or of all."""
     total = 0.0
     for node in call.tensors() if nodes is None else nodes:
         value = node.meta["val"]
-        num_bytes = value.numel() * value.element_size() + 1
+        num_bytes = value.numel() * value.element_size() + 1  # never 0
         total += move_cost(call.placement_of(node), candidate.inputs.get(node, R), num_bytes)
     return total
 
 
 def cheapest(call: Call, candidates: Iterable[Candidate], nodes: Sequence[fx.Node] | None = None) -> Candidate | None:
-    """The candidate that moves the fewest bytes, of the given nodes or of all; the first of equals."""
+    """Return the candidate with the fewest moved bytes, of the given nodes or of all; the first of equals."""
     best, best_cost = None, float("inf")
     for candidate in candidates:
         cost = cost_of(call, candidate, nodes)

@@ -1,6 +1,4 @@
-"""Operators that rearrange elements: each dim of a shard either survives under a new number or the call is not
-sharded.
-"""
+"""Operators that rearrange elements: a sharded dim gets a new number, or the call is not sharded."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from dp_partition.sharding.op_rules.table import Call, Candidate, R, rule
 
 
 def follow_dim(before: Sequence[int], after: Sequence[int], dim: int, world: int) -> int | None:
-    """The dim of ``after`` whose equal chunks are the chunks of ``before`` along ``dim``, if there is one.
+    """Return the dim of ``after`` with the same chunks as ``before`` along ``dim``, if any.
 
-    Elements before the dim must be the same in number, and the world size must divide both dims: then rank r's part
-    is the same elements in either shape.
+    The number of elements before the dim must be the same, and the world size must divide both dims: then rank r's
+    shard has the same elements in either shape.
     """
     if before[dim] % world or before[dim] == 0:
         return None
-    outer = math.prod(before[:dim])
+    outer = math.prod(before[:dim])  # a chunk of the dim repeats so often
     for candidate, size in enumerate(after):
         if math.prod(after[:candidate]) == outer and size > 1 and size % world == 0:
             return candidate
@@ -33,11 +31,11 @@ Follow = Callable[[Call, int], int | None]
 
 
 def follows(*names: str, partial: bool = True) -> Callable[[Follow], Follow]:
-    """Enter a rule that follows shards of the first argument.
+    """Register a rule for shards of the first argument.
 
     Args:
         names: The operators.
-        partial: Whether rearranging commutes with every reduction over ranks.
+        partial: Rearranging commutes with every reduction over ranks.
     """
 
     def enter(follow: Follow) -> Follow:
@@ -68,7 +66,7 @@ def view(call: Call, dim: int) -> int | None:
 
 @follows("expand")
 def expand(call: Call, dim: int) -> int | None:
-    after = dim + len(call.shape(call.node)) - _ndim(call)
+    after = dim + len(call.shape(call.node)) - _ndim(call)  # new dims come first
     return after if call.shape(call.arg(0))[dim] == call.shape(call.node)[after] else None
 
 
@@ -92,7 +90,7 @@ def unsqueeze(call: Call, dim: int) -> int:
 @follows("squeeze")
 def squeeze(call: Call, dim: int) -> int | None:
     shape = call.shape(call.arg(0))
-    given = call.arg(1)  # no argument at all in the overload that drops every dim of size one
+    given = call.arg(1)  # None in the overload that drops every dim of size one
     dims = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
     gone = {d % len(shape) for d in dims if shape and shape[d % len(shape)] == 1}
     return None if dim in gone else dim - sum(1 for d in gone if d < dim)
@@ -103,7 +101,7 @@ def slice_(call: Call, dim: int) -> int | None:
     if dim != int(call.arg(1, 0)) % max(_ndim(call), 1):
         return dim
     start, end, step = call.arg(2), call.arg(3), call.arg(4, 1)
-    full = start in (None, 0) and isinstance(end, int | None) and step == 1
+    full = start in (None, 0) and isinstance(end, int | None) and step == 1  # a slice of everything
     return dim if full and (end is None or end > 1 << 60) else None
 
 
@@ -120,21 +118,21 @@ def split(call: Call, dim: int) -> int | None:
 
 @follows("slice_backward", "select_backward")
 def scatter_into_zeros(call: Call, dim: int) -> int | None:
-    """The gradient of ``slice``/``select``: zeros of the input's shape around the values."""
-    touched = int(call.arg(2))
+    """Gradient of ``slice``/``select``: zeros of the input's shape around the values."""
+    touched = int(call.arg(2))  # dim of the slice or selection
     after = dim + 1 if call.name == "select_backward" and dim >= touched else dim
     return None if after == touched else after
 
 
 @follows("constant_pad_nd", partial=False)
 def pad(call: Call, dim: int) -> int | None:
-    padded = {_ndim(call) - 1 - i // 2 for i, amount in enumerate(call.arg(1)) if amount}
+    padded = {_ndim(call) - 1 - i // 2 for i, amount in enumerate(call.arg(1)) if amount}  # pads start at the last dim
     return None if dim in padded else dim
 
 
 @follows("repeat", partial=False)
 def repeat(call: Call, dim: int) -> int | None:
-    after = dim + len(call.arg(1)) - _ndim(call)
+    after = dim + len(call.arg(1)) - _ndim(call)  # new dims come first
     return after if call.arg(1)[after] == 1 else None
 
 
