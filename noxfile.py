@@ -331,7 +331,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Every code block of the docs is run; then the site is built into site/."""
+    """Every code block of the docs is run; then the site is built into site/, and its widths are checked."""
     session.install(
         "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11",
         "ruff==0.17.5",
@@ -344,6 +344,7 @@ def docs(session: nox.Session) -> None:
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
     session.run("mkdocs", "build", "--clean", "--strict", "--config-file", "docs/mkdocs.yml")
     session.run("python", "tools/check_docs.py", "numbers")
+    session.run("python", "tools/check_docs.py", "widths", "site")
 
 
 @nox.session(default=False)
