@@ -27,15 +27,7 @@ from shard_reshard.layout.shard_map import ITEMSIZES, Piece, torch_dtype
 from shard_reshard.planning.analyze import human
 from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums
 from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
-from shard_reshard.state_dict.outputs import (
-    Bucket,
-    DeferredProgress,
-    LocalTargets,
-    Progress,
-    move_buckets,
-    mover_for_bucket,
-    source_problems,
-)
+from shard_reshard.state_dict.outputs import Bucket, LocalTargets, move_buckets, mover_for_bucket, source_problems
 from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
 
@@ -86,7 +78,6 @@ def save_safetensors(
     max_file_bytes: int = 5 * 10**9,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
-    progress: Callable[[Progress], None] | None = None,
 ) -> SavePlan:
     """Write sharded tensors in full into safetensors files, as `load_safetensors` and Hugging Face read them.
 
@@ -104,7 +95,6 @@ def save_safetensors(
         max_file_bytes: A file ends before the tensor that would make it larger; several files have an index.
         bucket_bytes: About how many bytes a rank exchanges and writes at a time.
         group: The ranks that save; None is the default group.
-        progress: Called on each rank as tensors reach the ranks that write them. What it raises is raised at the end.
 
     Returns:
         The plan: ``.files``, ``.written_bytes(rank)``, ``.explain()``.
@@ -140,20 +130,17 @@ def save_safetensors(
         problems += problems_of(error)
     assert_consistent(members, "a save", [] if plan is None else [*plan.moves.lines, plan.digest], problems)
     assert plan is not None
-    deferred = None if progress is None else DeferredProgress(progress)
     try:
         _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
         movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         with torch.no_grad():
             buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
-            move_buckets(here, movers, buckets, True, False, deferred)
+            move_buckets(here, movers, buckets, True, False)
         _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
     finally:
         if members.rank == 0:
             for name in plan.files:  # of a save that failed
                 _unfinished(path / name).unlink(missing_ok=True)
-    if deferred is not None:
-        deferred.end()
     return plan
 
 

@@ -256,7 +256,7 @@ class Mover:
         async_op: bool,
     ) -> Any:
         """Send; the collective of the call that was started last."""
-        group, call = self.members.group, self.num_calls
+        group, call = self.members.reference() or self.members.group, self.num_calls  # the latter raises: no group
         try:
             if self.changes is not None and not is_fake(()):
                 self.changes.all_to_all(output, input, output_splits, input_splits, group)
