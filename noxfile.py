@@ -291,7 +291,7 @@ def transformers(session: nox.Session) -> None:
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The main job, from a plan to serving, on four ranks."""
-    _install_wheels(session, "matplotlib", "rich")
+    _install_wheels(session, "matplotlib")
     launch = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
     session.run(*launch, "docs/examples/plan_to_serving/main.py", *session.posargs, env=RANK_ENV)
 
@@ -323,7 +323,7 @@ def slurm(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Every package's benchmarks, side by side with their peers; tables and plots into docs/benchmarks."""
-    extras = ["matplotlib", "rich", "highspy", "transformers>=5,<6", "safetensors"]
+    extras = ["matplotlib", "highspy", "transformers>=5,<6", "safetensors"]
     session.install(TORCH, "numpy", *extras)
     _install_editable(session, PACKAGES)
     session.run("python", "tools/bench.py", *session.posargs, env=RANK_ENV)
@@ -337,7 +337,7 @@ def docs(session: nox.Session) -> None:
         "ruff==0.17.5",
     )  # fmt: skip
     hosts = ["transformers>=5,<6", "accelerate==1.15.0", "peft==0.21.2", "lightning==2.6.6"]
-    session.install(TORCH, "numpy", *hosts, "rich", "matplotlib", "pyyaml", "safetensors", "highspy")
+    session.install(TORCH, "numpy", *hosts, "matplotlib", "pyyaml", "safetensors", "highspy")
     _install_editable(session, PACKAGES)
     pages = ["--config", "line-length=98", "--config", 'format.exclude=["*.py", "*.ipynb"]']
     session.run("ruff", "format", *pages, "--check", ".")
