@@ -291,7 +291,7 @@ def transformers(session: nox.Session) -> None:
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The main job, from a plan to serving, on four ranks."""
-    _install_wheels(session, "matplotlib", "rich")
+    _install_wheels(session, "matplotlib")
     launch = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
     session.run(*launch, "docs/examples/plan_to_serving/main.py", *session.posargs, env=RANK_ENV)
 
@@ -323,7 +323,7 @@ def slurm(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Every package's benchmarks, side by side with their peers; tables and plots into docs/benchmarks."""
-    extras = ["matplotlib", "rich", "highspy", "transformers>=5,<6", "safetensors"]
+    extras = ["matplotlib", "highspy", "transformers>=5,<6", "safetensors"]
     session.install(TORCH, "numpy", *extras)
     _install_editable(session, PACKAGES)
     session.run("python", "tools/bench.py", *session.posargs, env=RANK_ENV)
@@ -331,19 +331,20 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Every code block of the docs is run; then the site is built into site/."""
+    """Every code block of the docs is run; then the site is built into site/, and its widths are checked."""
     session.install(
         "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11",
         "ruff==0.17.5",
     )  # fmt: skip
     hosts = ["transformers>=5,<6", "accelerate==1.15.0", "peft==0.21.2", "lightning==2.6.6"]
-    session.install(TORCH, "numpy", *hosts, "rich", "matplotlib", "pyyaml", "safetensors", "highspy")
+    session.install(TORCH, "numpy", *hosts, "matplotlib", "pyyaml", "safetensors", "highspy")
     _install_editable(session, PACKAGES)
     pages = ["--config", "line-length=98", "--config", 'format.exclude=["*.py", "*.ipynb"]']
     session.run("ruff", "format", *pages, "--check", ".")
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
     session.run("mkdocs", "build", "--clean", "--strict", "--config-file", "docs/mkdocs.yml")
     session.run("python", "tools/check_docs.py", "numbers")
+    session.run("python", "tools/check_docs.py", "widths", "site")
 
 
 @nox.session(default=False)

@@ -102,17 +102,18 @@ def main() -> int:
     parser.add_argument("package", nargs="*")
     arguments = parser.parse_args()
     pages: dict[str, list[str]] = {}
+    plots: dict[str, list[str]] = {}
     OUT.mkdir(parents=True, exist_ok=True)
     for name, script in scripts(arguments.package):
         print(f"bench: {script.relative_to(repo.ROOT)}", flush=True)
         result = run(script)
-        plots = [draw(name, curve) for curve in result.get("curves", ())]
-        pages.setdefault(name, []).append("\n".join([table(result), *plots]))
+        plots.setdefault(name, []).extend(draw(name, curve) for curve in result.get("curves", ()))
+        pages.setdefault(name, []).append(table(result))
     for name, tables in pages.items():
         head = (
             f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. Repeat: `nox -s bench -- {name}`.\n\n"
         )
-        (OUT / f"{name}.md").write_text(head + "\n".join(tables))
+        (OUT / f"{name}.md").write_text(head + "\n".join([*plots[name], *tables]))
         print(head + "\n".join(tables))
     return 0
 

@@ -2,6 +2,7 @@
 
     python tools/check_docs.py run [PAGE...]  every code block of docs/ and of the READMEs, and every notebook
     python tools/check_docs.py numbers        every figure of the front page stands on its package's benchmark page
+    python tools/check_docs.py widths SITE    in Chromium, nothing of a page is cut at the width of a phone or a laptop
 
 Python blocks of one page run in order, in one process and one namespace; a text block behind `<!-- output -->` is what
 the block before it has to print. `<!-- run: torchrun 4 -->` before a block runs it, with the page's earlier torchrun
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -181,11 +183,34 @@ def numbers() -> int:
     return 1 if wrong or not checked else 0
 
 
+def widths(site: Path) -> int:
+    """Load each page in frames of 390 and 1,280 pixels; tables and code scroll inside, nothing else is wider."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("widths: not checked, this machine has no Chromium (Debian: apt-get install chromium)")
+        return 0
+    loads = [(str(page.relative_to(site)), width) for page in sorted(site.rglob("*.html")) for width in (390, 1280)]
+    frames = site / "widths.html"
+    frames.write_text(Path(__file__).with_name("widths.html").read_text().replace("LOADS", json.dumps(loads)))
+    with tempfile.TemporaryDirectory() as profile:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+        command = [browser, *flags, f"--user-data-dir={profile}", "--dump-dom", frames.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    frames.unlink()
+    shown = re.findall(r"^(?:.*>)?(\d+) (\d+) (\S+)$", done.stdout, re.MULTILINE)
+    wide = [f"widths: {page}: {right} pixels at {width}" for width, right, page in shown if int(right) > int(width)]
+    wide += [] if len(shown) == len(loads) > 0 else [f"widths: {len(shown)} of {len(loads)} pages were shown"]
+    print("\n".join(wide) or f"widths: {len(shown)} pages at 390 and 1,280 pixels, nothing cut")
+    return 1 if wide else 0
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["run", *names]:
             sys.exit(run([Path(name).resolve() for name in names] or pages()))
         case ["numbers"]:
             sys.exit(numbers())
+        case ["widths", site]:
+            sys.exit(widths(Path(site).resolve()))
         case _:
             raise SystemExit(__doc__)

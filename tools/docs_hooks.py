@@ -1,4 +1,4 @@
-"""What the site adds: plots first on benchmark pages, and a page for each notebook."""
+"""What the site adds: a page for each notebook, and no marks that only a repository needs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-PLOT = re.compile(r"^!\[.*\]\(.*\.svg\)\n", re.MULTILINE)
 ROLE = re.compile(r":(?:meth|class|func|attr|mod|data|exc|obj):(?=<code>|<a )")
 MORE = re.compile(r"<p>More[^<]*: <code>docs/packages/[\w-]+\.md</code>.*? in the repository\.</p>")  # the page itself
-
-
-def plots_first(text: str) -> str:
-    """Return a page with its plots before the first section."""
-    plots = PLOT.findall(text)
-    head, mark, rest = PLOT.sub("", text).partition("\n## ")
-    return f"{head}\n" + "\n".join(plots) + mark + rest if plots and mark else text
 
 
 def notebook_page(notebook: str) -> str:
@@ -47,11 +39,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Hook of mkdocs."""
-    if page.file.src_uri.startswith("benchmarks/"):
-        return plots_first(markdown)
-    if page.file.src_uri.startswith("notebooks/"):
-        return markdown
-    return markdown.replace(".ipynb)", ".md)")
+    return markdown if page.file.src_uri.startswith("notebooks/") else markdown.replace(".ipynb)", ".md)")
 
 
 def on_page_content(html: str, **_: Any) -> str:

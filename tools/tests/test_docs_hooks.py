@@ -1,15 +1,14 @@
-"""Pages of the site: plots first, notebooks with their output, no Sphinx roles."""
+"""Pages of the site: notebooks with their output, no Sphinx roles, nothing wider than a window."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
+import check_docs
 import docs_hooks
-
-
-def test_plots_come_before_the_first_section() -> None:
-    page = "# B\n\n## T\n\n| what |\n|---|\n| a |\n\n![P](p.svg)\n"
-    assert docs_hooks.plots_first(page).startswith("# B\n\n![P](p.svg)\n\n## T\n\n| what |\n|---|\n| a |\n")
+import pytest
 
 
 def test_a_notebook_becomes_a_page_with_its_output() -> None:
@@ -26,3 +25,10 @@ def test_pages_lose_sphinx_roles_and_links_to_themselves() -> None:
     own = "<p>More: <code>docs/packages/tp-styles.md</code> in the repository.</p>"
     page = f"<p>:meth:<code>validate</code> lists</p>{own}"
     assert docs_hooks.on_page_content(page) == "<p><code>validate</code> lists</p>"
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="this machine has no Chromium")
+@pytest.mark.parametrize("pixels", [380, 600])
+def test_what_is_cut_on_a_phone_is_found(pixels: int, tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(f"<!doctype html><article><div style='width: {pixels}px'>.</div></article>")
+    assert check_docs.widths(tmp_path) == (pixels > 390)

@@ -56,43 +56,11 @@ class Setting:
         self.comparisons.relative(what, run.losses[: self.num_compared], wanted, RELATIVE[dtype])
 
 
-class Progress:
-    """A bar with step, loss and tokens per second; drawn on rank 0 only, and plainly where rich is not installed."""
+def printer(setting: Setting, title: str, total: int) -> Callable[[int, float], None]:
+    """A function of step and loss: on rank 0 it prints ten lines a run."""
 
-    def __init__(self, setting: Setting, title: str, total: int) -> None:
-        self.title, self.total = title, total
-        self.tokens_per_step = setting.batch * setting.config.context
-        self.shown = setting.world.rank == 0
-        self.bar: Any = None
+    def print_step(step: int, loss: float) -> None:
+        if setting.world.rank == 0 and (step in (1, total) or step % max(1, total // 10) == 0):
+            print(f"{title}: step {step}/{total}, loss {loss:.3f}", flush=True)
 
-    def __enter__(self) -> Callable[[int, float], None]:
-        if not self.shown:
-            return lambda step, loss: None
-        try:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
-        except ImportError:
-            return self._print
-        columns = (
-            TextColumn("{task.description:34}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:>7,.0f} tokens/s"),
-            TimeElapsedColumn(),
-        )
-        self.bar = Bar(*columns, refresh_per_second=4)
-        self.bar.start()
-        self.task = self.bar.add_task(self.title, total=self.total, loss=float("nan"), rate=0.0)
-        return self._advance
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def _advance(self, step: int, loss: float) -> None:
-        elapsed = self.bar.tasks[0].elapsed or 1e-9
-        self.bar.update(self.task, completed=step, loss=loss, rate=step * self.tokens_per_step / elapsed)
-
-    def _print(self, step: int, loss: float) -> None:
-        if step in (1, self.total) or step % max(1, self.total // 10) == 0:
-            print(f"{self.title}: step {step}/{self.total}, loss {loss:.3f}", flush=True)
+    return print_step

@@ -16,7 +16,7 @@ import traffic
 from model import GPT
 from report import Report, loss_curves, memory_bars, plan_picture, step_times
 from serving import greedy, logits_of
-from setting import NAMES, Progress, Setting
+from setting import NAMES, Setting, printer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from training import LiveBytes, Run, axis_group, new_optimizer, repeat, train_step
@@ -66,10 +66,10 @@ def train_on_one_device(setting: Setting) -> dict[torch.dtype, Run]:
         if setting.world.rank == rank:
             model = setting.new_model(dtype)
             optimizer = new_optimizer(model)
-            with Progress(setting, f"one device, {NAMES[dtype]}", setting.num_compared) as progress:
-                name = f"one device, {NAMES[dtype]}"
-                step = lambda batch: train_step(model, optimizer, batch)  # noqa: B023, E731  # called in this turn only
-                references[rank] = repeat(name, step, setting.batches(), setting.num_compared, progress=progress)
+            progress = printer(setting, f"one device, {NAMES[dtype]}", setting.num_compared)
+            name = f"one device, {NAMES[dtype]}"
+            step = lambda batch: train_step(model, optimizer, batch)  # noqa: B023, E731  # called in this turn only
+            references[rank] = repeat(name, step, setting.batches(), setting.num_compared, progress=progress)
     found: dict[torch.dtype, Run] = {}
     for rank, dtype in enumerate((torch.float32, torch.float64)):
         holder = [references[rank]]
@@ -101,15 +101,15 @@ def _train_2d(
 
     rows = setting.batches_of(mesh.get_local_rank("dp"), setting.dp)
     title = f"TP x DDP, {NAMES[dtype]}"
-    with Progress(setting, title, num_steps) as progress:
-        run = repeat(
-            "TP x DDP",
-            lambda batch: train_step(ddp, optimizer, batch),
-            rows,
-            num_steps,
-            mean_over=axis_group(mesh, "dp"),
-            progress=progress,
-        )
+    progress = printer(setting, title, num_steps)
+    run = repeat(
+        "TP x DDP",
+        lambda batch: train_step(ddp, optimizer, batch),
+        rows,
+        num_steps,
+        mean_over=axis_group(mesh, "dp"),
+        progress=progress,
+    )
     setting.compare_losses(run, reference, dtype)
     if dtype == torch.float32:
         setting.runs["TP x DDP"] = run
@@ -140,15 +140,15 @@ def train_as_graph(setting: Setting, references: dict[torch.dtype, Run]) -> None
             optimizer = new_optimizer(model)
             step = dp_partition.compile(train_step, mesh=mesh, style=dp_partition.DataParallelStyle[style.upper()])
             rows = setting.batches_of(setting.world.rank, setting.world.size)
-            with Progress(setting, f"graph, {style}, {NAMES[dtype]}", setting.num_compared) as progress:
-                run = repeat(
-                    f"graph {style}",
-                    lambda batch: step(model, optimizer, batch),  # noqa: B023  # called in this turn only
-                    rows,
-                    setting.num_compared,
-                    mean_over=dist.group.WORLD,
-                    progress=progress,
-                )
+            progress = printer(setting, f"graph, {style}, {NAMES[dtype]}", setting.num_compared)
+            run = repeat(
+                f"graph {style}",
+                lambda batch: step(model, optimizer, batch),  # noqa: B023  # called in this turn only
+                rows,
+                setting.num_compared,
+                mean_over=dist.group.WORLD,
+                progress=progress,
+            )
             setting.compare_losses(run, reference, dtype)
             if dtype == torch.float32:
                 setting.runs[f"graph, {style}"] = run

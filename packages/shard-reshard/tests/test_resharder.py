@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranktest import Ranks
 from shard_reshard import PlanError, Resharder, StateDictResharder, plan_reshard, reshard
 
@@ -194,3 +196,19 @@ def _die_or_report(rank: int, path: str, how: str, said: Any) -> None:
         said.put((how, str(error)))
     finally:
         os._exit(0)
+
+
+@pytest.mark.ranks(2)
+def test_a_destroyed_group_is_let_go(ranks: Ranks) -> None:
+    """Gloo ends its threads with the group; a thread that still holds a tensor while Python ends aborts the process."""
+    group = dist.new_group([0, 1])
+    local = torch.arange(8.0).view(4, 2)
+    kept = Resharder(plan_reshard((8, 2), torch.float32, "2: S(0)", "2: S(1)"), group)
+    assert torch.equal(kept(local), reshard(local, "2: S(0)", "2: S(1)", shape=(8, 2), group=group))
+    alive = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(PlanError, match=r"no-process-group\] group: it was destroyed"):
+        kept(local)

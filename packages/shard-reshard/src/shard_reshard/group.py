@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -21,19 +22,26 @@ _HINT = "call with the same shape, dtype, layouts and options on every rank of t
 class GroupInfo(NamedTuple):
     """Properties of a process group used by planning."""
 
-    group: dist.ProcessGroup
-    rank: int  # this process's rank in the group
-    global_ranks: tuple[int, ...]  # global ranks of the members, in group order
+    # Weak: what is remembered by group would keep a destroyed one, whose threads then abort gloo's processes at exit.
+    reference: weakref.ref[dist.ProcessGroup]
+    rank: int  # of this process, in the group
+    global_ranks: tuple[int, ...]  # of the members, in the order of the group
     size: int  # number of members
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, while it lives."""
+        if (group := self.reference()) is None:
+            raise PlanError(Problem("no-process-group", "group", found="it was destroyed", hint="make this anew"))
+        return group
+
     def to_group(self, rank: int) -> int:
-        """Return the group's rank of a global rank."""
-        try:
-            return self.global_ranks.index(rank)
-        except ValueError:
+        """The group's number for a global rank."""
+        if rank not in self.global_ranks:
             found = f"global rank {rank}, the group has the global ranks {list(self.global_ranks)}"
             hint = "pass a group= that holds every rank of both layouts"
-            raise PlanError(Problem("rank-outside-mesh", "group", found=found, hint=hint)) from None
+            raise PlanError(Problem("rank-outside-mesh", "group", found=found, hint=hint))
+        return self.global_ranks.index(rank)
 
 
 def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
@@ -50,15 +58,14 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if rank < 0 or group is None:
         hint = "call from members only"
         raise PlanError(Problem("rank-outside-mesh", "group", found="this process is not in the group", hint=hint))
-    return GroupInfo(group, rank, tuple(dist.get_process_group_ranks(group)), group.size())
+    return GroupInfo(weakref.ref(group), rank, tuple(dist.get_process_group_ranks(group)), group.size())
 
 
 def data_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for ranks without tensors: the current GPU, or the CPU."""
     devices = consensus.device_types(dist.get_backend_config(group))
-    if "cpu" not in devices and "cuda" in devices:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    on_gpu = "cpu" not in devices and "cuda" in devices
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def check_mode(check: str) -> str:

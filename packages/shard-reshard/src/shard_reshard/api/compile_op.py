@@ -33,7 +33,7 @@ def operator_of(mover: Mover) -> Operator:
     """Return the operator of ``mover``."""
     (plan,) = mover.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}"
-    if key not in _movers or _movers[key].members.group is not mover.members.group:
+    if key not in _movers or _movers[key].members.reference() is not mover.members.group:
         # Without a kept workspace: compiled calls may overlap eager ones of the same Resharder.
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
     shapes = plan.dst.local_shapes(mover.members.rank)
@@ -44,8 +44,8 @@ def key_of_pair(mover: Mover, backward: Mover) -> str:
     """Return the key of ``mover`` with ``backward`` as the mover of its gradients."""
     (plan,), (back,) = mover.plans, backward.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}@{back.digest[:16]}"
-    if key not in _movers or _movers[key].members.group is not mover.members.group:
-        mover.pair(backward)  # DTensor's own rule for gradients
+    if key not in _movers or _movers[key].members.reference() is not mover.members.group:
+        mover.pair(backward)
         _movers[key] = mover
     return key
 

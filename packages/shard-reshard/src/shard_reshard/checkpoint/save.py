@@ -27,15 +27,7 @@ from shard_reshard.layout.shard_map import ITEMSIZES, Piece, torch_dtype
 from shard_reshard.planning.analyze import human
 from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums
 from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
-from shard_reshard.state_dict.outputs import (
-    Bucket,
-    DeferredProgress,
-    LocalTargets,
-    Progress,
-    move_buckets,
-    mover_for_bucket,
-    source_problems,
-)
+from shard_reshard.state_dict.outputs import Bucket, LocalTargets, move_buckets, mover_for_bucket, source_problems
 from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
 
@@ -86,7 +78,6 @@ def save_safetensors(
     max_file_bytes: int = 5 * 10**9,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
-    progress: Callable[[Progress], None] | None = None,
 ) -> SavePlan:
     """Write sharded tensors in full into safetensors files, for `load_safetensors` and Hugging Face.
 
@@ -99,12 +90,11 @@ def save_safetensors(
 
     Args:
         state_dict: As in `reshard_state_dict`.
-        folder: Target on a file system shared by all ranks; created if missing. It must hold no safetensors files.
-        src_layouts, shapes, key_map: As in `reshard_state_dict`.
-        max_file_bytes: A file ends before the tensor that would exceed it; several files have an index.
-        bucket_bytes: Approximate bytes of one rank's exchange and write.
-        group: The saving ranks; None is the default group.
-        progress: Called on each rank as tensors reach their writers. Its errors are raised at the end.
+        folder: Where to write, on a file system that all ranks share; made if need be. It holds no safetensors files.
+        src_layouts: As in `reshard_state_dict`, and so are `shapes` and `key_map`.
+        max_file_bytes: A file ends before the tensor that would make it larger; several files have an index.
+        bucket_bytes: About how many bytes a rank exchanges and writes at a time.
+        group: The ranks that save; None is the default group.
 
     Returns:
         The plan: ``.files``, ``.written_bytes(rank)``, ``.explain()``.
@@ -140,20 +130,17 @@ def save_safetensors(
         problems += problems_of(error)
     assert_consistent(members, "a save", [] if plan is None else [*plan.moves.lines, plan.digest], problems)
     assert plan is not None
-    deferred = None if progress is None else DeferredProgress(progress)
     try:
         _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
         movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         with torch.no_grad():
             buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
-            move_buckets(here, movers, buckets, True, False, deferred)
+            move_buckets(here, movers, buckets, True, False)
         _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
     finally:
         if members.rank == 0:
             for name in plan.files:  # of a save that failed
                 _unfinished(path / name).unlink(missing_ok=True)
-    if deferred is not None:
-        deferred.end()
     return plan
 
 

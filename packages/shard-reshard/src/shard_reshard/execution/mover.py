@@ -255,8 +255,8 @@ class Mover:
         input_splits: list[int],
         async_op: bool,
     ) -> Any:
-        """Send; the collective of the latest call."""
-        group, call = self.members.group, self.num_calls
+        """Send; the collective of the call that was started last."""
+        group, call = self.members.reference() or self.members.group, self.num_calls  # the latter raises: no group
         try:
             if self.changes is not None and not is_fake(()):
                 self.changes.all_to_all(output, input, output_splits, input_splits, group)
