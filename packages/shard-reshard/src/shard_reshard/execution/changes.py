@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.execution.exchange import INTEGERS
 
 _ALIGNMENT = 8
@@ -143,34 +139,3 @@ def _aligned(num_bytes: int) -> int:
 def _padded(data: torch.Tensor) -> list[torch.Tensor]:
     rest = _aligned(data.numel()) - data.numel()
     return [data, data.new_zeros(rest)] if rest else [data]
-
-
-_TOKEN_BYTES = 16
-
-
-class ChangeChain:
-    """Token of the calls that a rank took part in: equal on all ranks, changes alone may be sent."""
-
-    def __init__(self, anchor_every: int) -> None:
-        every: object = anchor_every
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            hint = "a number of calls: 1 sends everything in every call"
-            raise PlanError(Problem("invalid-argument", "anchor_every", found=repr(every), hint=hint))
-        self._anchor_every = self._calls = anchor_every  # the first call sends everything
-        self._token = self._next = os.urandom(_TOKEN_BYTES)  # equal to no other rank's
-
-    def begin(self) -> bytes:
-        """Return the token. A rank that fails before `done` has one of its own, which no other rank knows."""
-        token, self._token = self._token, os.urandom(_TOKEN_BYTES)
-        return token
-
-    def needs_all(self, rows: Sequence[bytes]) -> bool:
-        """Return True where everything has to be sent, from the rows of all ranks, which begin with their tokens."""
-        full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
-        self._calls = 1 if full else self._calls + 1
-        self._next = hashlib.sha256(b"".join(rows)).digest()[:_TOKEN_BYTES]
-        return full
-
-    def done(self) -> None:
-        """End a call that brought everything."""
-        self._token = self._next

@@ -14,7 +14,7 @@ from shard_spec import Layout, MeshSpec
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.boxes import BoxShardMap, Dims, ShardMapView, tiling_problems
-from shard_reshard.layout.parse import LayoutLike, ToGroup, layout_value, resolve_layout
+from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Index, MeshShardMap, ShardMap
 from shard_reshard.planning.analyze import ReshardPlan
 from shard_reshard.planning.planner import make_plan
@@ -303,13 +303,6 @@ class LayoutAnswers:
         if (name, shape) not in self.answers:
             self.answers[name, shape] = self.function(name, shape)
         return self.answers[name, shape]
-
-    def hold(self) -> bool:
-        """Return True if the function answers as it did; answers that are no plain values may differ unseen."""
-        known = {asked: layout_value(answer) for asked, answer in self.answers.items()}
-        return None not in known.values() and all(
-            layout_value(self.function(*asked)) == answer for asked, answer in known.items()
-        )
 
 
 def kept_layouts(dst_layouts: DstLayouts) -> DstLayouts:
