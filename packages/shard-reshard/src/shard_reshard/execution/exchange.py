@@ -17,6 +17,7 @@ from shard_reshard._torch_compat import foreach_copy_
 from shard_reshard.execution.checks import pointers
 from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.lowering.memory_layout import (
+    Packed,
     Region,
     Side,
     Span,
@@ -126,7 +127,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 _PLAIN |= {"complex64", "complex128"}
 
-_MAX_RECIPES = 256
+_MAX_STRIDES = 256
 Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
 
 # Sends `input` cut into `input_splits` bytes, receives `output`; returns a work to wait for, or None when it is done.
@@ -164,20 +165,6 @@ class InFlight(NamedTuple):
     recv: RecvSide
 
 
-class Recipe(NamedTuple):
-    """Reads and writes of one step, for tensors of known strides."""
-
-    memory: StepMemory
-    room: int  # bytes of buffer that any step of the call needs; 0 without a collective
-    send_room: int  # bytes of it that this step sends from
-    recv_room: int
-    send_regions: list[Region]
-    recv_regions: list[Region]  # those that are copied as they are
-    staying_from: list[Region]
-    staying_to: list[Region]
-    plain: list[int] | None  # which places of the buffer `recv_regions` are copied from; None: all
-
-
 class Exchange:
     """A program on real tensors.
 
@@ -189,7 +176,8 @@ class Exchange:
         self.program, self.keeps = program, keep_workspace
         self.workspace: Buffers = {}
         self.prepared: PreparedCall | None = None  # of tensors that came twice; holds on to their memory
-        self._recipes: dict[tuple[object, ...], tuple[Recipe, ...]] = {}
+        # By strides: what each step reads and writes, and the most bytes of buffer that a step needs.
+        self._memories: dict[tuple[object, ...], tuple[list[StepMemory], int]] = {}
         # By slot, device and side; with the side, whose id must not be used again while it is here.
         self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
         self.wire_dtypes = [
@@ -244,43 +232,16 @@ class Exchange:
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
-    def recipes(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[Recipe, ...]:
-        """Return what each step reads and writes, for tensors of these strides."""
-        key = tuple(map(torch.Tensor.stride, sources)), tuple(map(torch.Tensor.stride, outs))
-        found = self._recipes.get(key)
-        if found is None:
-            src, dst = key
-            plans, rank = self.program.plans, self.program.rank
-            memories = [
-                lay_out_step(step, plans, rank, dst if step.relayed else src, dst) for step in self.program.steps
-            ]
-            room = buffer_room(memories)
-            if len(self._recipes) >= _MAX_RECIPES:  # callers whose strides differ in every call
-                self._recipes, self._places = {}, {}
-            found = self._recipes[key] = tuple(
-                self._recipe(step, memory, room) for step, memory in zip(self.program.steps, memories, strict=True)
-            )
-        return found
-
-    def _recipe(self, step: Step, memory: StepMemory, room: int) -> Recipe:
-        packed, plain = memory.receives.packed, None
-        own = memory.own
-        if self.reduces:  # what is reduced waits for its turn in `Reduction.add`
-            own = tuple(entry for entry in own if not self.reducing[entry[2]])
-            if not step.relayed:
-                plain = [at for at, entry in enumerate(packed) if not self.reducing[entry.plan]]
-                packed = tuple(packed[at] for at in plain)
-        return Recipe(
-            memory,
-            room if step.exchanges else 0,
-            aligned_bytes(memory.sends),
-            aligned_bytes(memory.receives),
-            [entry.region for entry in memory.sends.packed],
-            [entry.region for entry in packed],
-            [entry[0] for entry in own],
-            [entry[1] for entry in own],
-            plain,
-        )
+    def memories(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[list[StepMemory], int]:
+        """Return what each step reads and writes, for tensors of these strides, and the most bytes of a buffer."""
+        key = src, dst = tuple(map(torch.Tensor.stride, sources)), tuple(map(torch.Tensor.stride, outs))
+        if key not in self._memories:
+            if len(self._memories) >= _MAX_STRIDES:  # callers whose strides differ in every call
+                self._memories, self._places = {}, {}
+            steps = self.program.steps
+            laid_out = [lay_out_step(step, self.program, dst if step.relayed else src, dst) for step in steps]
+            self._memories[key] = laid_out, buffer_room(laid_out)
+        return self._memories[key]
 
     def buffer(self, slot: int, room: int, device: torch.device, buffers: Buffers) -> torch.Tensor:
         """Return the buffer of a slot, at least ``room`` bytes of it."""
@@ -334,9 +295,11 @@ class PreparedCall:
         self, exchange: Exchange, sources: Sequence[torch.Tensor], device: torch.device, fresh_outs: bool
     ) -> None:
         self.exchange, self.device, self.fresh_outs = exchange, device, fresh_outs
+        self.reducing = exchange.reducing
         self.src = exchange.as_wire_dtype(sources, exchange.src_plan)
         self.dst: list[torch.Tensor] = []
-        self.recipes: tuple[Recipe, ...] = ()
+        self.memories: list[StepMemory] = []
+        self.room = 0
         self.sends: list[SendSide] = []
         self.recvs: list[RecvSide] = []
         self.buffers: Buffers = exchange.workspace if exchange.keeps else {}
@@ -354,16 +317,16 @@ class PreparedCall:
         bare = self.fresh_outs and exchange.copies_values
         self.dst = list(outs) if bare else exchange.as_wire_dtype(outs, exchange.dst_plan)
         # Sources are the same in all calls of this object, and destinations of our own all have the same strides.
-        if not (self.recipes and self.fresh_outs):
-            self.recipes, self.sends = exchange.recipes(self.src, self.dst), []
+        if not (self.memories and self.fresh_outs):
+            (self.memories, self.room), self.sends = exchange.memories(self.src, self.dst), []
         self.recvs = []
-        for number, (step, recipe) in enumerate(zip(exchange.program.steps, self.recipes, strict=True)):
+        for number, (step, memory) in enumerate(zip(exchange.program.steps, self.memories, strict=True)):
             slot = number % 2 if exchange.overlaps else 0
-            buffer = exchange.buffer(slot, recipe.room, self.device, self.buffers) if step.exchanges else None
-            self.recvs.append(self._recv_side(slot, recipe, buffer))
+            buffer = exchange.buffer(slot, self.room, self.device, self.buffers) if step.exchanges else None
+            self.recvs.append(self._recv_side(slot, step, memory, buffer))
             if len(self.sends) <= number or step.relayed:  # relayed steps send out of destinations, and come last
                 del self.sends[number:]
-                self.sends.append(self._send_side(slot, step, recipe, buffer))
+                self.sends.append(self._send_side(slot, step, memory, buffer))
 
     def _release_outs(self) -> None:
         """Let go of destinations that belong to the caller alone."""
@@ -371,33 +334,38 @@ class PreparedCall:
             self.dst, self.recvs = [], []
             del self.sends[self.exchange.num_direct :]  # relayed steps send out of them
 
-    def _send_side(self, slot: int, step: Step, recipe: Recipe, buffer: torch.Tensor | None) -> SendSide:
-        side, tensors = recipe.memory.sends, self.dst if step.relayed else self.src
-        staying = region_views(tensors, recipe.staying_from) if recipe.staying_from else []
+    def _send_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> SendSide:
+        side, tensors = memory.sends, self.dst if step.relayed else self.src
+        staying = region_views(tensors, [source for source, _, plan, _ in memory.own if not self.reducing[plan]])
         if buffer is None:
             return SendSide([], [], None, [], staying)
         splits = list(side.splits)
         if side.span is not None:
             return SendSide([], [], _bytes_of(tensors[side.span.tensor], side.span), splits, staying)
         # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
-        part = buffer[: recipe.send_room]
-        regions = region_views(tensors, recipe.send_regions) if recipe.send_regions else []
+        part = buffer[: aligned_bytes(side)]
+        regions = region_views(tensors, [entry.region for entry in side.packed])
         places = self.exchange.places(slot, part, side) if regions else []
         return SendSide(places, regions, part[: side.num_bytes], splits, staying)
 
-    def _recv_side(self, slot: int, recipe: Recipe, buffer: torch.Tensor | None) -> RecvSide:
-        side = recipe.memory.receives
-        staying = region_views(self.dst, recipe.staying_to) if recipe.staying_to else []
+    def _recv_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> RecvSide:
+        side = memory.receives
+        # What is reduced waits for its turn in `Reduction.add`.
+        staying = region_views(self.dst, [target for _, target, plan, _ in memory.own if not self.reducing[plan]])
         if buffer is None:
             return RecvSide([], [], [], None, [], staying, None)
         splits = list(side.splits)
         if side.span is not None:
             written = self.dst[side.span.tensor]
             return RecvSide([], [], [], _bytes_of(written, side.span), splits, staying, written)
-        part = buffer[recipe.send_room : recipe.send_room + recipe.recv_room]
-        arrived = self.exchange.places(slot, part, side) if side.packed else []
-        places = arrived if recipe.plain is None else [arrived[at] for at in recipe.plain]
-        regions = region_views(self.dst, recipe.recv_regions) if recipe.recv_regions else []
+        begin = aligned_bytes(memory.sends)
+        part = buffer[begin : begin + aligned_bytes(side)]
+        arrived = places = self.exchange.places(slot, part, side) if side.packed else []
+        packed: Sequence[Packed] = side.packed
+        if self.exchange.reduces and not step.relayed:
+            plain = [at for at, entry in enumerate(packed) if not self.reducing[entry.plan]]
+            packed, places = [packed[at] for at in plain], [arrived[at] for at in plain]
+        regions = region_views(self.dst, [entry.region for entry in packed])
         return RecvSide(arrived, places, regions, part[: side.num_bytes], splits, staying, None)
 
     # ---- run --------------------------------------------------------------------------------------------------
@@ -463,7 +431,7 @@ class PreparedCall:
         if send.sent is None or recv.received is None:
             foreach_copy_(recv.staying, send.staying)
             if reduction is not None and not self.exchange.program.steps[number].relayed:
-                reduction.add(self.recipes[number].memory, [], self.src)
+                reduction.add(self.memories[number], [], self.src)
             return None
         if send.places:
             foreach_copy_(send.places, send.regions)
@@ -479,7 +447,7 @@ class PreparedCall:
         if landed.recv.regions:
             foreach_copy_(landed.recv.regions, landed.recv.places)
         if reduction is not None and not self.exchange.program.steps[landed.number].relayed:
-            reduction.add(self.recipes[landed.number].memory, landed.recv.arrived, self.src)
+            reduction.add(self.memories[landed.number], landed.recv.arrived, self.src)
 
 
 def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:

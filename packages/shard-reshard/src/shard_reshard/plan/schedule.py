@@ -136,10 +136,8 @@ def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
 
 def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
     """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
-    if plan.adjoint:
-        yield from (turned(copy) for copy in all_copies(plan.transpose(), relay=False))
-    else:
-        yield from all_copies(plan, plan.uses_scatter_allgather)
+    for rank in plan.dst.ranks:
+        yield from copies_of(plan, rank, plan.uses_scatter_allgather)[0]
 
 
 def is_local(plan: Plan) -> bool:
@@ -279,17 +277,6 @@ def _ordered(plan: Plan, copies: list[Copy]) -> tuple[Copy, ...]:
     return tuple(sorted(copies) if plan.reduce_op is not None else merge_copies(copies))
 
 
-def all_copies(plan: Plan, relay: bool) -> Iterator[Copy]:
-    """Every copy between all ranks."""
-    if plan.is_identity:
-        for rank in plan.src.ranks:
-            yield from copies_of(plan, rank, relay)[0]
-        return
-    for src, dst in crossings(plan):
-        for move in moves(src, dst, receivers_of(plan, dst), plan.itemsize, relay):
-            yield make_copy(move, src, dst)
-
-
 def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:
     """Every box that a source cell and a destination cell have in common, as part of each."""
     for whole in plan.src.cells():
@@ -314,44 +301,28 @@ def sizes_of(start: Index, stop: Index) -> Index:
     return tuple(b - a for a, b in zip(start, stop, strict=True))
 
 
-def moves(
-    src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int | None = None
-) -> Iterator[Move]:
-    """The moves that bring the common box of ``src`` and ``dst`` (cut to the same box) to all ``receivers``."""
+def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int) -> Iterator[Move]:
+    """The moves from or to rank ``me`` that bring the common box of two cells (cut to it) to all ``receivers``."""
     sizes = tuple(map(sub, src.stop, src.start))
     if len(src.owners) > 1:
         yield from _reducing(src.owners, receivers, sizes, relay, me)
         return
     (owners,) = src.owners
-    zero = (0,) * len(sizes)
-    if len(owners) == 1 and len(receivers) == 1:
-        yield Move(0, 0, owners[0], receivers[0], zero, sizes)
-        return
     holding = owners if len(owners) < 8 else frozenset(owners)
-    for rank in receivers if me is None else (me,) if me in receivers else ():
-        if rank in holding:
-            yield Move(0, 0, rank, rank, zero, sizes)
-    if relay:
-        missing = [rank for rank in receivers if rank not in holding]
-        if len(missing) > 1:
-            yield from _relayed(owners, missing, sizes, me)
-            return
-    if len(owners) == 1 and (me is None or me in holding):
-        for rank in receivers:
-            if rank != owners[0]:
-                yield new_tuple(Move, (0, 0, owners[0], rank, zero, sizes))
-    elif me is None or me in holding:
-        for rank in receivers:
-            if rank not in holding:
-                for move in fetch_moves(owners, rank, sizes, itemsize):
-                    if me is None or move.src_rank == me:
-                        yield move
+    if me in receivers and me in holding:
+        yield Move(0, 0, me, me, (0,) * len(sizes), sizes)
+    missing = [rank for rank in receivers if rank not in holding]
+    if relay and len(missing) > 1:
+        yield from _relayed(owners, missing, sizes, me)
+    elif me in holding:
+        for rank in missing:
+            yield from (move for move in fetch_moves(owners, rank, sizes, itemsize) if move.src_rank == me)
     elif me in receivers:
         yield from fetch_moves(owners, me, sizes, itemsize)
 
 
 def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
-    """In how many parts a box is fetch_moves; one where the result is not above 1."""
+    """Return in how many parts a box is fetched from its owners; one where the result is not above 1."""
     return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
 
 
@@ -365,30 +336,29 @@ def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -
         yield Move(0, 0, owners[(rank + number) % len(owners)], rank, offset, part)
 
 
-def _relayed(owners: Sequence[int], missing: list[int], sizes: Index, me: int | None) -> Iterator[Move]:
+def _relayed(owners: Sequence[int], missing: list[int], sizes: Index, me: int) -> Iterator[Move]:
     """Each missing rank fetches one part, then they pass the parts on among themselves."""
     for number, (offset, part) in enumerate(split_box(sizes, len(missing))):
         first, holder = missing[number], owners[number % len(owners)]
-        if me is None or me in (first, holder):
+        if me in (first, holder):
             yield Move(0, 0, holder, first, offset, part)
         yield from _passed_on(first, missing, offset, part, me)
 
 
-def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index, me: int | None) -> Iterator[Move]:
+def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index, me: int) -> Iterator[Move]:
     """One part from the rank that has it to all others."""
-    for rank in receivers if me is None or me == first else (me,) if me in receivers else ():
+    for rank in receivers if me == first else (me,) if me in receivers else ():
         if rank != first:
             yield Move(1, 0, first, rank, offset, part)
 
 
 def _reducing(
-    owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int | None
+    owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int
 ) -> Iterator[Move]:
     """Every addend goes to whoever reduces: each receiver, or with ``relay`` one receiver for each part."""
     if not relay or len(receivers) == 1:
-        zero = (0,) * len(sizes)
         for rank in receivers:
-            yield from _addends(owners, rank, zero, sizes, me)
+            yield from _addends(owners, rank, (0,) * len(sizes), sizes, me)
         return
     contributing = {rank for ranks in owners for rank in ranks}
     reducers = [rank for rank in receivers if rank in contributing] or list(receivers)
@@ -397,11 +367,9 @@ def _reducing(
         yield from _passed_on(reducers[number], receivers, offset, part, me)
 
 
-def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int | None) -> Iterator[Move]:
+def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int) -> Iterator[Move]:
     """All addends to one rank, each from one holder: they have to arrive in one shape to be reduced."""
-    everything = me is None or me == rank
     for partial_index, ranks in enumerate(owners):
-        if everything or me in ranks:
-            source = rank if rank in ranks else ranks[rank % len(ranks)]
-            if everything or source == me:
-                yield Move(0, partial_index, source, rank, offset, sizes)
+        source = rank if rank in ranks else ranks[rank % len(ranks)]
+        if me in (rank, source):
+            yield Move(0, partial_index, source, rank, offset, sizes)
