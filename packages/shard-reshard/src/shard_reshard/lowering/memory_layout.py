@@ -212,25 +212,16 @@ def _apart(one: Packed, other: Packed) -> tuple[int, int]:
 
 
 def _in_place(side: Side, allowed: bool) -> Side:
-    span = _span([entry.region for entry in side.packed]) if allowed else None
-    return side if span is None else side._replace(span=span)
-
-
-def _span(regions: list[Region]) -> Span | None:
-    """The stretch of memory that ``regions`` are, one after the other, if they are one."""
-    if not regions:
-        return None
-    first = regions[0]
-    expected = first.offset
-    for region in regions:
-        if (
-            region.tensor != first.tensor
-            or region.offset != expected
-            or not is_contiguous(region.sizes, region.strides)
-        ):
-            return None
-        expected += prod(region.sizes)
-    return Span(first.tensor, first.offset, expected - first.offset)
+    """The side as a span of memory, where its regions are one, in their order."""
+    if not allowed or not side.packed:
+        return side
+    first = side.packed[0].region
+    end = first.offset
+    for region, *_ in side.packed:
+        if (region.tensor, region.offset) != (first.tensor, end) or not is_contiguous(region.sizes, region.strides):
+            return side
+        end += prod(region.sizes)
+    return side._replace(span=Span(first.tensor, first.offset, end - first.offset))
 
 
 def is_contiguous(sizes: Index, strides: Index) -> bool:
