@@ -107,7 +107,7 @@ def test_changes_are_exact(ranks: Ranks, bucket: int) -> None:
         sent = world.call(rng.choice(["out", "atomic", "fresh"]))
         if (step + 1) % 17:
             seen[how] = max(seen.get(how, 0), sent)
-            headers = 24 * ranks.world_size * len(world.sync._movers) * 4
+            headers = 24 * ranks.world_size * len(world.sync._here.movers) * 4
             assert sent <= full + headers, how
             assert how != "nothing" or sent <= headers
     assert len(seen) == 7
@@ -149,7 +149,7 @@ def test_a_rank_that_lost_the_chain_gets_everything(ranks: Ranks) -> None:
     assert max(ranks.gather(world.call())) < full // 2
     # One rank starts anew, as if it had been restarted: all send everything, and changes again after that.
     if ranks.rank == 1:
-        del world.sync._movers[0].changes._kept[:]  # type: ignore[union-attr]  # every mover has one
+        del world.sync._here.movers[0].changes._kept[:]  # type: ignore[union-attr]  # every mover has one
         world.sync._token = os.urandom(16)
     world.full["a"][4, 4] += 1
     assert world.call() >= full

@@ -29,25 +29,19 @@ class Operator(NamedTuple):
     device: str  # for a rank that has no source tensor to tell it
 
 
-def operator_of(mover: Mover) -> Operator:
-    """The operator of ``mover``."""
-    (plan,) = mover.plans
-    key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}"
-    if key not in _movers or _movers[key].members.group is not mover.members.group:
+def operator_of(mover: Mover, backward: Mover | None = None) -> Operator:
+    """The operator of ``mover``, whose gradients ``backward`` moves; None: its own transposed one."""
+    (plan,), group = mover.plans, mover.members.group
+    key = f"{plan.digest[:16]}@{group.group_name}@{mover.check}"
+    if backward is not None:
+        key += f"@{backward.plans[0].digest[:16]}"
+    if key not in _movers or _movers[key].members.group is not group:
         # Without a kept workspace: compiled calls may overlap eager ones of the same Resharder.
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
+        if backward is not None:
+            _movers[key].pair(backward)
     shapes = plan.dst.local_shapes(mover.members.rank)
-    return Operator(key, shapes, torch_dtype(plan.out_dtype), str(data_device(mover.members.group)))
-
-
-def key_of_pair(mover: Mover, backward: Mover) -> str:
-    """The key of ``mover``, where its gradients are moved by ``backward`` instead of its own transposed one."""
-    (plan,), (back,) = mover.plans, backward.plans
-    key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}@{back.digest[:16]}"
-    if key not in _movers or _movers[key].members.group is not mover.members.group:
-        mover.pair(backward)
-        _movers[key] = mover
-    return key
+    return Operator(key, shapes, torch_dtype(plan.out_dtype), str(data_device(group)))
 
 
 def mismatch(outs: list[torch.Tensor], operator: Operator) -> str:

@@ -44,11 +44,9 @@ from shard_reshard.state_dict.meta import (
 from shard_reshard.state_dict.outputs import (
     DeferredProgress,
     LocalTargets,
-    OutputKinds,
     Progress,
     ReceiveBuffers,
     move_buckets,
-    mover_for_bucket,
     write_outputs,
 )
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta
@@ -140,7 +138,7 @@ def load_safetensors(
     )
     device = device_of({}, targets, members)
     with torch.no_grad():
-        here = LocalTargets(plan.moves, members.rank)
+        here = LocalTargets(members, plan.moves, dst_layouts)
         try:
             into_module = isinstance(out, torch.nn.Module)
             made = Materialized(targets if into_module else {}, plan.moves.targets, device)
@@ -160,10 +158,9 @@ def load_safetensors(
         assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
         arriving.fill(plan.moves.fills, outs)
-        movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         deferred = None if progress is None else DeferredProgress(progress)
-        move_buckets(here, movers, _buckets(plan, members, arriving, device, states), True, False, deferred)
-        moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts), members, ties)
+        move_buckets(here, _buckets(plan, members, arriving, device, states), True, progress=deferred)
+        moved = write_outputs(here, arriving, targets, outs, ties)
     if isinstance(out, torch.nn.Module):
         made.register(out)
     result = LoadedStateDict(moved)

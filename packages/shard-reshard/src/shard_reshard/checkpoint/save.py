@@ -33,7 +33,6 @@ from shard_reshard.state_dict.outputs import (
     LocalTargets,
     Progress,
     move_buckets,
-    mover_for_bucket,
     source_problems,
 )
 from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan
@@ -134,7 +133,7 @@ def save_safetensors(
     try:
         known = [found for found, _ in everyone]
         plan = plan_save(known, key_map, max_file_bytes, bucket_bytes, members.to_group)
-        here = LocalTargets(plan.moves, members.rank)
+        here = LocalTargets(members, plan.moves)
         problems += source_problems(here, sources, ())
     except Exception as error:
         problems += problems_of(error)
@@ -143,10 +142,9 @@ def save_safetensors(
     deferred = None if progress is None else DeferredProgress(progress)
     try:
         _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
-        movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         with torch.no_grad():
             buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
-            move_buckets(here, movers, buckets, True, False, deferred)
+            move_buckets(here, buckets, True, progress=deferred)
         _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
     finally:
         if members.rank == 0:

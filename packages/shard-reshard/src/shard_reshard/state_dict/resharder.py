@@ -40,12 +40,10 @@ from shard_reshard.state_dict.outputs import (
     Bucket,
     LocalTargets,
     MovedStateDict,
-    OutputKinds,
     ReceiveBuffers,
     Ties,
     bucket_calls,
     move_buckets,
-    mover_for_bucket,
     source_problems,
     write_outputs,
 )
@@ -195,12 +193,8 @@ class StateDictResharder(NotPicklable):
         plan = self.plan
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
         self._layout_checks = LayoutChecker(plan, self._facts.sources, dropped, self._members)
-        self._here = LocalTargets(plan, self._members.rank)
-        self._kinds = OutputKinds(plan, self._question.dst_layouts)
-        self._movers = [
-            mover_for_bucket(self._members, plan, bucket, self._check, self._keeps, self._anchor_every > 0)
-            for bucket in plan.buckets
-        ]
+        layouts, changed_only = self._question.dst_layouts, self._anchor_every > 0
+        self._here = LocalTargets(self._members, plan, layouts, self._check, self._keeps, changed_only)
         self._compared = False  # all ranks have compared their tensors with the plan
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
@@ -234,7 +228,7 @@ class StateDictResharder(NotPicklable):
         call, tokens = self._agree(call, KEPT_CALL, token)
         full = len(set(tokens)) > 1 or self._calls >= self._anchor_every
         self._calls = 1 if full else self._calls + 1
-        for mover in self._movers:
+        for mover in self._here.movers:
             assert mover.changes is not None
             mover.changes.begin(full)
         result = self._move(call)
@@ -330,8 +324,8 @@ class StateDictResharder(NotPicklable):
                 self._again = (arriving, call.buckets) if keeps else None
             arriving.fill(self.plan.fills, call.outs)
             unchanged = call.match is Match.MEMORY
-            move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged)
-            result = write_outputs(here, arriving, call.targets, call.outs, self._kinds, self._members, call.tied_outs)
+            move_buckets(here, call.buckets, arriving.fresh, unchanged)
+            result = write_outputs(here, arriving, call.targets, call.outs, call.tied_outs)
         result.plan = self.plan
         return result
 
