@@ -1,4 +1,1 @@
-"""The calls: one tensor, DTensors, torch.compile, ShardedTensor and the functions of torch that this package replaces.
-
-Each resolves layouts, finds or makes a `Mover`, and hands over local tensors. Nothing below imports from here.
-"""
+"""The calls: each resolves layouts, finds or makes a `Mover`, and hands over local tensors."""

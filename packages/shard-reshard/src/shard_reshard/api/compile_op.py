@@ -46,14 +46,9 @@ def operator_of(mover: Mover, backward: Mover | None = None) -> Operator:
 
 def mismatch(outs: list[torch.Tensor], operator: Operator) -> str:
     """Why ``outs`` cannot be copied to, in words that a tracer takes; "" where they can. A copy would broadcast."""
-    if len(outs) != len(operator.shapes):
-        return "another number of tensors than the layout has"
-    for out, shape in zip(outs, operator.shapes, strict=True):
-        if tuple(out.shape) != shape:
-            return "another shape than the layout's"
-        if out.dtype != operator.dtype:
-            return "another dtype than the plan's"
-    return ""
+    wanted = [(shape, operator.dtype) for shape in operator.shapes]
+    same = [(tuple(out.shape), out.dtype) for out in outs] == wanted
+    return "" if same else "another number, shape or dtype of tensors than the layout has"
 
 
 @torch.library.custom_op("shard_reshard::exchange", mutates_args=())

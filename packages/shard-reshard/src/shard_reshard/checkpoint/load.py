@@ -42,7 +42,6 @@ from shard_reshard.state_dict.meta import (
     tensors_of,
 )
 from shard_reshard.state_dict.outputs import (
-    DeferredProgress,
     LocalTargets,
     Progress,
     ReceiveBuffers,
@@ -158,15 +157,14 @@ def load_safetensors(
         assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
         arriving.fill(plan.moves.fills, outs)
-        deferred = None if progress is None else DeferredProgress(progress)
-        move_buckets(here, _buckets(plan, members, arriving, device, states), True, progress=deferred)
+        late = move_buckets(here, _buckets(plan, members, arriving, device, states), True, progress=progress)
         moved = write_outputs(here, arriving, targets, outs, ties)
     if isinstance(out, torch.nn.Module):
         made.register(out)
     result = LoadedStateDict(moved)
     result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), made.names
-    if deferred is not None:
-        deferred.end()
+    if late is not None:
+        raise late
     return result
 
 

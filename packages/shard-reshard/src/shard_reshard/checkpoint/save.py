@@ -29,7 +29,6 @@ from shard_reshard.state_dict.agreement import differing_tensors, plain_checksum
 from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import (
     Bucket,
-    DeferredProgress,
     LocalTargets,
     Progress,
     move_buckets,
@@ -139,19 +138,18 @@ def save_safetensors(
         problems += problems_of(error)
     assert_consistent(members, "a save", [] if plan is None else [*plan.moves.lines, plan.digest], problems)
     assert plan is not None
-    deferred = None if progress is None else DeferredProgress(progress)
     try:
         _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
         with torch.no_grad():
             buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
-            move_buckets(here, buckets, True, progress=deferred)
+            late = move_buckets(here, buckets, True, progress=progress)
         _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
     finally:
         if members.rank == 0:
             for name in plan.files:  # of a save that failed
                 _unfinished(path / name).unlink(missing_ok=True)
-    if deferred is not None:
-        deferred.end()
+    if late is not None:
+        raise late
     return plan
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import torch.distributed as dist
-
 from shard_reshard._torch_compat import unregister_group
 from shard_reshard.execution.mover import memo
 from shard_reshard.state_dict.resharder import StateDictResharder
@@ -26,7 +24,8 @@ class SyncEnd:
         """
         assert self.resharder is not None
         if failure := _failure_of(self.resharder, *given, **options):
-            _leave(self.resharder._members.group)
+            memo.pop(self.resharder._members.group, None)
+            unregister_group(self.resharder._members.group)
             self.resharder = None
             gc.collect()  # movers and their transposed ones hold each other, and the group
             raise RuntimeError(f"{failure}; this end has left the group, initialize it again")
@@ -39,8 +38,3 @@ def _failure_of(resharder: StateDictResharder, *given: Any, **options: Any) -> s
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def _leave(group: dist.ProcessGroup) -> None:
-    memo.pop(group, None)
-    unregister_group(group)

@@ -8,6 +8,7 @@ unpacks. There is no other way: one-shot, kept, bounded, reducing and simulated 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,10 @@ from shard_reshard._torch_compat import foreach_copy_
 from shard_reshard.execution.checks import pointers
 from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.lowering.memory_layout import (
-    Packed,
     Region,
     Side,
     Span,
     StepMemory,
-    aligned_bytes,
     buffer_room,
     lay_out_step,
 )
@@ -199,8 +198,11 @@ class Exchange:
             for at, plan in enumerate(program.plans)
             if (value := plan.identity_value(program.rank)) is not None
         ]
-        self.src_plan = _plan_numbers(program.src_base)
-        self.dst_plan = _plan_numbers(program.dst_base)
+        # For each local tensor the number of its plan.
+        self.src_plan, self.dst_plan = (
+            [at for at, (begin, end) in enumerate(pairwise(base)) for _ in range(begin, end)]
+            for base in (program.src_base, program.dst_base)
+        )
         self._fresh = list(zip(program.dst_shapes, [self._out_dtypes[at] for at in self.dst_plan], strict=True))
 
     def allocate(self, device: torch.device) -> list[torch.Tensor]:
@@ -295,7 +297,6 @@ class PreparedCall:
         self, exchange: Exchange, sources: Sequence[torch.Tensor], device: torch.device, fresh_outs: bool
     ) -> None:
         self.exchange, self.device, self.fresh_outs = exchange, device, fresh_outs
-        self.reducing = exchange.reducing
         self.src = exchange.as_wire_dtype(sources, exchange.src_plan)
         self.dst: list[torch.Tensor] = []
         self.memories: list[StepMemory] = []
@@ -313,7 +314,7 @@ class PreparedCall:
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Make the views of destinations, and those of sources unless they are there already."""
         exchange = self.exchange
-        # Ours alone: they have neither graphs nor lazy bits to take off.
+        # Of our own they have neither graphs nor lazy bits to take off.
         bare = self.fresh_outs and exchange.copies_values
         self.dst = list(outs) if bare else exchange.as_wire_dtype(outs, exchange.dst_plan)
         # Sources are the same in all calls of this object, and destinations of our own all have the same strides.
@@ -336,36 +337,34 @@ class PreparedCall:
 
     def _send_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> SendSide:
         side, tensors = memory.sends, self.dst if step.relayed else self.src
-        staying = region_views(tensors, [source for source, _, plan, _ in memory.own if not self.reducing[plan]])
+        staying = region_views(tensors, memory.staying[0]) if memory.staying[0] else []
         if buffer is None:
             return SendSide([], [], None, [], staying)
         splits = list(side.splits)
         if side.span is not None:
             return SendSide([], [], _bytes_of(tensors[side.span.tensor], side.span), splits, staying)
         # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
-        part = buffer[: aligned_bytes(side)]
-        regions = region_views(tensors, [entry.region for entry in side.packed])
+        part = buffer[: side.room]
+        regions = region_views(tensors, side.regions) if side.regions else []
         places = self.exchange.places(slot, part, side) if regions else []
         return SendSide(places, regions, part[: side.num_bytes], splits, staying)
 
     def _recv_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> RecvSide:
         side = memory.receives
-        # What is reduced waits for its turn in `Reduction.add`.
-        staying = region_views(self.dst, [target for _, target, plan, _ in memory.own if not self.reducing[plan]])
+        staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
         if buffer is None:
             return RecvSide([], [], [], None, [], staying, None)
         splits = list(side.splits)
         if side.span is not None:
             written = self.dst[side.span.tensor]
             return RecvSide([], [], [], _bytes_of(written, side.span), splits, staying, written)
-        begin = aligned_bytes(memory.sends)
-        part = buffer[begin : begin + aligned_bytes(side)]
+        part = buffer[memory.sends.room : memory.sends.room + side.room]
         arrived = places = self.exchange.places(slot, part, side) if side.packed else []
-        packed: Sequence[Packed] = side.packed
+        packed = side.regions
         if self.exchange.reduces and not step.relayed:
-            plain = [at for at, entry in enumerate(packed) if not self.reducing[entry.plan]]
-            packed, places = [packed[at] for at in plain], [arrived[at] for at in plain]
-        regions = region_views(self.dst, [entry.region for entry in packed])
+            plain = [at for at, entry in enumerate(side.packed) if not self.exchange.reducing[entry.plan]]
+            packed, places = tuple(packed[at] for at in plain), [arrived[at] for at in plain]
+        regions = region_views(self.dst, packed) if packed else []
         return RecvSide(arrived, places, regions, part[: side.num_bytes], splits, staying, None)
 
     # ---- run --------------------------------------------------------------------------------------------------
@@ -457,8 +456,3 @@ def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
 
 def _as_values(plan: Plan) -> bool:
     return plan.dtype != plan.out_dtype or plan.reduce_op is not None or plan.dtype in _PLAIN
-
-
-def _plan_numbers(base: Sequence[int]) -> list[int]:
-    """Return the number of its plan for each tensor."""
-    return [at for at in range(len(base) - 1) for _ in range(base[at], base[at + 1])]

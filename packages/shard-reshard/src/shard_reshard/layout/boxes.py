@@ -137,7 +137,7 @@ class BoxShardMap(ShardMap):
     """
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], holes: bool = False) -> None:
-        self.shape, self.num_partials, self.reduce_ops = sizes_of(shape), 1, ()
+        self.shape, self.num_partials, self.reduce_ops, self.averaged = sizes_of(shape), 1, (), 1
         try:
             self.boxes = {index(rank): tuple(found) for rank, found in sorted(boxes.items())}
         except TypeError as error:
@@ -287,6 +287,7 @@ class ShardMapView(ShardMap):
     def __init__(self, base: ShardMap, start: Sequence[int], shape: Sequence[int], dims: Dims | None = None) -> None:
         self.base, self.dims, self.holes = base, dims, base.holes
         self.ranks, self.num_partials, self.reduce_ops = base.ranks, base.num_partials, base.reduce_ops
+        self.averaged = base.averaged
         self.start, self.shape = tuple(start), tuple(shape)
         self._arguments = base, self.start, self.shape, dims
         self._stop = tuple(a + b for a, b in zip(self.start, self._to_base(self.shape), strict=True))

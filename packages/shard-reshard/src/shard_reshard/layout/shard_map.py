@@ -109,6 +109,7 @@ class ShardMap(ABC):
     ranks: Sequence[int]  # those that take part, each once; some may hold nothing
     num_partials: int  # of values that are still to be reduced; 1 where nothing is
     reduce_ops: tuple[str, ...]  # one for each partial axis of more than one rank
+    averaged: int  # number of partial values that make an average; 1 where none does
     holes = False  # no rank has some elements: a destination may leave them out, a source where no one wants them
 
     # Of the constructor: they are the identity, and what travels between ranks. The class counts as well: what is
@@ -213,6 +214,7 @@ class MeshShardMap(ShardMap):
         mesh, partial = layout.mesh, layout.partial
         self.ranks = mesh.ranks
         self.reduce_ops = tuple(op for axis, op in partial.items() if mesh.axis_size(axis) > 1)
+        self.averaged = prod(mesh.axis_size(axis) for axis, op in partial.items() if op == "avg")
         # Axis by axis its size, its spec, and by how much a step along it shifts a position in the list of ranks.
         strides = [prod(mesh.shape[at + 1 :]) for at in range(len(mesh.shape))]
         self._axes = tuple(zip(mesh.shape, layout.specs, strides, strict=True))

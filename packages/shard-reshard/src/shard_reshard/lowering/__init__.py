@@ -1,5 +1,1 @@
-"""From a plan to bytes: steps, splits and places in memory, still without tensors.
-
-`program` lays copies out in messages, `chunking` cuts them into rounds, `memory_layout` decides for given strides what
-is copied and what is sent from where it lies.
-"""
+"""From a plan to bytes: steps, splits and places in memory, still without tensors."""

@@ -49,6 +49,8 @@ class Side(NamedTuple):
     packed: tuple[Packed, ...]
     splits: tuple[int, ...]
     num_bytes: int
+    regions: tuple[Region, ...] = ()  # of `packed`
+    room: int = 0  # bytes of a buffer, in whole alignments; none where it is used in place
 
 
 class StepMemory(NamedTuple):
@@ -57,6 +59,8 @@ class StepMemory(NamedTuple):
     sends: Side
     receives: Side
     own: tuple[tuple[Region, Region, int, int], ...]  # source, destination, plan, partial_index
+    # Of these, source and destination of what is copied as it is; what is reduced waits for its turn.
+    staying: tuple[tuple[Region, ...], tuple[Region, ...]] = ((), ())
 
 
 def lay_out_step(
@@ -72,7 +76,17 @@ def lay_out_step(
         )
         for memory in _ways(step, program, send_strides, dst_strides)
     ]
-    return min(ways, key=lambda memory: _cost(memory, itemsizes, program.rank))  # the first of equals
+    best = min(ways, key=lambda memory: _cost(memory, itemsizes, program.rank))  # the first of equals
+    own = [entry for entry in best.own if program.plans[entry[2]].reduce_op is None]
+    sends, receives = (
+        side._replace(
+            regions=tuple(entry.region for entry in side.packed),
+            room=0 if side.span is not None else -(-side.num_bytes // ALIGNMENT) * ALIGNMENT,
+        )
+        for side in best[:2]
+    )
+    staying = tuple(entry[0] for entry in own), tuple(entry[1] for entry in own)
+    return StepMemory(sends, receives, best.own, staying)
 
 
 # What calling a copy costs, in bytes that could have been copied meanwhile.
@@ -238,14 +252,9 @@ def is_contiguous(sizes: Index, strides: Index) -> bool:
 ALIGNMENT = 16  # bytes; the largest element is a complex128
 
 
-def aligned_bytes(side: Side) -> int:
-    """Bytes of a side's buffer, in whole alignments; none where it is used in place."""
-    return 0 if side.span is not None else -(-side.num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def buffer_room(memories: Iterable[StepMemory]) -> int:
     """The most bytes of buffers that any of these steps needs."""
-    return max((aligned_bytes(memory.sends) + aligned_bytes(memory.receives) for memory in memories), default=0)
+    return max((memory.sends.room + memory.receives.room for memory in memories), default=0)
 
 
 def _copied(memory: StepMemory) -> int:

@@ -192,23 +192,19 @@ def _placed(part: RankSchedule, plan: Plan, rank: int, stage: int, base: tuple[i
         number, shift = (tensor, None) if found is None else found[tensor]
         return base[side] + number, start if shift is None else tuple(map(add, start, shift))
 
-    def placed(copies: tuple[Copy, ...], sends: bool, receives: bool) -> tuple[Copy, ...]:
-        """Of what peers have, only this rank's side is known."""
-        found = []
-        for copy in copies:
-            if sends:
-                number, start = moved(0, copy.src_tensor, copy.src_start)
-                copy = copy._replace(src_tensor=number, src_start=start)
-            if receives:
-                number, start = moved(1, copy.dst_tensor, copy.dst_start)
-                copy = copy._replace(dst_tensor=number, dst_start=start)
-            found.append(copy)
-        return tuple(found)
+    def placed(copy: Copy, sends: bool, receives: bool) -> Copy:  # of what peers have, this rank's side is known
+        if sends:
+            number, start = moved(0, copy.src_tensor, copy.src_start)
+            copy = copy._replace(src_tensor=number, src_start=start)
+        if receives:
+            number, start = moved(1, copy.dst_tensor, copy.dst_start)
+            copy = copy._replace(dst_tensor=number, dst_start=start)
+        return copy
 
     return RankSchedule(
-        {peer: placed(copies, True, False) for peer, copies in part.sends.items()},
-        {peer: placed(copies, False, True) for peer, copies in part.receives.items()},
-        placed(part.own, True, True),
+        {peer: tuple([placed(copy, True, False) for copy in copies]) for peer, copies in part.sends.items()},
+        {peer: tuple([placed(copy, False, True) for copy in copies]) for peer, copies in part.receives.items()},
+        tuple([placed(copy, True, True) for copy in part.own]),
     )
 
 

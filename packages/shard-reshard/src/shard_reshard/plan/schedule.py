@@ -130,7 +130,15 @@ def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
     if rank not in cache:
         if len(cache) >= 4:  # a process asks for one rank; only simulations ask for all
             cache.pop(next(iter(cache)))
-        cache[rank] = _make_schedule(plan, rank)
+        arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
+        parts = []
+        for stage in range(plan.stages):
+            here = [copy for copy in arriving if copy.stage == stage]
+            own = _ordered(plan, [copy for copy in here if copy.src_rank == rank])
+            receives = _by_peer(plan, [copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
+            sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
+            parts.append(RankSchedule(sends, receives, own))
+        cache[rank] = tuple(parts)
     return cache[rank]
 
 
@@ -165,18 +173,6 @@ def _lacks(plan: Plan, rank: int) -> bool:
             if common < prod(sizes_of(piece.start, piece.stop)):
                 return True
     return False
-
-
-def _make_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
-    arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
-    parts = []
-    for stage in range(plan.stages):
-        here = [copy for copy in arriving if copy.stage == stage]
-        own = _ordered(plan, [copy for copy in here if copy.src_rank == rank])
-        receives = _by_peer(plan, [copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
-        sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
-        parts.append(RankSchedule(sends, receives, own))
-    return tuple(parts)
 
 
 def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy]]:

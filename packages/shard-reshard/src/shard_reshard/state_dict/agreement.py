@@ -95,7 +95,7 @@ def agreed_plan(
         facts, prepared = replace(facts, problems=(*facts.problems, *problems)), None
         digest = metadata_digest(facts, question)
     values = hashlib.sha256(repr(list(sums.items())).encode()).digest()[:8] if sums else bytes(8)
-    row = digest + values + (bytes(8) if prepared is None else _short(prepared.plan)) + token
+    row = digest + values + (bytes(8) if prepared is None else bytes.fromhex(prepared.plan.digest[:16])) + token
     rows = [row] * members.size  # fake tensors have no other ranks
     if not is_fake(()):
         rows = all_gather_row(members, call, row, [f"call {call} for a state dict of {sorted(facts.sources)}"])
@@ -115,12 +115,8 @@ def agreed_plan(
         everyone: list[Any] = [None] * members.size
         dist.all_gather_object(everyone, sums, group=members.group)
         raise_problems(differing_tensors(everyone))
-    same = {row[32:40] for row in rows} == {_short(plan)}
+    same = {row[32:40] for row in rows} == {bytes.fromhex(plan.digest[:16])}
     return Agreed(plan, key, same, tuple(row[40:] for row in rows))
-
-
-def _short(plan: StateDictPlan) -> bytes:
-    return bytes.fromhex(plan.digest[:16])
 
 
 def _plan_of_all(members: GroupInfo, question: Question, facts: RankMeta, sums: Mapping[str, bytes]) -> StateDictPlan:

@@ -29,26 +29,6 @@ class Progress(NamedTuple):
     total_bytes: int
 
 
-class DeferredProgress:
-    """A caller's ``progress``, whose first error waits until all is done: other ranks wait for this one meanwhile."""
-
-    def __init__(self, progress: Callable[[Progress], None]) -> None:
-        self._progress = progress
-        self._error: Exception | None = None
-
-    def __call__(self, progress: Progress) -> None:
-        if self._error is None:
-            try:
-                self._progress(progress)
-            except Exception as error:
-                self._error = error
-
-    def end(self) -> None:
-        """Raise the error, if there was one."""
-        if self._error is not None:
-            raise self._error
-
-
 class MovedStateDict(dict[str, Any]):
     """Name -> tensor on this rank, in the destination layout: a DTensor where the layout was a DeviceMesh's.
 
@@ -238,16 +218,21 @@ def move_buckets(
     fresh: bool,
     unchanged: bool = False,
     progress: Callable[[Progress], None] | None = None,
-) -> None:
-    """Run one exchange after the other."""
-    plan, done_bytes, done = here.plan, 0, 0
+) -> Exception | None:
+    """Run one exchange after the other; return the first error of ``progress``, for which no other rank waits."""
+    plan, done_bytes, done, late = here.plan, 0, 0, None
     sizes = [] if progress is None else [prod(move.plan.shape) * move.plan.itemsize for move in plan.moves]
     for mover, bucket, (flat, outs) in zip(here.movers, plan.buckets, calls, strict=True):
         mover.start(flat, outs, False, fresh, unchanged)
-        if progress is not None:
-            for at in bucket:
-                done, done_bytes = done + 1, done_bytes + sizes[at]
+        for at in bucket:
+            if progress is None or late is not None:
+                break
+            done, done_bytes = done + 1, done_bytes + sizes[at]
+            try:
                 progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, sum(sizes)))
+            except Exception as error:
+                late = error
+    return late
 
 
 def source_problems(

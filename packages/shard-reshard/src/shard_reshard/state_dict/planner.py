@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from operator import add
 from typing import NamedTuple
 
@@ -292,24 +293,11 @@ def _dst_layout(
     return resolve_layout(layout, shape, to_group)
 
 
-class LayoutAnswers:
-    """A caller's function of layouts, asked once for each tensor: planning and results go by the same answers."""
-
-    def __init__(self, function: Callable[[str, tuple[int, ...]], LayoutLike]) -> None:
-        self.function = function
-        self.answers: dict[tuple[str, tuple[int, ...]], LayoutLike] = {}
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> LayoutLike:
-        if (name, shape) not in self.answers:
-            self.answers[name, shape] = self.function(name, shape)
-        return self.answers[name, shape]
-
-
 def kept_layouts(dst_layouts: DstLayouts) -> DstLayouts:
-    """Return layouts that a caller's later changes do not reach."""
+    """Return layouts that a caller's later changes do not reach; a function is asked once for each tensor."""
     if isinstance(dst_layouts, Mapping):
         return dict(dst_layouts)
-    return LayoutAnswers(dst_layouts) if callable(dst_layouts) else dst_layouts
+    return cache(dst_layouts) if callable(dst_layouts) else dst_layouts
 
 
 def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> LayoutLike | None:

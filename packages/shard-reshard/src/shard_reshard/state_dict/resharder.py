@@ -48,7 +48,7 @@ from shard_reshard.state_dict.outputs import (
     write_outputs,
 )
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap
-from shard_reshard.state_dict.planner import LayoutAnswers, kept_layouts
+from shard_reshard.state_dict.planner import kept_layouts
 
 
 def reshard_state_dict(
@@ -176,7 +176,7 @@ class StateDictResharder(NotPicklable):
             self._calls, self._token = self._anchor_every, os.urandom(16)  # the first call sends everything
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
             layouts = kept_layouts(dst_layouts)
-            serial = next(_SERIALS) if self._keeps or isinstance(layouts, LayoutAnswers) else 0
+            serial = next(_SERIALS) if self._keeps or callable(layouts) else 0
             self._question = Question(
                 layouts, _snapshot(key_map), bucket_bytes, strict, check, self._anchor_every, serial
             )
@@ -189,8 +189,7 @@ class StateDictResharder(NotPicklable):
 
     def _follow(self, agreed: Agreed) -> None:
         """Work out, once for all calls, what this rank does in a plan."""
-        self._agreed, self.plan = agreed, agreed.plan
-        plan = self.plan
+        self._agreed, self.plan = agreed, (plan := agreed.plan)
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
         self._layout_checks = LayoutChecker(plan, self._facts.sources, dropped, self._members)
         layouts, changed_only = self._question.dst_layouts, self._anchor_every > 0
@@ -319,7 +318,9 @@ class StateDictResharder(NotPicklable):
         assert arriving is not None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
-                self._guards = StateGuards.of(call)
+                guards = record_guards([*call.sources.values(), *call.outs.values()])
+                comparable = guards is not None and len(call.outs) == len(call.targets)
+                self._guards = StateGuards(call, guards) if guards is not None and comparable else None
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             arriving.fill(self.plan.fills, call.outs)
@@ -357,12 +358,6 @@ class PreparedState(NamedTuple):
 
 class StateGuards:
     """Guards on the tensors of both sides of a state dict: names, declared layouts, metadata of local tensors."""
-
-    @classmethod
-    def of(cls, call: PreparedState) -> StateGuards | None:
-        """Return guards on the tensors of a call; None where some cannot be compared."""
-        guards = record_guards([*call.sources.values(), *call.outs.values()])
-        return None if guards is None or len(call.outs) != len(call.targets) else cls(call, guards)
 
     def __init__(self, call: PreparedState, guards: TensorGuards) -> None:
         self.atomic, self._guards, self.ties = call.atomic, guards, _ties(call.sources, call.outs)
