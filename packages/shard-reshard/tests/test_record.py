@@ -156,12 +156,17 @@ def test_an_engines_loader(ranks: Ranks) -> None:
             sync = StateDictResharder(
                 state, recorded.layouts, src_layouts=layouts, shapes=shapes, out=recorded.out, key_map=recorded.key_map
             )
-        sync(state, out=recorded.out, atomic=step % 2 == 0)
+        with ranks.record() as log:
+            sync(state, out=recorded.out, atomic=step % 2 == 0)
         reference.load_weights(full.items())
         compared += _compare(model, reference)
     assert compared == 5 * sum(value.numel() for value in reference.state_dict().values())
     assert sync is not None
-    assert sync.plan.wire_bytes == sync.plan.lower_bound
+    # Messages of several dtypes are padded.
+    assert sum(move.plan.wire_bytes for move in sync.plan.moves) == sync.plan.lower_bound
+    assert sync.plan.lower_bound <= sync.plan.wire_bytes <= sync.plan.lower_bound + 8 * size * size
+    sent = [event.bytes_sent for event in log.events if event.op == "all_to_all"]
+    assert sum(ranks.gather(sum(map(sum, sent)))) == sync.plan.wire_bytes
     needed = sum(value.numel() * value.element_size() for value in recorded.out.values())
     assert size > 1 or sync.plan.wire_bytes == 0 < needed
     # A plain tensor that all ranks have is enough: receivers take it from themselves.
