@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from ranktest import Ranks
 from shard_reshard import PlanError, StateDictResharder
-from shard_reshard.execution.changes import ChangeChain, decode, encode
+from shard_reshard.execution.changes import decode, encode
 
 SHAPES = {"a": (40, 24), "b": (17, 30), "c": (64,), "d": (9, 4), "e": (12, 12), "f": (3, 5)}
 DTYPES = {
@@ -106,7 +107,7 @@ def test_changes_are_exact(ranks: Ranks, bucket: int) -> None:
         sent = world.call(rng.choice(["out", "atomic", "fresh"]))
         if (step + 1) % 17:
             seen[how] = max(seen.get(how, 0), sent)
-            headers = 24 * ranks.world_size * len(world.sync._movers) * 4
+            headers = 24 * ranks.world_size * len(world.sync._here.movers) * 4
             assert sent <= full + headers, how
             assert how != "nothing" or sent <= headers
     assert len(seen) == 7
@@ -148,8 +149,8 @@ def test_a_rank_that_lost_the_chain_gets_everything(ranks: Ranks) -> None:
     assert max(ranks.gather(world.call())) < full // 2
     # One rank starts anew, as if it had been restarted: all send everything, and changes again after that.
     if ranks.rank == 1:
-        del world.sync._movers[0].changes._kept[:]  # type: ignore[union-attr]  # every mover has one
-        world.sync._chain = ChangeChain(64)
+        del world.sync._here.movers[0].changes._kept[:]  # type: ignore[union-attr]  # every mover has one
+        world.sync._token = os.urandom(16)
     world.full["a"][4, 4] += 1
     assert world.call() >= full
     assert max(ranks.gather(world.call())) < full // 2
@@ -281,9 +282,8 @@ def test_messages_are_read_as_they_were_written() -> None:
         else:
             begin = rng.randrange(size)
             words[begin : begin + max(1, int(size * share))] += 1
-        message, parts = encode(new, old, itemsize)
-        data = torch.cat([old[:0], *parts])
-        assert data.numel() == message.num_bytes(new.numel(), itemsize) <= (new.numel() + 7) // 8 * 8
+        message, data = encode(new, old, itemsize)
+        assert data.numel() == message.num_bytes <= (new.numel() + 7) // 8 * 8
         decode(message, data, old, itemsize)
         assert torch.equal(old, new)
         kinds.add((message.width, message.num_values > 0))

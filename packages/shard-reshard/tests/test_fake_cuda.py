@@ -19,7 +19,7 @@ from shard_reshard import (
     reshuffle_local_shard,
 )
 from shard_reshard.group import GroupInfo
-from shard_reshard.state_dict.agreement import Question
+from shard_reshard.state_dict.agreement import Agreed, Question
 from shard_reshard.state_dict.planner import plan_state_dict
 from shard_spec.specs import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -91,9 +91,10 @@ def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {"q": (8, 6), "k": (4, 6), "norm": (6,)}
     key_map = {"q": Part("qk"), "k": Part("qk", 8)}
 
-    def agreed(members: GroupInfo, facts: Any, digest: bytes, tensors: Any, asked: Question) -> Any:
+    def agreed(members: GroupInfo, asked: Question, facts: Any, *rest: Any) -> Any:
         layouts, keys, size, strict = asked.dst_layouts, asked.key_map, asked.bucket_bytes, asked.strict
-        return plan_state_dict([facts] * 2, layouts, keys, size, members.to_group, strict), None
+        plan = plan_state_dict([facts] * 2, layouts, keys, size, members.to_group, strict)
+        return Agreed(plan, (), True, ())
 
     monkeypatch.setattr("shard_reshard.state_dict.resharder.agreed_plan", agreed)
     with fake_cuda(rank=1, world_size=2, strict=True) as device:

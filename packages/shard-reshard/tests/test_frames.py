@@ -97,7 +97,7 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
 
 
 # Functions by name and files that the first call of a kind enters. Comprehensions are frames of Python 3.11 alone.
-FIRST = {"reshard": (146, 14), "reshard_state_dict": (216, 21), "load_safetensors": (195, 23)}
+FIRST = {"reshard": (129, 14), "reshard_state_dict": (202, 21), "load_safetensors": (180, 23)}
 
 
 @pytest.mark.extra("safetensors")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranktest import Ranks
 from shard_reshard import PlanError, Resharder, StateDictResharder, plan_reshard, reshard, reshard_state_dict
-from shard_reshard.execution.exchange import _MAX_RECIPES
+from shard_reshard.execution.exchange import _MAX_STRIDES
 from shard_reshard.execution.mover import ReshardWork
 
 SHAPE, CALLS = (8, 6), 60
@@ -125,9 +125,9 @@ def test_a_handle_that_failed_fails_again() -> None:
 def test_views_kept_for_strides_are_bounded(ranks: Ranks) -> None:
     full = torch.arange(48.0).view(SHAPE)
     resharder = Resharder(plan_reshard(SHAPE, torch.float32, "2: S(0)", "2: S(1)"))
-    for number in range(1, _MAX_RECIPES + 20):
+    for number in range(1, _MAX_STRIDES + 20):
         out = torch.zeros(8, 3 + number)[:, :3]
         assert torch.equal(resharder(full.chunk(2)[ranks.rank], out=out), full.chunk(2, 1)[ranks.rank])
         assert torch.equal(resharder(full.chunk(2)[ranks.rank], out=out), full.chunk(2, 1)[ranks.rank])
     exchange = resharder._mover.exchange
-    assert max(len(exchange._recipes), len(exchange._places)) <= 2 * _MAX_RECIPES
+    assert max(len(exchange._memories), len(exchange._places)) <= 2 * _MAX_STRIDES

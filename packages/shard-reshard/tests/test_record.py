@@ -156,12 +156,17 @@ def test_an_engines_loader(ranks: Ranks) -> None:
             sync = StateDictResharder(
                 state, recorded.layouts, src_layouts=layouts, shapes=shapes, out=recorded.out, key_map=recorded.key_map
             )
-        sync(state, out=recorded.out, atomic=step % 2 == 0)
+        with ranks.record() as log:
+            sync(state, out=recorded.out, atomic=step % 2 == 0)
         reference.load_weights(full.items())
         compared += _compare(model, reference)
     assert compared == 5 * sum(value.numel() for value in reference.state_dict().values())
     assert sync is not None
-    assert sync.plan.wire_bytes == sync.plan.lower_bound
+    # Messages of several dtypes are padded.
+    assert sum(move.plan.wire_bytes for move in sync.plan.moves) == sync.plan.lower_bound
+    assert sync.plan.lower_bound <= sync.plan.wire_bytes <= sync.plan.lower_bound + 8 * size * size
+    sent = [event.bytes_sent for event in log.events if event.op == "all_to_all"]
+    assert sum(ranks.gather(sum(map(sum, sent)))) == sync.plan.wire_bytes
     needed = sum(value.numel() * value.element_size() for value in recorded.out.values())
     assert size > 1 or sync.plan.wire_bytes == 0 < needed
     # A plain tensor that all ranks have is enough: receivers take it from themselves.
@@ -272,6 +277,24 @@ def _twice(p: Any, w: Weights) -> None:
     p["x"][:, 6:].copy_(w["a"])
 
 
+def _fill(recorded: Any, weights: Weights) -> int:
+    """Copy what the layouts name, as a reshard would; returns how many elements."""
+    compared = 0
+    for name, view in recorded.out.items():
+        layout, known = recorded.layouts[name], weights[name.split(" ")[0]]
+        (local,) = layout.local_shapes(0)
+        assert view.shape == local
+        for piece in layout.local_pieces(0):
+            sizes = tuple(b - a for a, b in zip(piece.start, piece.stop, strict=True))
+            into, taken = view, known
+            for dim, size in enumerate(sizes):
+                into = into.narrow(dim, piece.local_start[dim], size)
+                taken = taken.narrow(dim, piece.start[dim], size)
+            into.copy_(taken)
+            compared += into.numel()
+    return compared
+
+
 @pytest.mark.parametrize("load", [_cat, _stack, _views, _flat, _halves, _buffered, _twice])
 def test_views_copies_and_concatenations(load: Callable[[Any, Weights], None]) -> None:
     def new() -> nn.ParameterDict:
@@ -283,22 +306,70 @@ def test_views_copies_and_concatenations(load: Callable[[Any, Weights], None]) -
     with torch.no_grad():
         load(reference, weights)
         recorded = record_layouts(model, weights, load=lambda pairs: load(model, dict(pairs)))
-        compared = 0
-        for name, view in recorded.out.items():
-            layout, known = recorded.layouts[name], weights[name.split(" ")[0]]
-            (local,) = layout.local_shapes(0)
-            assert view.shape == local
-            for piece in layout.local_pieces(0):
-                sizes = tuple(b - a for a, b in zip(piece.start, piece.stop, strict=True))
-                into, taken = view, known
-                for dim, size in enumerate(sizes):
-                    into = into.narrow(dim, piece.local_start[dim], size)
-                    taken = taken.narrow(dim, piece.start[dim], size)
-                into.copy_(taken)
-                compared += into.numel()
+        compared = _fill(recorded, weights)
     assert _compare(model, reference) == 96
     assert compared >= 41
     assert set(recorded.unfilled) == {name for name, value in reference.items() if bool((value == 0).any())}
+
+
+def _pad(p: Any, w: Weights) -> None:
+    p["x"].copy_(nn.functional.pad(w["a"], (2, 4), value=5.0))
+    p["y"][:6, :1].copy_(nn.functional.pad(w["b"], (-3, 0, 1, -1), value=2.0))
+
+
+def _flip(p: Any, w: Weights) -> None:
+    p["x"][:, :6].copy_(w["a"].view(2, 2, 6).flip(0).reshape(4, 6))
+    p["x"][:, 6:].copy_(w["b"].t().flip(0, 1))
+
+
+def _zeros(p: Any, w: Weights) -> None:
+    buffer = w["a"].new_zeros(4, 12)
+    buffer[1:, 2:8] = w["a"][:3]
+    p["x"].copy_(buffer)
+    plain = torch.zeros(24, 2)
+    plain[3:9].copy_(w["a"].view(12, 2)[:6])
+    p["y"].copy_(plain)
+
+
+def _filled_later(p: Any, w: Weights) -> None:
+    p["x"][:, :6].copy_(w["a"])
+    p["x"][:, 6:].copy_(w["b"].t())
+    p["x"][1:3, 4:9].fill_(7)
+    p["x"][2, ::2].zero_()
+    p["y"].fill_(3)
+    p["y"][:12].copy_(w["a"].view(12, 2))
+    p["y"][4:6] = w["b"].view(12, 2)[:2]
+    buffer = torch.full_like(w["a"], 9)
+    buffer[1].fill_(4)
+    buffer[1:, 3:].copy_(w["a"][1:, 3:])
+    p["y"][12:].copy_(buffer.view(12, 2))
+
+
+def _bytes(p: Any, w: Weights) -> None:
+    p["x"].view(torch.uint8)[:, :24].copy_(w["a"].view(torch.uint8))
+    p["x"].view(torch.int32)[:, 6:].copy_(w["b"].t().contiguous().view(torch.int32))
+    p["y"].fill_(0.1)
+
+
+@pytest.mark.parametrize("load", [_pad, _flip, _zeros, _filled_later, _bytes])
+def test_values_beside_what_is_copied_and_later_writes(load: Callable[[Any, Weights], None]) -> None:
+    def new(value: float) -> nn.ParameterDict:
+        shapes = {"x": (4, 12), "y": (24, 2)}
+        return nn.ParameterDict({name: nn.Parameter(torch.full(shape, value)) for name, shape in shapes.items()})
+
+    weights = {"a": torch.randn(4, 6), "b": torch.randn(6, 4)}
+    model, reference = new(-77.0), new(-77.0)
+    with torch.no_grad():
+        load(reference, weights)
+        recorded = record_layouts(model, weights, load=lambda pairs: load(model, dict(pairs)))
+        assert _fill(recorded, weights) > 0
+        assert _compare(model, reference) == 96
+        for value in model.values():
+            value.fill_(-77.0)
+        _fill(recorded, weights)
+        recorded.fill_constants()
+    assert _compare(model, reference) == 96
+    assert set(recorded.unfilled) == {name for name, value in reference.items() if bool((value == -77.0).any())}
 
 
 def _replace(model: Any, w: Weights) -> None:
@@ -306,7 +377,7 @@ def _replace(model: Any, w: Weights) -> None:
 
 
 def _half_written(model: Any, w: Weights) -> None:
-    buffer = torch.zeros(4, 4)
+    buffer = torch.arange(16.0).view(4, 4)
     buffer[:2] = w["a"][:2]
     model.weight.copy_(buffer)
 
@@ -348,13 +419,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "a value": (lambda m, w: m.weight.fill_(w["a"][0, 0].item()), "item()"),
     "added in place": (lambda m, w: m.weight.add_(w["a"]), "aten.add_"),
     "changed after loading": (lambda m, w: m.weight.copy_(w["a"]).mul_(2), "aten.mul_"),
-    "filled after loading": (lambda m, w: m.weight.copy_(w["a"])[1].zero_(), "aten.zero_"),
     "indexed": (lambda m, w: m.weight.copy_(w["a"][torch.tensor([1, 0, 2, 3])]), "aten.index"),
     "an indexed write": (lambda m, w: m.weight.index_copy_(0, torch.tensor([1]), w["a"][:1]), "index_copy"),
     "bits": (lambda m, w: m.weight.copy_(w["a"].view(torch.int32)), "int32"),
     "rounded twice": (lambda m, w: m.weight.copy_(w["a"].half()), "float16"),
     "other values": (lambda m, w: m.weight.copy_(torch.ones(4, 4)), "aten.copy_"),
-    "padded": (lambda m, w: m.weight.copy_(nn.functional.pad(w["a"][:, :3], (0, 1))), "constant_pad"),
     "a half-filled copy": (lambda m, w: m.weight.copy_(w["a"].new_empty(4, 4)), "no checkpoint tensor"),
     "a half-written copy": (_half_written, "no checkpoint tensor"),
     "read back": (_read_back, "aten.sum"),

@@ -10,6 +10,7 @@ from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from random_moves import check_programs
 from random_pairs import check_pairs
 from shard_reshard import PlanError, plan_reshard, simulate
+from shard_reshard.layout.boxes import ShardMapView
 from shard_reshard.layout.parse import resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap
 from shard_reshard.planning.planner import make_plan
@@ -105,6 +106,13 @@ def test_partial_sources_reduce_in_rank_order(dtype: torch.dtype, limit: int | N
             for rank in range(4):
                 for found, wanted in zip(as_listed(moved[rank]), local_tensors(plan.dst, rank, reference), strict=True):
                     assert torch.equal(found, wanted), (op, dst, rank)
+
+
+def test_a_window_of_an_average_is_averaged() -> None:
+    window = ShardMapView(resolve_layout("2: P(avg)", (4, 3)), (1, 0), (2, 3))
+    given = [torch.randn(4, 3), torch.randn(4, 3)]
+    moved = simulate(make_plan(window, resolve_layout("2: R", (2, 3)), "float32"), given)
+    assert all(torch.equal(each, ((given[0] + given[1]) / 2)[1:3]) for each in moved)  # type: ignore[arg-type]  # one each
 
 
 def test_replicas_of_a_reduction_are_bit_equal() -> None:

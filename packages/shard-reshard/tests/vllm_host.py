@@ -156,7 +156,7 @@ def outlive(rank: int, engine: Any) -> None:
     dist.barrier()
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="failed on rank"):
+    with pytest.raises(RuntimeError, match=r"failed on rank|got no answer|left the group"):
         engine.send_weights()
     assert engine.client.call("generate", PROMPTS) == before
     engine.client.call("result", {"bytes": 0, "m2n": 0, "collectives": 1})
@@ -267,6 +267,7 @@ def m2n_bytes(worker: Any, weights: list[tuple[str, str, tuple[int, ...]]]) -> i
         ("qwen2", "fsdp2", 2),
         ("llama", "trl", 1),
         ("llama", "killed", 1),
+        ("llama", "killed", 2),
     ],
 )
 def test_tokens_after_each_sync(

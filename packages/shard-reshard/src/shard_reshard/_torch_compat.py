@@ -186,6 +186,12 @@ def register_group(group: dist.ProcessGroup, name: str, backends: str) -> None:
     _world.pg_backend_config[group] = backends
 
 
+def unregister_group(group: dist.ProcessGroup) -> None:
+    """Take back `register_group`."""
+    for table in (_world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config):
+        table.pop(group, None)
+
+
 def torch_shard(tensor: torch.Tensor, metadata: object) -> object:
     """Create a ``Shard`` of torch's ShardedTensor."""
     from torch.distributed._shard.sharded_tensor.shard import Shard

@@ -1,4 +1,1 @@
-"""The calls: one tensor, DTensors, torch.compile, ShardedTensor and replacements of torch's functions.
-
-Each resolves layouts, finds or builds a `Mover`, and passes it local tensors. Lower layers do not import from here.
-"""
+"""The calls: each resolves layouts, finds or makes a `Mover`, and hands over local tensors."""

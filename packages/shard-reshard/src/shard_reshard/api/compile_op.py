@@ -29,37 +29,26 @@ class Operator(NamedTuple):
     device: str  # for a rank without source tensors
 
 
-def operator_of(mover: Mover) -> Operator:
-    """Return the operator of ``mover``."""
-    (plan,) = mover.plans
-    key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}"
-    if key not in _movers or _movers[key].members.reference() is not mover.members.group:
+def operator_of(mover: Mover, backward: Mover | None = None) -> Operator:
+    """The operator of ``mover``, whose gradients ``backward`` moves; None: its own transposed one."""
+    (plan,), group = mover.plans, mover.members.group
+    key = f"{plan.digest[:16]}@{group.group_name}@{mover.check}"
+    if backward is not None:
+        key += f"@{backward.plans[0].digest[:16]}"
+    if key not in _movers or _movers[key].members.group is not group:
         # Without a kept workspace: compiled calls may overlap eager ones of the same Resharder.
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
+        if backward is not None:
+            _movers[key].pair(backward)
     shapes = plan.dst.local_shapes(mover.members.rank)
-    return Operator(key, shapes, torch_dtype(plan.out_dtype), str(data_device(mover.members.group)))
-
-
-def key_of_pair(mover: Mover, backward: Mover) -> str:
-    """Return the key of ``mover`` with ``backward`` as the mover of its gradients."""
-    (plan,), (back,) = mover.plans, backward.plans
-    key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}@{back.digest[:16]}"
-    if key not in _movers or _movers[key].members.reference() is not mover.members.group:
-        mover.pair(backward)
-        _movers[key] = mover
-    return key
+    return Operator(key, shapes, torch_dtype(plan.out_dtype), str(data_device(group)))
 
 
 def mismatch(outs: list[torch.Tensor], operator: Operator) -> str:
-    """Return the reason that ``outs`` cannot be targets, else "". copy_ would broadcast."""
-    if len(outs) != len(operator.shapes):
-        return "another number of tensors than the layout has"
-    for out, shape in zip(outs, operator.shapes, strict=True):
-        if tuple(out.shape) != shape:
-            return "another shape than the layout's"
-        if out.dtype != operator.dtype:
-            return "another dtype than the plan's"
-    return ""
+    """Why ``outs`` cannot be copied to, in words that a tracer takes; "" where they can. A copy would broadcast."""
+    wanted = [(shape, operator.dtype) for shape in operator.shapes]
+    same = [(tuple(out.shape), out.dtype) for out in outs] == wanted
+    return "" if same else "another number, shape or dtype of tensors than the layout has"
 
 
 @torch.library.custom_op("shard_reshard::exchange", mutates_args=())

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import as_dtensor, assume_constant_result, dtensor_maker, mesh_groups, real_tensors
-from shard_reshard.api.compile_op import exchange, key_of_pair
+from shard_reshard.api.compile_op import exchange, operator_of
 from shard_reshard.api.reshard import find_mover, move
 from shard_reshard.execution.mover import Mover, memo, remember
 from shard_reshard.group import group_info, raise_on_all_ranks
@@ -183,7 +183,7 @@ def _compiled_key(
         )
         for src, dst in (((mesh, placements), (to_mesh, to_placements)), ((to_mesh, to_placements), (mesh, back)))
     ]
-    return key_of_pair(*movers)
+    return operator_of(*movers).key
 
 
 @lru_cache(maxsize=64)

@@ -261,50 +261,36 @@ def find_mover(
         if src is None:
             hint = "pass src: only a DTensor carries its layout"
             raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
-        # equal on all ranks: it decides on a collective
-        everyone = dtype is not None or _everyone_holds(members, src, size)
-        names = _own_dtypes(given, out, dtype) if everyone else ("", None)
-        row = b"" if everyone else _dtype_row(given, out)
+        alone = dtype is not None or _everyone_holds(members, src, size)
+        names = [dtype_name(tensors[0].dtype) if tensors else "-" for tensors in (given, out)]
     except Exception as error:
         raise_on_all_ranks(members, error)
-    rows = []  # no exchange: every rank has the dtypes
-    if not everyone:
-        rows = all_gather_row(members, _DTYPES, row, [f"a tensor {'' if size is None else f'of {size} '}from {src}"])
+    rows = []
+    if not alone:
+        call = [f"a tensor {'' if size is None else f'of {size} '}from {src}"]
+        rows = all_gather_row(members, _DTYPES, " ".join(names).encode(), call)
     try:
-        if not everyone:
-            names = _dtypes_of_all([row, *rows])
+        dtypes = _dtypes(names, [row.decode().rstrip("\0").split(" ") for row in rows], dtype)
         layouts = resolve_layouts(size, src, dst, members.to_group)
-        mover = shared_mover(members, (cached_plan(*layouts, *names, max_workspace_bytes),), check)
+        mover = shared_mover(members, (cached_plan(*layouts, *dtypes, max_workspace_bytes),), check)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    return mover, everyone
-
-
-def _own_dtypes(
-    given: list[torch.Tensor], out: list[torch.Tensor], dtype: torch.dtype | None
-) -> tuple[str, str | None]:
-    """Return the dtypes of source and destination (None if equal) from this rank's arguments."""
-    if dtype is not None:
-        return dtype_name(given[0].dtype if given else dtype), dtype_name(dtype)
-    found = given or out
-    return dtype_name(found[0].dtype if found else torch.float32), (dtype_name(out[0].dtype) if out else None)
+    return mover, alone
 
 
 _DTYPES = 2  # topic of the gathered row of dtypes
 
 
-def _dtype_row(given: list[torch.Tensor], out: list[torch.Tensor]) -> bytes:
-    return " ".join(dtype_name(tensors[0].dtype) if tensors else "-" for tensors in (given, out)).encode()
-
-
-def _dtypes_of_all(rows: list[bytes]) -> tuple[str, str | None]:
-    """Return the dtypes of source and destination; a rank with a tensor uses its own (the first row)."""
-    sources, outs = zip(*(row.decode().rstrip("\0").split(" ") for row in rows), strict=True)
-    found = [[name for name in names if name != "-"] for names in (sources, outs[1:])]
-    if not found[0]:
+def _dtypes(own: list[str], rows: list[list[str]], dtype: torch.dtype | None) -> tuple[str, str | None]:
+    """Return the dtypes of source and destination, of this rank's tensors (source and out) before those of others."""
+    sources = [name for name in (own[0], *(row[0] for row in rows)) if name != "-"]
+    outs = [name for name in (*(row[1] for row in rows), own[1]) if name != "-"]
+    if dtype is not None:
+        return (sources or [dtype_name(dtype)])[0], dtype_name(dtype)
+    if not sources and rows:
         hint = "the ranks of the source layout pass their local tensors"
         raise PlanError(Problem("missing-source", "tensor", found="no rank has a tensor", hint=hint))
-    return found[0][0], found[1][0] if found[1] else None
+    return (sources or outs or ["float32"])[0], outs[0] if outs else None
 
 
 def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:

@@ -1,4 +1,1 @@
-"""Checkpoint files as sources: validated headers, planned byte ranges, loads onto ranks.
-
-Nothing in a file is executed, and every needed byte is read once, by one rank.
-"""
+"""Safetensors files as sources and destinations: byte ranges that are planned, each read or written by one rank."""

@@ -42,13 +42,10 @@ from shard_reshard.state_dict.meta import (
     tensors_of,
 )
 from shard_reshard.state_dict.outputs import (
-    DeferredProgress,
     LocalTargets,
-    OutputKinds,
     Progress,
     ReceiveBuffers,
     move_buckets,
-    mover_for_bucket,
     write_outputs,
 )
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta
@@ -139,7 +136,7 @@ def load_safetensors(
     )
     device = device_of({}, targets, members)
     with torch.no_grad():
-        here = LocalTargets(plan.moves, members.rank)
+        here = LocalTargets(members, plan.moves, dst_layouts)
         try:
             into_module = isinstance(out, torch.nn.Module)
             made = Materialized(targets if into_module else {}, plan.moves.targets, device)
@@ -159,16 +156,14 @@ def load_safetensors(
         assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
         arriving.fill(plan.moves.fills, outs)
-        movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
-        deferred = None if progress is None else DeferredProgress(progress)
-        move_buckets(here, movers, _buckets(plan, members, arriving, device, states), True, False, deferred)
-        moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts), members, ties)
+        late = move_buckets(here, _buckets(plan, members, arriving, device, states), True, progress=progress)
+        moved = write_outputs(here, arriving, targets, outs, ties)
     if isinstance(out, torch.nn.Module):
         made.register(out)  # last: a failed load leaves the module unchanged
     result = LoadedStateDict(moved)
     result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), made.names
-    if deferred is not None:  # after the last collective
-        deferred.end()
+    if late is not None:
+        raise late
     return result
 
 

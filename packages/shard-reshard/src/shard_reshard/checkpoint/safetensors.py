@@ -18,27 +18,13 @@ import torch
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.shard_map import ITEMSIZES, torch_dtype
 
-DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
+# A file's word for a dtype -> its name.
+DTYPES = {"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+DTYPES |= {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu"}
+DTYPES |= {
+    f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)
 }
+DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
 _CHANGED_HINT = "load again when nobody writes to it"
 
 

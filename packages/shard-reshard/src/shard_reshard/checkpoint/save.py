@@ -27,7 +27,13 @@ from shard_reshard.layout.shard_map import ITEMSIZES, Piece, torch_dtype
 from shard_reshard.planning.analyze import human
 from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums
 from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
-from shard_reshard.state_dict.outputs import Bucket, LocalTargets, move_buckets, mover_for_bucket, source_problems
+from shard_reshard.state_dict.outputs import (
+    Bucket,
+    LocalTargets,
+    Progress,
+    move_buckets,
+    source_problems,
+)
 from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
 
@@ -124,7 +130,7 @@ def save_safetensors(
     try:
         known = [found for found, _ in everyone]
         plan = plan_save(known, key_map, max_file_bytes, bucket_bytes, members.to_group)
-        here = LocalTargets(plan.moves, members.rank)
+        here = LocalTargets(members, plan.moves)
         problems += source_problems(here, sources, ())
     except Exception as error:
         problems += problems_of(error)
@@ -132,15 +138,16 @@ def save_safetensors(
     assert plan is not None
     try:
         _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
-        movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         with torch.no_grad():
             buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
-            move_buckets(here, movers, buckets, True, False)
+            late = move_buckets(here, buckets, True, progress=progress)
         _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
     finally:
         if members.rank == 0:
             for name in plan.files:  # of a save that failed
                 _unfinished(path / name).unlink(missing_ok=True)
+    if late is not None:
+        raise late
     return plan
 
 

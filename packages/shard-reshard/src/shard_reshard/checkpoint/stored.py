@@ -8,8 +8,9 @@ from typing import NamedTuple
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.plan import Stored
 from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable
+from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.shard_map import Piece, ShardMap
+from shard_reshard.layout.shard_map import ShardMap
 
 
 class ReadableFile(NamedTuple):
@@ -44,11 +45,11 @@ def stored_tensors(
     for name, entries in sorted(held.items()):
         try:
             dtype = _dtype(name, entries)
-            shape, parts = (
-                _cut(name, entries, resolve_layout(stored_as[name], shapes.get(name), to_group))
-                if name in stored_as
-                else _whole(name, entries)
-            )
+            if name in stored_as:
+                layout = resolve_layout(stored_as[name], shapes.get(name), to_group)
+            else:
+                layout = _full(name, entries)
+            shape, parts = _cut(name, entries, layout)
             found[name] = shape, dtype, parts
         except PlanError as error:
             problems += [p.named(name) for p in error.problems]
@@ -67,14 +68,13 @@ def _dtype(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> str:
     return DTYPES[words[0]]
 
 
-def _whole(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> tuple[tuple[int, ...], tuple[Stored, ...]]:
-    if len(entries) > 1:  # undeclared: shards or duplicates
+def _full(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> ShardMap:
+    if len(entries) > 1:
         listed = ", ".join(file.table.path for file, _ in entries)
         hint = "declare in stored_as (and shapes) how files split the tensor, or leave out all files but one"
         raise PlanError(Problem("duplicate-name", name, found=f"in {len(entries)} files: {listed}", hint=hint))
     ((file, entry),) = entries
-    zero = (0,) * len(entry.shape)
-    return entry.shape, (_stored(file, entry, (Piece(zero, entry.shape, 0, zero),)),)
+    return BoxShardMap.whole(entry.shape, file.number)
 
 
 def _cut(
@@ -94,7 +94,9 @@ def _cut(
             hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
             problems.append(Problem("shape-mismatch", name, found=found, hint=hint))
             continue
-        parts.append(_stored(file, entry, layout.local_pieces(file.number)))
+        pieces = layout.local_pieces(file.number)
+        table = file.table
+        parts.append(Stored(table.path, table.state.num_bytes, entry.begin, entry.shape, pieces, file.readers))
     for number in sorted(set(layout.ranks) - set(numbers)):
         if layout.pieces(number):
             hint = "pass all files, or the layout that these were written in"
@@ -102,7 +104,3 @@ def _cut(
     if problems:
         raise PlanError(problems)
     return layout.shape, tuple(parts)
-
-
-def _stored(file: ReadableFile, entry: Entry, pieces: tuple[Piece, ...]) -> Stored:
-    return Stored(file.table.path, file.table.state.num_bytes, entry.begin, entry.shape, pieces, file.readers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -28,8 +29,16 @@ from shard_reshard._torch_compat import (
     tensor_leaves,
     written_tensors,
 )
-from shard_reshard.engines.strided import Landing, StridedCopy, intersect, join_along, landings, merge_landings
-from shard_reshard.execution.exchange import INTEGERS
+from shard_reshard.engines.strided import (
+    Landing,
+    StridedCopy,
+    divide,
+    intersect,
+    join_along,
+    landings,
+    merge_landings,
+    visible,
+)
 from shard_reshard.group import group_info
 from shard_reshard.layout.boxes import BoxShardMap, FusedShardMap
 from shard_reshard.layout.shard_map import Index
@@ -37,7 +46,11 @@ from shard_reshard.lowering.memory_layout import is_contiguous
 from shard_reshard.state_dict.plan import Part
 
 aten = torch.ops.aten
-_NEW_MEMORY = {aten.clone, aten._to_copy, aten.cat, aten.stack, aten.empty_like, aten.new_empty, aten.lift_fresh}
+_NEW_MEMORY = {aten.clone, aten._to_copy, aten.cat, aten.stack, aten.lift_fresh, aten.flip, aten.constant_pad_nd}
+# Of the kind of a weight, without its values; what they are filled with, or where it stands in the arguments.
+_FILLED_WITH = {aten.empty_like: None, aten.new_empty: None, aten.zeros_like: 0, aten.new_zeros: 0}
+_FILLED_WITH |= {aten.ones_like: 1, aten.new_ones: 1}
+_FILL_ARGUMENT = {aten.full_like: 1, aten.new_full: 2}
 _MAX_BOXES = 4096  # of one tensor on one rank
 
 
@@ -92,19 +105,9 @@ class RecordedLayouts:
     def fill_constants(self) -> None:
         """Repeat the loader's constants (padding) in new memory; loaded elements are not changed."""
         held = self._held()
-        for view, value in self._constants:
-            own, target = held[view.tensor], view.of(held)
-            if target.is_meta:
-                continue
-            loaded = torch.zeros(own.untyped_storage().nbytes() // own.element_size(), dtype=torch.bool)
-            for other in self._views.values():
-                if other.tensor == view.tensor:
-                    place = own.storage_offset() + other.offset
-                    loaded.as_strided(other.sizes, other.strides, place).fill_(True)
-            mask = ~_of_storage(loaded, target).to(target.device)
-            bits = INTEGERS.get(target.itemsize, target.dtype)  # masked_fill_ supports fewer dtypes than fill_
-            with torch.no_grad():
-                target.view(bits).masked_fill_(mask, target.new_empty(()).fill_(value).view(bits))
+        with torch.no_grad():
+            for view, value in self._constants:
+                view.of(held).fill_(value)
 
 
 def record_layouts(
@@ -174,7 +177,7 @@ def record_layouts(
     key_map = {name: to for name, to in key_map.items() if to is None or len(to) > 1}
     if recorder is not None:
         recorded = RecordedLayouts(
-            layouts, key_map, recorder.unfilled(), model, views, recorder.constant_views(), recorder.places()
+            layouts, key_map, tuple(recorder.unfilled), model, views, tuple(recorder.constants), recorder.places()
         )
         recorded.fill_constants()
         return recorded
@@ -202,7 +205,7 @@ class _Memory(NamedTuple):
     name: str | None
     shape: Index  # dims in memory order
     dtype: torch.dtype
-    writes: list[tuple[torch.Tensor, torch.Tensor]]  # destination view, source view
+    writes: list[tuple[torch.Tensor, Any]]  # destination view, source view or a number; the last one counts
 
 
 class _View(NamedTuple):
@@ -258,11 +261,13 @@ class _Recorder(DispatchMode):
             refuse_addresses(value)  # its storage refuses too
             self._track(value, name)
         self.weights = {name: self.without_values(value) for name, value in weights.items()}
-        self.writes: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # into the model
-        self.constants: list[tuple[str, torch.Tensor, Any]] = []
+        self.writes: dict[str, list[tuple[torch.Tensor, Any]]] = {}  # into the model, as into memories
         self.read: set[int] = set()
-        # By tensor and position: a later write to one position replaces the earlier one.
-        self.landed: dict[tuple[str, object], tuple[str, Landing]] = {}
+        # Worked out of these at the end: what lands where, by owner.
+        self.landed: list[tuple[str, str, Landing]] = []  # owner, checkpoint tensor
+        self.constants: list[tuple[_View, Any]] = []
+        self.unfilled: list[str] = []
+        self.most_boxes = 0  # of all tensors so far and the next one
 
     def run(self, loader: Callable[[Any], object]) -> None:
         before = {name: storage_key(value) for name, value in self.held.items()}
@@ -282,8 +287,9 @@ class _Recorder(DispatchMode):
                 self._refuse(name, "memory that the loader replaces", "copy into the parameter instead")
         if self.problems:  # an error caught by the loader
             raise PlanError(self.problems)
-        for owner, target, source in self.writes:
-            self._resolve(owner, target, source)
+        for owner in dict.fromkeys(self.owners.values()):
+            self.most_boxes = len(self.landed) + len(self.constants) + _MAX_BOXES * len(self.writes.get(owner, ()))
+            self._resolve(owner)
         if self.problems:
             raise PlanError(self.problems)
 
@@ -293,13 +299,15 @@ class _Recorder(DispatchMode):
             yield name, value
         self.current = "load"
 
-    def _track(self, value: torch.Tensor, name: str | None = None) -> None:
+    def _track(
+        self, value: torch.Tensor, name: str | None = None, writes: Sequence[tuple[torch.Tensor, Any]] = ()
+    ) -> None:
         order = sorted(range(value.dim()), key=lambda dim: -value.stride()[dim])
         shape = tuple(value.shape[dim] for dim in order)
         full = value.untyped_storage().nbytes() // value.element_size()  # `value` may be a view of some rows
         if prod(shape) != full or not is_contiguous(shape, tuple(value.stride(dim) for dim in order)):
             shape = (full,)
-        self.memories[storage_key(value)] = _Memory(name, shape, value.dtype, [])
+        self.memories[storage_key(value)] = _Memory(name, shape, value.dtype, list(writes))
         self.alive.append(value)
 
     def without_values(self, value: Any) -> Any:
@@ -334,29 +342,33 @@ class _Recorder(DispatchMode):
                 self._stop(func, tensors)
             return found
         if packet is aten.copy_ and known[1] and not is_wrapper(args[0]):
-            target, source = args[0], args[1].expand(args[0].shape)
+            target, source = self._elements(args[0], args[1])
+            source = source.expand(target.shape)
             self.read.add(storage_key(source))
             owner = self.owners.get(storage_key(target))
             if owner is not None:
-                self.writes.append((owner, target.detach(), source))
-                return target
-            if storage_key(target) not in self.memories:
-                self._track(target)
-            memory = self.memories[storage_key(target)]
-            # Copies are traced back at the end: read copies must not change, nor positions be written twice.
-            if memory.name is None and storage_key(target) not in self.read and not _written(memory, target):
-                memory.writes.append((target, source))
-                return target
-        if packet in (aten.fill_, aten.zero_) and not any(known):
-            owner, value = self.owners[storage_key(args[0])], args[1] if len(args) > 1 else 0
-            if not bool(_of_storage(self._marked(owner), args[0]).any()):
-                self.constants.append((owner, args[0].detach(), value))
+                self.writes.setdefault(owner, []).append((target.detach(), source))
                 return args[0]
+            if storage_key(target) not in self.memories:
+                self._track(target, writes=_only_value(target))
+            # Copies are followed back at the end: what was read must not change afterwards.
+            if self._is_unread_copy(target):
+                self.memories[storage_key(target)].writes.append((target, source))
+                return target
+        if packet in (aten.fill_, aten.zero_) and len(tensors) == 1:
+            target, value = args[0], args[1] if len(args) > 1 else 0
+            owner = self.owners.get(storage_key(target))
+            if owner is not None and target.dtype is self.held[owner].dtype:
+                self.writes.setdefault(owner, []).append((target.detach(), value))
+                return target
+            if owner is None and self._is_unread_copy(target):
+                self.memories[storage_key(target)].writes.append((target, value))
+                return target
         if written or (packet in (aten.cat, aten.stack) and not all(known)):
             self._stop(func, tensors)
         if packet is aten._to_copy:
             kwargs = {key: value for key, value in kwargs.items() if key in ("dtype", "memory_format")}
-        elif packet in (aten.empty_like, aten.new_empty):
+        elif packet in _FILLED_WITH or packet in _FILL_ARGUMENT:
             kwargs = {key: value for key, value in kwargs.items() if key == "dtype"}
         elif len({tensor.is_meta for tensor in tensors}) > 1:
             self._stop(func, tensors)
@@ -365,10 +377,14 @@ class _Recorder(DispatchMode):
         shared = {storage_key(tensor) for tensor in tensors}
         if results and all(storage_key(result) in shared for result in results):
             return found  # views
-        if packet not in _NEW_MEMORY:
+        if packet not in _NEW_MEMORY and packet not in _FILLED_WITH and packet not in _FILL_ARGUMENT:
             self._stop(func, tensors)
-        self.read.update(shared)
         (result,) = results
+        if packet not in _NEW_MEMORY:
+            fill = args[_FILL_ARGUMENT[packet]] if packet in _FILL_ARGUMENT else _FILLED_WITH[packet]
+            self._track(result, writes=[] if fill is None else [(result, fill)])
+            return found
+        self.read.update(shared)
         self._track(result)
         writes = self.memories[storage_key(result)].writes
         if packet is aten.cat:
@@ -380,16 +396,38 @@ class _Recorder(DispatchMode):
         elif packet is aten.stack:
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             writes += [(result.select(dim, at), tensor) for at, tensor in enumerate(tensors)]
-        elif packet not in (aten.empty_like, aten.new_empty):
+        elif packet is aten.flip:
+            if prod(result.shape[dim] for dim in args[1]) > _MAX_BOXES:
+                self._refuse(self.current, "a flip along a long dim", "flip weights elsewhere")
+            else:
+                writes += _flipped(result, tensors[0], list(args[1]))
+        elif packet is aten.constant_pad_nd:
+            writes += [(result, args[2] if len(args) > 2 else 0), _padded(result, tensors[0], args[1])]
+        else:
             writes.append((result, tensors[0]))
         return found
+
+    def _elements(self, target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both as what they are where bits of a weight are copied into a parameter of its dtype."""
+        owner, dtype = self.owners.get(storage_key(target)), self.memories[storage_key(source)].dtype
+        if owner is None or source.dtype is dtype or target.dtype is not source.dtype:
+            return target, source
+        with suppress(RuntimeError):  # their last dims do not make whole elements
+            views = target.view(dtype), source.view(dtype)
+            if self.held[owner].dtype is dtype and views[0].shape == views[1].shape:
+                return views
+        return target, source
+
+    def _is_unread_copy(self, target: torch.Tensor) -> bool:
+        memory = self.memories[storage_key(target)]
+        return memory.name is None and memory.dtype is target.dtype and storage_key(target) not in self.read
 
     def _reads_loaded(
         self, name: str, read: list[torch.Tensor], results: list[torch.Tensor], written: list[torch.Tensor]
     ) -> bool:
         """Return True for an operator that would see old values: recorded writes do not reach the model."""
         loaded = {self.owners[storage_key(tensor)] for tensor in read if storage_key(tensor) in self.owners}
-        if not loaded & {owner for owner, *_ in [*self.writes, *self.constants]}:
+        if not loaded & self.writes.keys():
             return False
         if name.endswith("_like") or name.startswith("new_"):  # uses the metadata only
             return False
@@ -398,91 +436,130 @@ class _Recorder(DispatchMode):
 
     # ---- destinations -----------------------------------------------------------------------------------------
 
-    def _resolve(self, owner: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Trace a write back to boxes of checkpoint tensors."""
-        start, covered, boxes = self.held[owner].storage_offset(), 0, 0
-        copy = StridedCopy.of(source, target, -start)
-        for name, landing, dtypes in self._origins(owner, source, copy):
-            ends = dtypes[0], target.dtype
-            rounded = [dtype for dtype in dtypes if dtype not in ends and not _has_values_of(dtype, dtypes[0])]
-            if rounded:
+    def _resolve(self, owner: str) -> None:
+        """Follow the writes into a tensor back to boxes of checkpoint tensors, the last one first."""
+        held = self.held[owner]
+        start = int(held.storage_offset())
+        hidden = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool)
+        for target, source in reversed(self.writes.get(owner, [])):
+            region = hidden.as_strided(target.shape, target.stride(), target.storage_offset())
+            if not bool(region.all()):  # else later ones have replaced it
+                if isinstance(source, torch.Tensor):
+                    self._landed(owner, target, source, hidden)
+                else:
+                    place = tuple(target.stride()), int(target.storage_offset()) - start
+                    whole = Landing((0,) * target.dim(), tuple(target.shape), *place)
+                    self._note(owner, source, whole, hidden)
+            region.fill_(True)
+        for name, value in self.held.items():
+            if self.owners[storage_key(value)] == owner:
+                marks = hidden.as_strided(value.shape, value.stride(), value.storage_offset())
+                self.unfilled += [] if bool(marks.all()) else [name]
+
+    def _landed(self, owner: str, target: torch.Tensor, source: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Note the boxes that one write brings."""
+        start, covered = int(self.held[owner].storage_offset()), 0
+        if target.dtype is not self.held[owner].dtype or target.is_conj() or target.is_neg():
+            self._refuse(owner, f"a write as {target.dtype} or negated", "write to it as it is")
+        for origin, landing, dtypes in self._origins(owner, source, StridedCopy.of(source, target, -start)):
+            covered += prod(landing.sizes)
+            rounded = [dtype for dtype in dtypes if dtype not in (dtypes[0], target.dtype)]
+            rounded = [dtype for dtype in rounded if not _has_values_of(dtype, dtypes[0])]
+            if rounded and origin != 0:
+                name = origin if isinstance(origin, str) else owner
                 self._refuse(name, f"a cast by way of {rounded[0]}", "cast to the parameter's dtype at once")
-            if target.dtype is not self.held[owner].dtype or target.is_conj() or target.is_neg():
-                self._refuse(owner, f"a write as {target.dtype} or negated", "write to it as it is")
-            self.landed[owner, landing.target] = name, landing
-            covered, boxes = covered + prod(landing.sizes), boxes + 1
-            if boxes > _MAX_BOXES:
-                self._refuse(name, f"more than {_MAX_BOXES} boxes", "record a loader that copies larger regions")
-                return
+            self._note(owner, origin, landing, hidden)
         if covered != target.numel() and not self.problems:
             self._refuse(owner, "values that no checkpoint tensor has", "fill them in with fill_(), beside the copies")
 
+    def _note(self, owner: str, origin: Any, whole: Landing, hidden: torch.Tensor) -> None:
+        """Note what is not hidden of a box of a checkpoint tensor, or of a constant."""
+        place = whole.offset + int(self.held[owner].storage_offset())
+        for landing in visible(whole, hidden.as_strided(whole.sizes, whole.strides, place)):
+            if isinstance(origin, str):
+                self.landed.append((owner, origin, landing))
+            else:
+                view = _View(owner, (), 0, landing.sizes, landing.strides, landing.offset)
+                self.constants.append((view, origin))
+            if len(self.landed) + len(self.constants) > self.most_boxes:
+                self._refuse(owner, f"more than {_MAX_BOXES} boxes", "record a loader that copies larger regions")
+                raise PlanError(self.problems)
+
     def _origins(
         self, owner: str, source: torch.Tensor, copy: StridedCopy
-    ) -> Iterator[tuple[str, Landing, list[torch.dtype]]]:
+    ) -> Iterator[tuple[Any, Landing, list[torch.dtype]]]:
+        """Yield the boxes of a copy with the name of the checkpoint tensor that they are of, or a number."""
         memory = self.memories[storage_key(source)]
         if source.dtype is not memory.dtype or source.is_conj() or source.is_neg():
             self._refuse(memory.name or owner, f"bits read as {source.dtype}, or negated", "copy weights as they are")
             return
-        if memory.name is not None:
-            for landing in landings(copy, memory.shape):
-                yield memory.name, landing, [memory.dtype]
-            return
         wanted = list(landings(copy, memory.shape))
-        for target, inner in memory.writes:
-            # Written boxes of the copy's memory, with the sources of their values.
-            for filled in landings(StridedCopy.of(target, inner), memory.shape):
+        if memory.name is not None:
+            yield from ((memory.name, landing, [memory.dtype]) for landing in wanted)
+            return
+        for target, inner in reversed(memory.writes):
+            is_number = not isinstance(inner, torch.Tensor)
+            # Boxes of the copy's memory that were written, with where their values came from.
+            for filled in landings(StridedCopy.of(target, target if is_number else inner), memory.shape):
+                rest: list[Landing] = []
                 for landing in wanted:
-                    part = intersect(filled, landing)
-                    if part is not None:
+                    inside, outside = divide(landing, filled)
+                    rest += outside
+                    if inside is not None and is_number:
+                        yield inner, inside, [memory.dtype]
+                    elif inside is not None:
+                        part = intersect(filled, inside)
+                        assert part is not None
                         for name, found, dtypes in self._origins(owner, inner, part):
                             yield name, found, [*dtypes, memory.dtype]
+                wanted = rest
 
     def table(self) -> dict[str, list[_View]]:
         """Return the destinations by checkpoint name, as few strided views."""
         by_pair: dict[tuple[str, str], list[Landing]] = {}
-        for (owner, _), (name, landing) in self.landed.items():
+        for owner, name, landing in self.landed:
             by_pair.setdefault((name, owner), []).append(landing)
         found: dict[str, list[_View]] = {}
         for (name, owner), landed in by_pair.items():
             found.setdefault(name, []).extend(_View(owner, *view) for view in join_along(merge_landings(landed)))
         return found
 
-    def _marked(self, owner: str, constants: bool = False) -> torch.Tensor:
-        """Mark the elements of an owner's storage that are loaded, or also filled with constants."""
-        held = self.held[owner]
-        marks = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool)
-        written = [(at, target) for at, target, _ in [*self.writes, *(self.constants if constants else ())]]
-        for at, target in written:
-            if at == owner:
-                _of_storage(marks, target).fill_(True)
-        return marks
-
-    def constant_views(self) -> tuple[tuple[_View, Any], ...]:
-        """Return the views filled with constants, and the constants."""
-        found = []
-        for owner, target, value in self.constants:
-            offset = int(target.storage_offset()) - int(self.held[owner].storage_offset())
-            found.append((_View(owner, (), 0, tuple(target.shape), tuple(target.stride()), offset), value))
-        return tuple(found)
-
     def places(self) -> dict[str, tuple[str, object]]:
-        """Return the memory layout of loaded or filled tensors, by all of their names."""
-        filled = {owner for owner, *_ in [*self.writes, *self.constants]}
+        """Return how what is loaded or filled lies in memory, by all names that it has."""
         held = _tensors(self.model, False)
         owners = {name: self.owners.get(storage_key(value), "") for name, value in held.items()}
-        return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in filled}
+        return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in self.writes}
 
-    def unfilled(self) -> tuple[str, ...]:
-        """Return names of tensors with elements that are neither loaded nor filled."""
-        by_owner: dict[str, list[str]] = {}
-        for name, value in self.held.items():
-            by_owner.setdefault(self.owners[storage_key(value)], []).append(name)
-        found: list[str] = []
-        for owner, names in by_owner.items():
-            marks = self._marked(owner, constants=True)
-            found += [name for name in names if not bool(_of_storage(marks, self.held[name]).all())]
-        return tuple(found)
+
+def _only_value(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+    """Return memory that a loader is about to write to with its value, where that is one."""
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    with suppress(RuntimeError):  # not every dtype can be compared
+        if not flat.is_meta and flat.numel() and bool((flat == flat[0]).all()):
+            return [(flat, flat[0].item())]
+    return []
+
+
+def _flipped(
+    result: torch.Tensor, source: torch.Tensor, dims: list[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if not dims:
+        yield result, source
+        return
+    size = result.shape[dims[0]]
+    for at in range(size):
+        parts = result.narrow(dims[0], at, 1), source.narrow(dims[0], size - 1 - at, 1)
+        yield from _flipped(*parts, dims[1:])
+
+
+def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the part of a padded tensor that has values, and these; negative numbers cut off."""
+    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = result.dim() - 1 - number
+        size = source.shape[dim] + min(before, 0) + min(after, 0)
+        source = source.narrow(dim, max(-before, 0), size)
+        result = result.narrow(dim, max(before, 0), size)
+    return result, source
 
 
 def _has_values_of(dtype: torch.dtype, source: torch.dtype) -> bool:
@@ -496,23 +573,7 @@ def _has_values_of(dtype: torch.dtype, source: torch.dtype) -> bool:
     return wide.eps <= small.eps and wide.max >= small.max and wide.tiny * wide.eps <= small.tiny * small.eps
 
 
-def _of_storage(marks: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Return the marks of a view's elements."""
-    return marks.as_strided(view.shape, view.stride(), view.storage_offset())
-
-
-def _written(memory: _Memory, target: torch.Tensor) -> bool:
-    """Return True if a copy was written to some of these elements before."""
-    new = list(landings(StridedCopy.of(target, target), memory.shape))
-    return any(
-        intersect(one, other) is not None
-        for before, _ in memory.writes
-        for one in landings(StridedCopy.of(before, before), memory.shape)
-        for other in new
-    )
-
-
-# ---- consensus ------------------------------------------------------------------------------------------------
+# ---- one answer for all ranks ---------------------------------------------------------------------------------
 
 
 class _Destination(NamedTuple):

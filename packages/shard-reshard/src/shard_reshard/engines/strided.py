@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,12 +34,6 @@ class Landing(NamedTuple):
     sizes: Index
     strides: Index
     offset: int
-
-    @property
-    def target(self) -> tuple[object, ...]:
-        """Destination, independent of the order of dims."""
-        dims = sorted((stride, size) for size, stride in zip(self.sizes, self.strides, strict=True) if size > 1)
-        return self.offset, tuple(dims)
 
 
 def landings(copy: StridedCopy, shape: Index) -> Iterator[Landing]:
@@ -99,6 +94,44 @@ def intersect(filled: Landing, wanted: Landing) -> StridedCopy | None:
         dims.append((high - low, s, t))
         source, target = source + (low - a) * s, target + (low - b) * t
     return StridedCopy(tuple(dims), source, target)
+
+
+def cut(landing: Landing, dim: int, low: int, high: int) -> Landing:
+    """Return the part of a landing whose indices along ``dim`` are from ``low`` to ``high``."""
+    offset = landing.offset + (low - landing.start[dim]) * landing.strides[dim]
+    start, sizes = _with(landing.start, dim, low), _with(landing.sizes, dim, high - low)
+    return landing._replace(start=start, sizes=sizes, offset=offset)
+
+
+def divide(landing: Landing, box: Landing) -> tuple[Landing | None, list[Landing]]:
+    """Return the part of a landing inside of another one's box, and the parts outside of it."""
+    bounds = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*landing[:2], *box[:2], strict=True)]
+    if any(low >= high for low, high in bounds):
+        return None, [landing]
+    outside = []
+    for dim, (low, high) in enumerate(bounds):
+        end = landing.start[dim] + landing.sizes[dim]
+        if landing.start[dim] < low:
+            outside.append(cut(landing, dim, landing.start[dim], low))
+        if high < end:
+            outside.append(cut(landing, dim, high, end))
+        landing = cut(landing, dim, low, high)
+    return landing, outside
+
+
+def visible(landing: Landing, hidden: torch.Tensor) -> Iterator[Landing]:
+    """Yield the parts of a landing whose elements, in its shape, are not ``hidden``."""
+    if not bool(hidden.any()):
+        yield landing
+        return
+    for dim in range(hidden.dim()):
+        slabs = hidden.movedim(dim, 0).flatten(1) if hidden.dim() > 1 else hidden[:, None]
+        marks = (slabs[1:] != slabs[:-1]).any(1).nonzero().view(-1).add(1).tolist()
+        if marks:  # else all indices along the dim are alike
+            for low, high in pairwise([0, *marks, len(slabs)]):
+                part = cut(landing, dim, landing.start[dim] + low, landing.start[dim] + high)
+                yield from visible(part, hidden.narrow(dim, low, high - low))
+            return
 
 
 def merge_landings(found: Sequence[Landing]) -> list[Landing]:

@@ -27,9 +27,11 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import register_group
+from shard_reshard.engines.leave import SyncEnd
 from shard_reshard.engines.record import RecordedLayouts, record_layouts
 from shard_reshard.group import group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import own_layout
+from shard_reshard.state_dict.meta import tensors_of
 from shard_reshard.state_dict.resharder import StateDictResharder
 
 __all__ = ["ShardedSource", "TrainerInit", "TrainerEngine", "WorkerEngine", "register"]
@@ -70,32 +72,23 @@ class WorkerInit(base.WeightTransferInitInfo):  # type: ignore[misc]  # untyped 
         return group
 
 
-class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpdateInfo]):  # type: ignore[misc]
-    """vLLM's end: receives the shards of a worker; the model is unchanged if an exchange fails."""
+class WorkerEngine(SyncEnd, base.WeightTransferEngine[WorkerInit, base.WeightTransferUpdateInfo]):  # type: ignore[misc]
+    """vLLM's end: receives the shards of a worker, and leaves the model as it was where an exchange fails."""
 
     init_info_cls = WorkerInit
     update_info_cls = base.WeightTransferUpdateInfo
     supports_draft_weight_update = False  # layouts are those of one model
-    resharder: StateDictResharder | None = None
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
         """Join the trainer, record the model's loader and agree on one plan."""
         if self.device.type != init_info.device:
             raise ValueError(f"the trainer's tensors are on {init_info.device}, the worker's on {self.device}")
-        packed = [
-            name
-            for name, layer in self.model.named_modules()
-            if "FusedMoE" in [kind.__name__ for kind in type(layer).__mro__]
-        ]
-        if init_info.device == "cpu" and packed:
-            # On CPU vLLM packs these weights once, after the first load, and skips it later: old values would be used.
-            raise ValueError(f"expert layers cannot be synced on CPU, vLLM packs them once: {', '.join(packed[:4])}")
         parallel = self.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + parallel.rank
         group = init_info.join(init_info.num_trainer_ranks + place)
         with _checkpoint_format(self.model, self.model_config):
             self.recorded = record_layouts(self.model, init_info.weights(), group=group, strict=True)
-            if problems := _unfilled(self.model, self.recorded):
+            if problems := _packed_once(self.model, init_info.device) + _unfilled(self.model, self.recorded):
                 raise_on_all_ranks(group_info(group), PlanError(problems))
             out = self.recorded.out
             # Tensors that vLLM leaves off meta (biases) are live memory: change them after all have arrived.
@@ -120,7 +113,7 @@ class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpda
             _tie(ties)
             layers += [tied for tied, *_ in ties]  # each derives its kernels' form of the shared tensor
             self.recorded.fill_constants()
-            self.resharder({}, out=self.recorded.out, atomic=self.atomic)
+            self.exchange({}, out=self.recorded.out, atomic=self.atomic)
             for layer in layers:
                 layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 
@@ -159,6 +152,16 @@ def _layers(recorded: RecordedLayouts) -> dict[str, None]:
     return dict.fromkeys(name.rpartition(".")[0] for name in recorded.filled)
 
 
+def _packed_once(model: nn.Module, device: str) -> list[Problem]:
+    """Return expert layers whose weights vLLM packs once on CPU, and not on later loads: old values would answer."""
+    hint = "sync such a model on GPUs, or load it from files anew"
+    return [
+        Problem("unsupported-tensor", name, found="expert weights that vLLM packs once on CPU", hint=hint)
+        for name, layer in (model.named_modules() if device == "cpu" else ())
+        if "FusedMoE" in [kind.__name__ for kind in type(layer).__mro__]
+    ]
+
+
 def _unfilled(model: nn.Module, recorded: RecordedLayouts) -> list[Problem]:
     """Report parameters that would stay unchanged, and buffers that would be lost with their layer."""
     held, layers = dict(model.named_buffers()), _layers(recorded)
@@ -174,14 +177,18 @@ def _unfilled(model: nn.Module, recorded: RecordedLayouts) -> list[Problem]:
 
 
 class ShardedSource(base.WeightSource):  # type: ignore[misc]
-    """Sharded tensors (DTensors, ``_sharding_info``): a module's parameters, or the results of a function."""
+    """Tensors as they lie (DTensors, ``_sharding_info``): those that a module saves, or what a function returns."""
 
     def __init__(self, tensors: nn.Module | Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._tensors = tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the current tensors."""
-        return dict(self._tensors.named_parameters() if isinstance(self._tensors, nn.Module) else self._tensors())
+        """Return the tensors of this moment; of a module also the buffers that its checkpoints hold, ties once."""
+        if not isinstance(self._tensors, nn.Module):
+            return dict(self._tensors())
+        saved = tensors_of(self._tensors)
+        own = {**dict(self._tensors.named_parameters()), **dict(self._tensors.named_buffers())}
+        return {name: value for name, value in own.items() if name in saved}
 
     def metadata(self) -> list[base.ParamMeta]:
         """Return names, dtypes and global shapes."""
@@ -206,11 +213,10 @@ class TrainerInit(base.TrainerInitInfo):  # type: ignore[misc]
     timeout_seconds: float = 300.0
 
 
-class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[misc]
+class TrainerEngine(SyncEnd, base.TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[misc]
     """The trainer's end, on every rank of its default group; rank 0 drives vLLM through ``client``."""
 
     init_info_cls = TrainerInit
-    resharder: StateDictResharder
 
     @classmethod
     def trainer_init(
@@ -250,6 +256,6 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInit]):  # type: ign
         if self.is_sender:
             self.client.start_weight_update()
         with self._call("update_weights", {}):
-            self.resharder(self.source.tensors())
+            self.exchange(self.source.tensors())
         if self.is_sender:
             self.client.finish_weight_update()

@@ -1,5 +1,1 @@
-"""The one executor: guards, prepare, run.
-
-While guards hold, a prepared call is replayed; otherwise tensors are checked, ranks compare, and it is prepared anew.
-One-shot, kept and repeated calls share this path.
-"""
+"""The one executor: while guards hold a prepared call runs again; else tensors are checked, and ranks compare."""

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.execution.exchange import INTEGERS
-
-_ALIGNMENT = 8
 
 
 class Message(NamedTuple):
-    """Header of the changes for one peer: distances between changed elements, and their values."""
+    """Header of the changes for one peer: values, then the number of unchanged elements before each."""
 
-    width: int  # bytes of a digit of the index; 0: all bytes are sent instead
-    index_bytes: int
+    width: int  # bytes of a digit of these numbers; 0: all bytes are sent instead
     num_values: int
-
-    def num_bytes(self, split: int, itemsize: int) -> int:
-        """Return the transferred bytes for a peer with ``split`` bytes in full."""
-        return _aligned(self.index_bytes) + _aligned(self.num_values * itemsize) if self.width else _aligned(split)
+    num_bytes: int  # of all, in whole words
 
 
 class ChangeExchange:
@@ -34,21 +24,17 @@ class ChangeExchange:
     Both ends keep a copy of all bytes, so a receiver may change its tensors between calls.
 
     Args:
-        itemsize: Size of the smallest sent element.
-
-    Attributes:
-        full: The next call sends everything, because the copies of both ends may differ.
+        itemsize: The smallest element that is sent.
     """
 
     def __init__(self, itemsize: int) -> None:
-        self.itemsize = min(itemsize, 8)
-        self.full, self._number = True, 0
+        self.itemsize, self._full, self._number = min(itemsize, 8), True, 0
         # Bytes of each collective by peer, sent and received.
         self._kept: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def begin(self, full: bool) -> None:
-        """Start a call; ``full`` is equal on all ranks."""
-        self.full, self._number = full, 0
+        """Start a call; ``full`` on all ranks alike: it sends everything, both ends do not hold the same."""
+        self._full, self._number = full, 0
         if full:
             self._kept = []  # copies of both ends may differ
 
@@ -62,115 +48,63 @@ class ChangeExchange:
     ) -> None:
         """Equivalent of ``all_to_all_single`` on bytes."""
         news, results, own = list(input.split(input_splits)), list(output.split(output_splits)), group.rank()
-        if self.full:
+        if self._full:
             dist.all_to_all_single(output, input, output_splits, input_splits, group=group)
         else:
             results[own].copy_(news[own])  # local bytes need no transfer
         # The strides of each call decide if a rank's own bytes are in the collective: they are not diffed.
         news[own] = results[own] = input[:0]
-        if self.full:
+        if self._full:
             self._kept.append(([part.clone() for part in news], [part.clone() for part in results]))
             return
         sent, received = self._kept[self._number]
         self._number += 1
-        headers, parts = [], []  # headers first: they determine sizes
-        for new, old in zip(news, sent, strict=True):
-            message, part = encode(new, old, self.itemsize)
-            headers.append(message)
-            parts += part
-        sizes = torch.tensor(headers, dtype=torch.int64, device=input.device)
-        theirs = torch.empty_like(sizes)
-        dist.all_to_all_single(theirs, sizes, group=group)
+        parts = [encode(new, old, self.itemsize) for new, old in zip(news, sent, strict=True)]
+        headers = torch.tensor([message for message, _ in parts], dtype=torch.int64, device=input.device)
+        theirs = torch.empty_like(headers)
+        dist.all_to_all_single(theirs, headers, group=group)
         messages = [Message(*row) for row in theirs.tolist()]
-        sends = [m.num_bytes(new.numel(), self.itemsize) for m, new in zip(headers, news, strict=True)]
-        receives = [m.num_bytes(result.numel(), self.itemsize) for m, result in zip(messages, results, strict=True)]
+        receives, sends = ([m.num_bytes for m in side] for side in (messages, [message for message, _ in parts]))
         arrived = torch.empty(sum(receives), dtype=torch.uint8, device=input.device)
-        dist.all_to_all_single(arrived, torch.cat([arrived[:0], *parts]), receives, sends, group=group)
-        for message, part, kept, result in zip(messages, arrived.split(receives), received, results, strict=True):
-            decode(message, part, kept, self.itemsize)
+        dist.all_to_all_single(arrived, torch.cat([data for _, data in parts]), receives, sends, group=group)
+        for message, data, kept, result in zip(messages, arrived.split(receives), received, results, strict=True):
+            decode(message, data, kept, self.itemsize)
             result.copy_(kept)
         for old, new in zip(sent, news, strict=True):
             old.copy_(new)  # after all sends: `parts` may be views of `new`
 
 
-def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message, list[torch.Tensor]]:
-    """Return the shorter message from ``old`` to ``new``, changes or full data, with its bytes."""
-    words = new.view(INTEGERS[itemsize])  # bits: NaNs compare equal
+def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message, torch.Tensor]:
+    """Return the shorter message that makes ``new`` of ``old``, changes or everything, and its bytes."""
+    words, width, num_values, data = new.view(INTEGERS[itemsize]), 0, 0, new
     changed = words != old.view(INTEGERS[itemsize])
     # With more changes no index is short enough; positions would take more memory than the bytes themselves.
     if int(changed.sum()) * itemsize <= new.numel() * 7 // 8:
         positions = changed.nonzero().view(-1)
         gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
-        width = min((1, 2), key=lambda width: width * (len(gaps) + int((gaps // (256**width - 1)).sum())))
-        index, values = _pack(gaps, width), words[positions].view(torch.uint8)
-        message = Message(width, index.numel(), len(gaps))
-        if message.num_bytes(new.numel(), itemsize) <= new.numel():
-            return message, [*_padded(index), *_padded(values)]
-    return Message(0, 0, 0), _padded(new)
+        digits = {size: gaps // (256**size - 1) + 1 for size in (1, 2)}  # of each gap
+        size = min(digits, key=lambda size: size * int(digits[size].sum()))
+        # A gap is the largest digit as often as it fits, then the rest.
+        index = gaps.new_full((int(digits[size].sum()),), 256**size - 1)
+        index[digits[size].cumsum(0) - 1] = gaps % (256**size - 1)
+        packed = index.to(torch.int16 if size == 2 else torch.uint8).view(torch.uint8)
+        changes = torch.cat([words[positions].view(torch.uint8), packed])
+        if changes.numel() <= new.numel():
+            width, num_values, data = size, len(gaps), changes
+    padding = data.new_zeros(-data.numel() % 8)  # every message is aligned
+    return Message(width, num_values, data.numel() + padding.numel()), torch.cat([data, padding])
 
 
-def decode(message: Message, part: torch.Tensor, target: torch.Tensor, itemsize: int) -> None:
+def decode(message: Message, data: torch.Tensor, target: torch.Tensor, itemsize: int) -> None:
     """Write the changes of a message into ``target``."""
-    if not message.width:
-        target.copy_(part[: target.numel()])
+    width, num_values, _ = message
+    if not width:
+        target.copy_(data[: target.numel()])
         return
-    begin = _aligned(message.index_bytes)
-    positions = (_unpack(part[: message.index_bytes], message.width) + 1).cumsum(0) - 1
-    values = part[begin : begin + message.num_values * itemsize]
-    target.view(INTEGERS[itemsize])[positions] = values.view(INTEGERS[itemsize])
-
-
-def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Encode numbers in digits: the largest digit as often as it fits, then the rest."""
-    top = 256**width - 1
-    digits = numbers // top + 1
-    packed = numbers.new_full((int(digits.sum()),), top)
-    packed[digits.cumsum(0) - 1] = numbers % top
-    return packed.to(torch.int16 if width == 2 else torch.uint8).view(torch.uint8)
-
-
-def _unpack(data: torch.Tensor, width: int) -> torch.Tensor:
-    top = 256**width - 1
-    digits = data.view(torch.int16 if width == 2 else torch.uint8).to(torch.int64) & top
-    totals: torch.Tensor = digits.cumsum(0)[digits != top]
-    return totals.diff(prepend=digits.new_zeros(1))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _padded(data: torch.Tensor) -> list[torch.Tensor]:
-    rest = _aligned(data.numel()) - data.numel()
-    return [data, data.new_zeros(rest)] if rest else [data]
-
-
-_TOKEN_BYTES = 16
-
-
-class ChangeChain:
-    """Token of a rank's chain of calls: only if it is equal on all ranks may changes be sent."""
-
-    def __init__(self, anchor_every: int) -> None:
-        every: object = anchor_every
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            hint = "a number of calls: 1 sends everything in every call"
-            raise PlanError(Problem("invalid-argument", "anchor_every", found=repr(every), hint=hint))
-        self._anchor_every = self._calls = anchor_every  # the first call sends everything
-        self._token = self._next = os.urandom(_TOKEN_BYTES)  # differs from every other rank's
-
-    def begin(self) -> bytes:
-        """Return the token; a rank that fails before `done` holds a new one, unequal to all others."""
-        token, self._token = self._token, os.urandom(_TOKEN_BYTES)
-        return token
-
-    def needs_all(self, rows: Sequence[bytes]) -> bool:
-        """Return True if everything has to be sent; all ranks' rows start with their tokens."""
-        full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
-        self._calls = 1 if full else self._calls + 1
-        self._next = hashlib.sha256(b"".join(rows)).digest()[:_TOKEN_BYTES]
-        return full
-
-    def done(self) -> None:
-        """End a successful call."""
-        self._token = self._next
+    begin, top = num_values * itemsize, 256**width - 1
+    # Aligned by the copy; padding begins where as many gaps have ended as there are values.
+    index = data[begin : data.numel() - (data.numel() - begin) % width].clone()
+    digits = index.view(torch.int16 if width == 2 else torch.uint8).to(torch.int64) & top
+    totals = digits.cumsum(0)[digits != top][:num_values]
+    positions = totals + torch.arange(num_values, device=data.device)
+    target.view(INTEGERS[itemsize])[positions] = data[:begin].view(INTEGERS[itemsize])

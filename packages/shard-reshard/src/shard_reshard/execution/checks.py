@@ -58,38 +58,36 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
         if rank not in layout.rank_set:
             found += f" here: it is on ranks {shortened(layout.ranks)}"
         return [Problem("argument-count", where, found=found, hint=f"one tensor for each box, of shapes {shapes}")]
-    problems = []
+    problems: list[Problem] = []
+
+    def add(code: str, found: str, hint: str) -> None:
+        problems.append(Problem(code, which, found=found, hint=hint))
+
     for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
         which = where if len(shapes) == 1 else f"{where} {number}"
-        if tensor.is_nested:  # it has neither shape nor strides
-            hint = "pass a padded tensor, or its values() by a plan of their own"
-            problems.append(Problem("unsupported-tensor", which, found="a nested tensor", hint=hint))
+        if tensor.is_nested:  # it has neither a shape nor strides to look at
+            add("unsupported-tensor", "a nested tensor", "pass a padded tensor, or its values() by a plan of their own")
             continue
         if tuple(tensor.shape) != shape:
-            found = f"shape {tuple(tensor.shape)}, the layout of {plan.shape} needs {shape}"
             hint = "pass the local tensor, and the global shape with shape="
-            problems.append(Problem("shape-mismatch", which, found=found, hint=hint))
+            add("shape-mismatch", f"shape {tuple(tensor.shape)}, the layout of {plan.shape} needs {shape}", hint)
         if str(tensor.dtype) != f"torch.{dtype}":
-            found = f"{tensor.dtype}, the plan is for {dtype}"
             hint = "plan for this dtype, or pass dtype= to cast on the way"
-            problems.append(Problem("dtype-mismatch", which, found=found, hint=hint))
+            add("dtype-mismatch", f"{tensor.dtype}, the plan is for {dtype}", hint)
         if hasattr(tensor, "device_mesh"):
-            hint = "pass its to_local(), or use redistribute()"
-            problems.append(Problem("unsupported-tensor", which, found="a DTensor", hint=hint))
+            add("unsupported-tensor", "a DTensor", "pass its to_local(), or use redistribute()")
         elif type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
             found = f"a {type(tensor).__qualname__}, which wraps other tensors"
-            hint = "pass the tensors that it wraps, each by a plan of its own"
-            problems.append(Problem("unsupported-tensor", which, found=found, hint=hint))
+            add("unsupported-tensor", found, "pass the tensors that it wraps, each by a plan of its own")
         if type(tensor) not in PLAIN_TYPES and is_fake((tensor,)) and not is_fake(()):
             hint = "run the call under the FakeTensorMode too, on all ranks; or pass real tensors"
-            problems.append(Problem("no-data", which, found="a fake tensor where no fake mode is on", hint=hint))
+            add("no-data", "a fake tensor where no fake mode is on", hint)
         elif tensor.is_meta:
-            problems.append(Problem("no-data", which, found=_META, hint=_META_HINT))
-        else:
-            problems += freed_problems(which, tensor)
+            add("no-data", _META, _META_HINT)
+        elif not has_memory(tensor):
+            add("no-data", _FREED, _FREED_HINT)
         if tensor.layout != torch.strided:
-            found = f"a {tensor.layout} tensor"
-            problems.append(Problem("unsupported-tensor", which, found=found, hint="only dense tensors can be moved"))
+            add("unsupported-tensor", f"a {tensor.layout} tensor", "only dense tensors can be moved")
     return problems
 
 
@@ -122,28 +120,30 @@ def destination_problems(
 
     ``in_place``: they are filled while sources are still read; else at the end, by copies.
     """
-    problems = []
-    for tensor, name in zip(outs, names, strict=True):
-        if tensor.is_meta:  # writes would be lost without an error
-            problems.append(Problem("no-data", name, found=_META, hint=_META_HINT))
-        else:
-            problems += freed_problems(name, tensor)
+    problems: list[Problem] = []
+
+    def add(code: str, found: str, hint: str) -> None:
+        problems.append(Problem(code, name, found=found, hint=hint))
+
+    for tensor, name in zip(outs, names, strict=True):  # noqa: B007  # read in `add`
+        if tensor.is_meta:  # what is written there is lost, without an error
+            add("no-data", _META, _META_HINT)
+        elif not has_memory(tensor):
+            add("no-data", _FREED, _FREED_HINT)
         if overlaps_itself(tensor):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
-            problems.append(Problem("invalid-out", name, found=f"strides {tensor.stride()}", hint=hint))
+            add("invalid-out", f"strides {tensor.stride()}", hint)
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             hint = "write to it under torch.inference_mode(), or pass its clone()"
-            problems.append(Problem("invalid-out", name, found="a tensor made in inference mode", hint=hint))
+            add("invalid-out", "a tensor made in inference mode", hint)
         if in_place and (tensor.is_conj() or tensor.is_neg()):
             hint = "its memory holds other values than it shows; pass a tensor of its own"
-            found = "a view that conjugates or negates on reading"
-            problems.append(Problem("invalid-out", name, found=found, hint=hint))
+            add("invalid-out", "a view that conjugates or negates on reading", hint)
         if tensor.requires_grad and torch.is_grad_enabled():
             # Torch refuses in-place writes to a leaf; any other tensor would keep the graph of its old values.
             hint = "write into parameters under torch.no_grad(); pass the detach() of what was computed"
-            found = f"a {'leaf' if tensor.is_leaf else 'result'} that requires grad"
-            problems.append(Problem("invalid-out", name, found=found, hint=hint))
-    if is_fake((*outs, *sources)) or problems:  # fake tensors share no memory
+            add("invalid-out", f"a {'leaf' if tensor.is_leaf else 'result'} that requires grad", hint)
+    if is_fake((*outs, *sources)) or problems:
         return problems
     for first, second in sharing(outs, sources if in_place else ()):
         if second < len(outs):
@@ -181,15 +181,15 @@ def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
 
     Pairs of positions, the smaller one first; ``others`` are counted after ``tensors``.
     """
-    everything = [*tensors, *others]
-    spans = sorted(
-        (tensor.data_ptr(), _end(tensor), str(tensor.device), at)
-        for at, tensor in enumerate(everything)
-        if tensor.numel()
-    )
+    everything, spans = [*tensors, *others], []
+    for at, tensor in enumerate(everything):
+        if tensor.numel():
+            last = sum(map(mul, tensor.shape, tensor.stride())) - sum(tensor.stride())
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + (last + 1) * tensor.element_size(), str(tensor.device), at))
     found: list[tuple[int, int]] = []
     reaching: list[tuple[int, int, str, int]] = []
-    for span in spans:
+    for span in sorted(spans):
         reaching = [other for other in reaching if other[1] > span[0]]
         for other in reaching:
             first, second = sorted((other[3], span[3]))
@@ -198,11 +198,6 @@ def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
                 found.append((first, second))
         reaching.append(span)
     return sorted(found)
-
-
-def _end(tensor: torch.Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ simulated calls share this path and differ in the preparation only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from shard_reshard.lowering.memory_layout import (
     Side,
     Span,
     StepMemory,
-    aligned_bytes,
     buffer_room,
     lay_out_step,
 )
@@ -126,7 +126,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 _PLAIN |= {"complex64", "complex128"}
 
-_MAX_RECIPES = 256
+_MAX_STRIDES = 256
 Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
 
 # Sends `input`, split into `input_splits` bytes, and receives `output`; returns a work to wait for, or None if done.
@@ -164,20 +164,6 @@ class InFlight(NamedTuple):
     recv: RecvSide
 
 
-class Recipe(NamedTuple):
-    """Reads and writes of one step, for tensors of known strides."""
-
-    memory: StepMemory
-    room: int  # largest buffer of the call's steps; 0 without a collective
-    send_room: int  # bytes of it for this step's sends
-    recv_room: int
-    send_regions: list[Region]
-    recv_regions: list[Region]  # regions copied without reduction
-    staying_from: list[Region]
-    staying_to: list[Region]
-    plain: list[int] | None  # positions of `recv_regions` in the buffer; None: all
-
-
 class Exchange:
     """A program on real tensors.
 
@@ -188,9 +174,10 @@ class Exchange:
     def __init__(self, program: Program, keep_workspace: bool = False) -> None:
         self.program, self.keeps = program, keep_workspace
         self.workspace: Buffers = {}
-        self.prepared: PreparedCall | None = None  # of tensors seen twice; references their memory
-        self._recipes: dict[tuple[object, ...], tuple[Recipe, ...]] = {}
-        # By slot, device and side; the side is stored too, because its id must not be reused meanwhile.
+        self.prepared: PreparedCall | None = None  # of tensors that came twice; holds on to their memory
+        # By strides: what each step reads and writes, and the most bytes of buffer that a step needs.
+        self._memories: dict[tuple[object, ...], tuple[list[StepMemory], int]] = {}
+        # By slot, device and side; with the side, whose id must not be used again while it is here.
         self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
         self.wire_dtypes = [
             torch_dtype(plan.wire_dtype) if _as_values(plan) else INTEGERS[plan.itemsize] for plan in program.plans
@@ -211,8 +198,11 @@ class Exchange:
             for at, plan in enumerate(program.plans)
             if (value := plan.identity_value(program.rank)) is not None
         ]
-        self.src_plan = _plan_numbers(program.src_base)
-        self.dst_plan = _plan_numbers(program.dst_base)
+        # For each local tensor the number of its plan.
+        self.src_plan, self.dst_plan = (
+            [at for at, (begin, end) in enumerate(pairwise(base)) for _ in range(begin, end)]
+            for base in (program.src_base, program.dst_base)
+        )
         self._fresh = list(zip(program.dst_shapes, [self._out_dtypes[at] for at in self.dst_plan], strict=True))
 
     def allocate(self, device: torch.device) -> list[torch.Tensor]:
@@ -244,43 +234,16 @@ class Exchange:
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
-    def recipes(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[Recipe, ...]:
-        """Return the reads and writes of each step, for tensors of these strides."""
-        key = tuple(map(torch.Tensor.stride, sources)), tuple(map(torch.Tensor.stride, outs))
-        found = self._recipes.get(key)
-        if found is None:
-            src, dst = key
-            plans, rank = self.program.plans, self.program.rank
-            memories = [
-                lay_out_step(step, plans, rank, dst if step.relayed else src, dst) for step in self.program.steps
-            ]
-            room = buffer_room(memories)
-            if len(self._recipes) >= _MAX_RECIPES:  # strides differ in every call
-                self._recipes, self._places = {}, {}
-            found = self._recipes[key] = tuple(
-                self._recipe(step, memory, room) for step, memory in zip(self.program.steps, memories, strict=True)
-            )
-        return found
-
-    def _recipe(self, step: Step, memory: StepMemory, room: int) -> Recipe:
-        packed, plain = memory.receives.packed, None
-        own = memory.own
-        if self.reduces:  # reduced regions are copied in `Reduction.add`
-            own = tuple(entry for entry in own if not self.reducing[entry[2]])
-            if not step.relayed:
-                plain = [at for at, entry in enumerate(packed) if not self.reducing[entry.plan]]
-                packed = tuple(packed[at] for at in plain)
-        return Recipe(
-            memory,
-            room if step.exchanges else 0,
-            aligned_bytes(memory.sends),
-            aligned_bytes(memory.receives),
-            [entry.region for entry in memory.sends.packed],
-            [entry.region for entry in packed],
-            [entry[0] for entry in own],
-            [entry[1] for entry in own],
-            plain,
-        )
+    def memories(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[list[StepMemory], int]:
+        """Return what each step reads and writes, for tensors of these strides, and the most bytes of a buffer."""
+        key = src, dst = tuple(map(torch.Tensor.stride, sources)), tuple(map(torch.Tensor.stride, outs))
+        if key not in self._memories:
+            if len(self._memories) >= _MAX_STRIDES:  # callers whose strides differ in every call
+                self._memories, self._places = {}, {}
+            steps = self.program.steps
+            laid_out = [lay_out_step(step, self.program, dst if step.relayed else src, dst) for step in steps]
+            self._memories[key] = laid_out, buffer_room(laid_out)
+        return self._memories[key]
 
     def buffer(self, slot: int, room: int, device: torch.device, buffers: Buffers) -> torch.Tensor:
         """Return the buffer of a slot, at least ``room`` bytes of it."""
@@ -336,7 +299,8 @@ class PreparedCall:
         self.exchange, self.device, self.fresh_outs = exchange, device, fresh_outs
         self.src = exchange.as_wire_dtype(sources, exchange.src_plan)
         self.dst: list[torch.Tensor] = []
-        self.recipes: tuple[Recipe, ...] = ()
+        self.memories: list[StepMemory] = []
+        self.room = 0
         self.sends: list[SendSide] = []
         self.recvs: list[RecvSide] = []
         self.buffers: Buffers = exchange.workspace if exchange.keeps else {}
@@ -350,20 +314,20 @@ class PreparedCall:
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Create the views of destinations, and of sources unless they exist."""
         exchange = self.exchange
-        # Fresh tensors have neither graphs nor lazy bits to remove.
+        # Of our own they have neither graphs nor lazy bits to take off.
         bare = self.fresh_outs and exchange.copies_values
         self.dst = list(outs) if bare else exchange.as_wire_dtype(outs, exchange.dst_plan)
-        # Sources are equal in all calls of this object, and fresh destinations all have equal strides.
-        if not (self.recipes and self.fresh_outs):
-            self.recipes, self.sends = exchange.recipes(self.src, self.dst), []
+        # Sources are the same in all calls of this object, and destinations of our own all have the same strides.
+        if not (self.memories and self.fresh_outs):
+            (self.memories, self.room), self.sends = exchange.memories(self.src, self.dst), []
         self.recvs = []
-        for number, (step, recipe) in enumerate(zip(exchange.program.steps, self.recipes, strict=True)):
+        for number, (step, memory) in enumerate(zip(exchange.program.steps, self.memories, strict=True)):
             slot = number % 2 if exchange.overlaps else 0
-            buffer = exchange.buffer(slot, recipe.room, self.device, self.buffers) if step.exchanges else None
-            self.recvs.append(self._recv_side(slot, recipe, buffer))
-            if len(self.sends) <= number or step.relayed:  # relayed steps send from destinations, and come last
+            buffer = exchange.buffer(slot, self.room, self.device, self.buffers) if step.exchanges else None
+            self.recvs.append(self._recv_side(slot, step, memory, buffer))
+            if len(self.sends) <= number or step.relayed:  # relayed steps send out of destinations, and come last
                 del self.sends[number:]
-                self.sends.append(self._send_side(slot, step, recipe, buffer))
+                self.sends.append(self._send_side(slot, step, memory, buffer))
 
     def _release_outs(self) -> None:
         """Release destinations that belong to the caller alone."""
@@ -371,33 +335,36 @@ class PreparedCall:
             self.dst, self.recvs = [], []
             del self.sends[self.exchange.num_direct :]  # relayed steps send from them
 
-    def _send_side(self, slot: int, step: Step, recipe: Recipe, buffer: torch.Tensor | None) -> SendSide:
-        side, tensors = recipe.memory.sends, self.dst if step.relayed else self.src
-        staying = region_views(tensors, recipe.staying_from) if recipe.staying_from else []
+    def _send_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> SendSide:
+        side, tensors = memory.sends, self.dst if step.relayed else self.src
+        staying = region_views(tensors, memory.staying[0]) if memory.staying[0] else []
         if buffer is None:
             return SendSide([], [], None, [], staying)
         splits = list(side.splits)
         if side.span is not None:
             return SendSide([], [], _bytes_of(tensors[side.span.tensor], side.span), splits, staying)
-        # Send-heavy and receive-heavy steps share one buffer: sends first.
-        part = buffer[: recipe.send_room]
-        regions = region_views(tensors, recipe.send_regions) if recipe.send_regions else []
+        # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
+        part = buffer[: side.room]
+        regions = region_views(tensors, side.regions) if side.regions else []
         places = self.exchange.places(slot, part, side) if regions else []
         return SendSide(places, regions, part[: side.num_bytes], splits, staying)
 
-    def _recv_side(self, slot: int, recipe: Recipe, buffer: torch.Tensor | None) -> RecvSide:
-        side = recipe.memory.receives
-        staying = region_views(self.dst, recipe.staying_to) if recipe.staying_to else []
+    def _recv_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> RecvSide:
+        side = memory.receives
+        staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
         if buffer is None:
             return RecvSide([], [], [], None, [], staying, None)
         splits = list(side.splits)
         if side.span is not None:
             written = self.dst[side.span.tensor]
             return RecvSide([], [], [], _bytes_of(written, side.span), splits, staying, written)
-        part = buffer[recipe.send_room : recipe.send_room + recipe.recv_room]
-        arrived = self.exchange.places(slot, part, side) if side.packed else []
-        places = arrived if recipe.plain is None else [arrived[at] for at in recipe.plain]
-        regions = region_views(self.dst, recipe.recv_regions) if recipe.recv_regions else []
+        part = buffer[memory.sends.room : memory.sends.room + side.room]
+        arrived = places = self.exchange.places(slot, part, side) if side.packed else []
+        packed = side.regions
+        if self.exchange.reduces and not step.relayed:
+            plain = [at for at, entry in enumerate(side.packed) if not self.exchange.reducing[entry.plan]]
+            packed, places = tuple(packed[at] for at in plain), [arrived[at] for at in plain]
+        regions = region_views(self.dst, packed) if packed else []
         return RecvSide(arrived, places, regions, part[: side.num_bytes], splits, staying, None)
 
     # ---- run --------------------------------------------------------------------------------------------------
@@ -463,7 +430,7 @@ class PreparedCall:
         if send.sent is None or recv.received is None:
             foreach_copy_(recv.staying, send.staying)
             if reduction is not None and not self.exchange.program.steps[number].relayed:
-                reduction.add(self.recipes[number].memory, [], self.src)
+                reduction.add(self.memories[number], [], self.src)
             return None
         if send.places:
             foreach_copy_(send.places, send.regions)
@@ -479,7 +446,7 @@ class PreparedCall:
         if landed.recv.regions:
             foreach_copy_(landed.recv.regions, landed.recv.places)
         if reduction is not None and not self.exchange.program.steps[landed.number].relayed:
-            reduction.add(self.recipes[landed.number].memory, landed.recv.arrived, self.src)
+            reduction.add(self.memories[landed.number], landed.recv.arrived, self.src)
 
 
 def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
@@ -489,8 +456,3 @@ def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
 
 def _as_values(plan: Plan) -> bool:
     return plan.dtype != plan.out_dtype or plan.reduce_op is not None or plan.dtype in _PLAIN
-
-
-def _plan_numbers(base: Sequence[int]) -> list[int]:
-    """Return the plan's index for each tensor."""
-    return [at for at in range(len(base) - 1) for _ in range(base[at], base[at + 1])]

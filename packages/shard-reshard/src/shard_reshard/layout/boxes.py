@@ -137,12 +137,13 @@ class BoxShardMap(ShardMap):
     """
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], holes: bool = False) -> None:
-        self.shape = sizes_of(shape)
+        self.shape, self.num_partials, self.reduce_ops, self.averaged = sizes_of(shape), 1, (), 1
         try:
             self.boxes = {index(rank): tuple(found) for rank, found in sorted(boxes.items())}
         except TypeError as error:
             hint = "pass {rank: [Box(offsets, sizes), ...]}"
             raise PlanError(Problem("invalid-argument", "boxes", found=str(error), hint=hint)) from None
+        self.ranks = tuple(self.boxes)
         problems = coverage_problems(self.shape, self.boxes)
         self.holes = bool(problems) and {problem.code for problem in problems} == {"boxes-incomplete"}
         if problems and not (holes and self.holes):
@@ -159,24 +160,12 @@ class BoxShardMap(ShardMap):
         return hash((self.shape, tuple(self.boxes.items())))
 
     @property
-    def ranks(self) -> Sequence[int]:
-        return tuple(self.boxes)
-
-    @property
-    def num_partials(self) -> int:
-        return 1
-
-    @property
     def max_replicas(self) -> int:
         return max((len(cell.owners[0]) for cell in self._sorted[1]), default=1)
 
     @cached_property
     def largest(self) -> int:
         return max((sum(box.numel for box in found) for found in self.boxes.values()), default=0)
-
-    @property
-    def reduce_ops(self) -> tuple[str, ...]:
-        return ()
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
         return tuple(box.sizes for box in self.boxes.get(rank, ()))
@@ -296,7 +285,9 @@ class ShardMapView(ShardMap):
     """
 
     def __init__(self, base: ShardMap, start: Sequence[int], shape: Sequence[int], dims: Dims | None = None) -> None:
-        self.base, self.dims = base, dims
+        self.base, self.dims, self.holes = base, dims, base.holes
+        self.ranks, self.num_partials, self.reduce_ops = base.ranks, base.num_partials, base.reduce_ops
+        self.averaged = base.averaged
         self.start, self.shape = tuple(start), tuple(shape)
         self._arguments = base, self.start, self.shape, dims
         self._stop = tuple(a + b for a, b in zip(self.start, self._to_base(self.shape), strict=True))
@@ -305,28 +296,12 @@ class ShardMapView(ShardMap):
             raise PlanError(Problem("index-out-of-range", found=found, hint="a window lies inside of the tensor"))
 
     @property
-    def holes(self) -> bool:  # type: ignore[override]  # the larger tensor's
-        return self.base.holes
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return self.base.ranks
-
-    @property
-    def num_partials(self) -> int:
-        return self.base.num_partials
-
-    @property
     def max_replicas(self) -> int:
         return self.base.max_replicas
 
     @property
     def largest(self) -> int:
         return min(prod(self.shape), self.base.largest)
-
-    @property
-    def reduce_ops(self) -> tuple[str, ...]:
-        return self.base.reduce_ops
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
         shapes = self.base.local_shapes(rank)

@@ -106,12 +106,17 @@ class ShardMap(ABC):
     """Map from ranks to the pieces of a tensor of ``shape`` in their local tensors."""
 
     shape: Index
-    _arguments: tuple[Any, ...]  # of the constructor: identity, and pickled form
+    ranks: Sequence[int]  # those that take part, each once; some may hold nothing
+    num_partials: int  # of values that are still to be reduced; 1 where nothing is
+    reduce_ops: tuple[str, ...]  # one for each partial axis of more than one rank
+    averaged: int  # number of partial values that make an average; 1 where none does
+    holes = False  # no rank has some elements: a destination may leave them out, a source where no one wants them
 
-    holes = False  # elements without a rank: allowed in destinations, and in sources if no destination needs them
+    # Of the constructor: they are the identity, and what travels between ranks. The class counts as well: what is
+    # joined in one local tensor lies elsewhere than tensors of its own.
+    _arguments: tuple[Any, ...]
 
     def __eq__(self, other: object) -> bool:
-        # The class counts: boxes joined in one local tensor differ from tensors of their own.
         return type(other) is type(self) and self._arguments == other._arguments
 
     @cached_property
@@ -129,16 +134,6 @@ class ShardMap(ABC):
 
     @property
     @abstractmethod
-    def ranks(self) -> Sequence[int]:
-        """The participating ranks, each once; some may be empty."""
-
-    @property
-    @abstractmethod
-    def num_partials(self) -> int:
-        """Number of partial values to reduce; 1 if there are none."""
-
-    @property
-    @abstractmethod
     def max_replicas(self) -> int:
         """Largest number of owners of one cell (of one partial_index)."""
 
@@ -146,11 +141,6 @@ class ShardMap(ABC):
     @abstractmethod
     def largest(self) -> int:
         """Number of elements on the fullest rank."""
-
-    @property
-    @abstractmethod
-    def reduce_ops(self) -> tuple[str, ...]:
-        """Pending reductions, one for each partial axis of more than one rank."""
 
     @abstractmethod
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
@@ -221,33 +211,35 @@ class MeshShardMap(ShardMap):
         problems = layout.problems(self.shape)
         if problems:
             raise PlanError(problems)
-        self._axes = tuple(zip(layout.mesh.axis_names, layout.mesh.shape, layout.specs, strict=True))
+        mesh, partial = layout.mesh, layout.partial
+        self.ranks = mesh.ranks
+        self.reduce_ops = tuple(op for axis, op in partial.items() if mesh.axis_size(axis) > 1)
+        self.averaged = prod(mesh.axis_size(axis) for axis, op in partial.items() if op == "avg")
+        # Axis by axis its size, its spec, and by how much a step along it shifts a position in the list of ranks.
+        strides = [prod(mesh.shape[at + 1 :]) for at in range(len(mesh.shape))]
+        self._axes = tuple(zip(mesh.shape, layout.specs, strides, strict=True))
+        # By how much partial values, and replicas of one, are apart in the list of ranks.
+        self._partials, self._replicas = [0], [0]
+        for name, (size, spec, stride) in zip(mesh.axis_names, self._axes, strict=True):
+            if spec.dim is None and name in partial:
+                self._partials = [base + stride * at for base in self._partials for at in range(size)]
+            elif spec.dim is None:
+                self._replicas = [base + stride * at for base in self._replicas for at in range(size)]
+        self.num_partials, self._owners = len(self._partials), dict[int, tuple[tuple[int, ...], ...]]()
 
     @property
-    def ranks(self) -> Sequence[int]:
-        return self.layout.mesh.ranks
-
-    @cached_property
-    def num_partials(self) -> int:
-        return len(self._offsets["P"])
-
-    @cached_property
     def max_replicas(self) -> int:
-        return len(self._offsets["R"])
+        return len(self._replicas)
 
     @cached_property
     def largest(self) -> int:
         size = 1
-        for table in self._tables:
+        for segments, _, _ in self._tables:
             lengths: dict[int, int] = {}
-            for start, stop, _, flat in table.segments:
+            for start, stop, _, flat in segments:
                 lengths[flat] = lengths.get(flat, 0) + stop - start
             size *= max(lengths.values(), default=0)
         return size
-
-    @cached_property
-    def reduce_ops(self) -> tuple[str, ...]:
-        return tuple(op for axis, op in self.layout.partial.items() if self.layout.mesh.axis_size(axis) > 1)
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
         found = self._local_shapes.get(rank)
@@ -278,16 +270,15 @@ class MeshShardMap(ShardMap):
     def cross(self, start: Index, stop: Index) -> Iterator[Cell]:
         if any(map(ge, start, stop)):
             return
-        choices = [table.cross(low, high) for table, low, high in zip(self._tables, start, stop, strict=True)]
-        owners = self._holders
+        choices = [_meeting(*table, low, high) for table, low, high in zip(self._tables, start, stop, strict=True)]
         cut = [dim for dim, segments in enumerate(choices) if len(segments) != 1]
         if len(cut) > 1 or not choices:
             for combo in product(*choices):
                 starts, stops, local_starts, flats = zip(*combo, strict=True) if combo else ((), (), (), ())
-                yield Cell(starts, stops, local_starts, owners[sum(flats)], None)
+                yield Cell(starts, stops, local_starts, self._held_by(sum(flats)), None)
             return
-        # Fast path: one dim is sharded, all others are equal in every cell; most layouts of large worlds.
-        dim = cut[0] if cut else 0
+        # One dim is cut, all others are the same in every cell: most layouts of large worlds.
+        dim, owners = cut[0] if cut else 0, self._owners
         alike = [segments[0] for at, segments in enumerate(choices) if at != dim]
         starts, stops, local_starts, flats = zip(*alike, strict=True) if alike else ((), (), (), ())
         base = sum(flats)
@@ -300,15 +291,17 @@ class MeshShardMap(ShardMap):
                     (*starts, low, *starts_end),
                     (*stops, high, *stops_end),
                     (*local_starts, local, *locals_end),
-                    owners[base + flat],
+                    owners.get(base + flat) or self._held_by(base + flat),
                     None,
                 ),
             )
 
-    @cached_property
-    def _holders(self) -> _Holders:
-        """Map a position among the ranks to its cell's owners, for each partial_index."""
-        return _Holders(self.layout.mesh.ranks, self._offsets["P"], self._offsets["R"])
+    def _held_by(self, flat: int) -> tuple[tuple[int, ...], ...]:
+        """For each partial value, the ranks that hold what position ``flat`` in the list of ranks holds."""
+        if flat not in self._owners:
+            ranks, replicas = self.ranks, self._replicas
+            self._owners[flat] = tuple(tuple([ranks[flat + at + to] for to in replicas]) for at in self._partials)
+        return self._owners[flat]
 
     def to_json(self) -> dict[str, Any]:
         mesh = self.layout.mesh
@@ -321,90 +314,45 @@ class MeshShardMap(ShardMap):
         return f"{'x'.join(map(str, mesh.shape))}: {self.layout}{where}"
 
     @cached_property
-    def _strides(self) -> dict[str, int]:
-        shape = self.layout.mesh.shape
-        return {name: prod(shape[at + 1 :]) for at, name in enumerate(self.layout.mesh.axis_names)}
+    def _tables(self) -> list[tuple[list[Segment], list[int], list[int]]]:
+        """For each dim its intervals in ascending order, and their starts and stops for bisection."""
+        tables = []
+        for dim in range(len(self.shape)):
+            segments = self._segments(dim)
+            tables.append((segments, [entry[0] for entry in segments], [entry[1] for entry in segments]))
+        return tables
 
-    @cached_property
-    def _offsets(self) -> dict[str, tuple[int, ...]]:
-        """Return, for partial and replicated axes, their shifts of a position in the list of ranks."""
-        offsets = {"P": [0], "R": [0]}
-        for name, size, term in self._axes:
-            if term.dim is None:
-                kind, stride = "P" if name in self.layout.partial else "R", self._strides[name]
-                offsets[kind] = [base + stride * at for base in offsets[kind] for at in range(size)]
-        return {kind: tuple(found) for kind, found in offsets.items()}
-
-    @cached_property
-    def _tables(self) -> tuple[_DimTable, ...]:
-        return tuple(_DimTable(self._segments(dim)) for dim in range(len(self.shape)))
-
-    def _segments(self, dim: int) -> list[tuple[int, int, int, int]]:
-        """Return every interval of ``dim``: (start, stop, local start, shift in the list of ranks)."""
+    def _segments(self, dim: int) -> list[Segment]:
         ndim, length = len(self.shape), self.shape[dim]
-        cutting = [
-            (name, size, term) for name, size, term in self._axes if term.dim is not None and term.dim % ndim == dim
-        ]
+        cutting = [axis for axis in self._axes if axis[1].dim is not None and axis[1].dim % ndim == dim]
         if not cutting:
             return [(0, length, 0, 0)] if length else []
-        if len(cutting) == 1 and str(cutting[0][2]).startswith("S("):
-            name, size, _ = cutting[0]
-            stride, step = self._strides[name], -(-length // size)
+        if len(cutting) == 1 and str(cutting[0][1]).startswith("S("):
+            size, _, stride = cutting[0]
+            step = -(-length // size)
             return [
                 (at * step, min(at * step + step, length), 0, at * stride) for at in range(size) if at * step < length
             ]
-        ranks, segments = self.layout.mesh.ranks, []
-        for place in product(*(range(size) for _, size, _ in cutting)):
-            flat = sum(at * self._strides[name] for at, (name, _, _) in zip(place, cutting, strict=True))
-            local = 0
-            for start, size in self.layout.intervals(ranks[flat], self.shape)[dim]:
+        segments = []
+        for place in product(*(range(size) for size, _, _ in cutting)):
+            flat, local = sum(at * stride for at, (_, _, stride) in zip(place, cutting, strict=True)), 0
+            for start, size in self.layout.intervals(self.ranks[flat], self.shape)[dim]:
                 if size:
                     segments.append((start, start + size, local, flat))
                 local += size
         return sorted(segments)
 
 
-class _Holders(dict[int, tuple[tuple[int, ...], ...]]):
-    """Lazy map: position in the list of ranks -> owners of the same cell, for each addend."""
-
-    def __init__(self, ranks: Sequence[int], addends: Sequence[int], replicas: Sequence[int]) -> None:
-        super().__init__()
-        self.ranks, self.addends, self.replicas = tuple(ranks), addends, replicas
-        self.alone = len(addends) == len(replicas) == 1  # fully sharded
-        step = replicas[1] if len(replicas) > 1 else 1
-        even = tuple(replicas) == tuple(range(0, step * len(replicas), step))
-        self.step = step if even else 0  # equidistant replicas are a slice
-
-    def __missing__(self, flat: int) -> tuple[tuple[int, ...], ...]:
-        found: tuple[tuple[int, ...], ...]
-        if self.alone:
-            found = ((self.ranks[flat],),)
-        elif self.step:
-            length, step = self.step * len(self.replicas), self.step
-            found = tuple([self.ranks[flat + at : flat + at + length : step] for at in self.addends])
-        else:
-            found = tuple([tuple([self.ranks[flat + at + other] for other in self.replicas]) for at in self.addends])
-        self[flat] = found
-        return found
+Segment = tuple[int, int, int, int]  # start, stop, local start, shift in the list of ranks
 
 
-class _DimTable:
-    """The sorted intervals of one dim, for lookups by bisection."""
-
-    def __init__(self, segments: list[tuple[int, int, int, int]]) -> None:
-        self.segments = segments
-        self.starts = [segment[0] for segment in segments]
-        self.stops = [segment[1] for segment in segments]
-
-    def cross(self, low: int, high: int) -> list[tuple[int, int, int, int]]:
-        first, last = bisect_right(self.stops, low), bisect_left(self.starts, high)
-        found = self.segments[first:last]
-        if not found:
-            return found
-        if found[0][0] < low:  # clip the first
-            start, stop, local, flat = found[0]
-            found[0] = (low, stop, local + low - start, flat)
-        if found[-1][1] > high:  # clip the last
-            start, _, local, flat = found[-1]
-            found[-1] = (start, high, local, flat)
-        return found
+def _meeting(segments: list[Segment], starts: list[int], stops: list[int], low: int, high: int) -> list[Segment]:
+    """Return the segments that meet a range, cut to it."""
+    met = segments[bisect_right(stops, low) : bisect_left(starts, high)]
+    if met and met[0][0] < low:
+        start, stop, local, flat = met[0]
+        met[0] = (low, stop, local + low - start, flat)
+    if met and met[-1][1] > high:
+        start, _, local, flat = met[-1]
+        met[-1] = (start, high, local, flat)
+    return met

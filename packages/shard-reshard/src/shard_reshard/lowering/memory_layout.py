@@ -6,13 +6,13 @@ Pure: works on shapes, strides and numbers. `Exchange` creates the tensor views.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from shard_reshard.layout.shard_map import Index
-from shard_reshard.lowering.program import Program, Segment, Step
-from shard_reshard.plan.plan import Plan
+from shard_reshard.lowering.program import Program, Step
 
 
 class Region(NamedTuple):
@@ -49,6 +49,8 @@ class Side(NamedTuple):
     packed: tuple[Packed, ...]
     splits: tuple[int, ...]
     num_bytes: int
+    regions: tuple[Region, ...] = ()  # of `packed`
+    room: int = 0  # bytes of a buffer, in whole alignments; none where it is used in place
 
 
 class StepMemory(NamedTuple):
@@ -57,26 +59,34 @@ class StepMemory(NamedTuple):
     sends: Side
     receives: Side
     own: tuple[tuple[Region, Region, int, int], ...]  # source, destination, plan, partial_index
+    # Of these, source and destination of what is copied as it is; what is reduced waits for its turn.
+    staying: tuple[tuple[Region, ...], tuple[Region, ...]] = ((), ())
 
 
 def lay_out_step(
-    step: Step,
-    plans: Sequence[Plan],
-    rank: int,
-    send_strides: Sequence[Index],
-    dst_strides: Sequence[Index],
+    step: Step, program: Program, send_strides: Sequence[Index], dst_strides: Sequence[Index]
 ) -> StepMemory:
-    """Choose the variant with the fewest copied bytes for the strides; a relayed step sends from destinations."""
-    itemsizes = [plan.itemsize for plan in plans]
-    reducing = [plan.reduce_op is not None and not step.relayed for plan in plans]
+    """Choose, for the given strides, the way that copies the fewest bytes; a relayed step sends from destinations."""
+    itemsizes = [plan.itemsize for plan in program.plans]
+    reducing = [plan.reduce_op is not None and not step.relayed for plan in program.plans]
     ways = [
         memory._replace(
-            sends=_joined(memory.sends, itemsizes, [False] * len(plans)),
+            sends=_joined(memory.sends, itemsizes, [False] * len(itemsizes)),
             receives=_joined(memory.receives, itemsizes, reducing),
         )
-        for memory in _ways(step, plans, rank, send_strides, dst_strides)
+        for memory in _ways(step, program, send_strides, dst_strides)
     ]
-    return min(ways, key=lambda memory: _cost(memory, itemsizes, rank))  # the first of equals: the same in every call
+    best = min(ways, key=lambda memory: _cost(memory, itemsizes, program.rank))  # the first of equals
+    own = [entry for entry in best.own if program.plans[entry[2]].reduce_op is None]
+    sends, receives = (
+        side._replace(
+            regions=tuple(entry.region for entry in side.packed),
+            room=0 if side.span is not None else -(-side.num_bytes // ALIGNMENT) * ALIGNMENT,
+        )
+        for side in best[:2]
+    )
+    staying = tuple(entry[0] for entry in own), tuple(entry[1] for entry in own)
+    return StepMemory(sends, receives, best.own, staying)
 
 
 # Overhead of one copy call, in bytes copied in the same time.
@@ -93,50 +103,62 @@ def _cost(memory: StepMemory, itemsizes: Sequence[int], rank: int) -> int:
 
 
 def _ways(
-    step: Step,
-    plans: Sequence[Plan],
-    rank: int,
-    send_strides: Sequence[Index],
-    dst_strides: Sequence[Index],
+    step: Step, program: Program, send_strides: Sequence[Index], dst_strides: Sequence[Index]
 ) -> Iterator[StepMemory]:
-    """Yield the variants of a step: sides in place or not, local bytes in the collective or outside."""
+    """The ways in which a step can be carried out: sides in place or not, own bytes in the collective or past it."""
+    plans = program.plans
     own = tuple(
         (
             _region(copy.src_tensor, copy.src_start, copy.sizes, send_strides),
             _region(copy.dst_tensor, copy.dst_start, copy.sizes, dst_strides),
-            copy.plan,
+            at,
             copy.partial_index,
         )
-        for copy in step.own
+        for at, part in step.parts.items()
+        for copy in part.own
     )
-    sends = _packed(step.sends, send_strides)
-    receives = _packed(step.receives, dst_strides)
-    plain = StepMemory(
-        Side(None, sends, step.send_splits, sum(step.send_splits)),
-        Side(None, receives, step.receive_splits, sum(step.receive_splits)),
-        own,
-    )
-    if not step.exchanges:
-        yield plain
-        return
-    in_place = len(plans) == 1  # fused messages interleave tensors
-    may_send = in_place and (plans[0].dtype == plans[0].wire_dtype or step.relayed)  # sent without a cast
-    may_receive = in_place and plans[0].out_dtype == plans[0].wire_dtype and plans[0].reduce_op is None
-    apart = StepMemory(_in_place(plain.sends, may_send), _in_place(plain.receives, may_receive), own)
+    may_send = len(plans) == 1 and (plans[0].dtype == plans[0].wire_dtype or step.relayed)
+    may_receive = len(plans) == 1 and plans[0].out_dtype == plans[0].wire_dtype and plans[0].reduce_op is None
+
+    def sides(with_own: bool) -> tuple[Side, Side]:
+        sends = _side(step, program, send_strides, True, with_own)
+        receives = _side(step, program, dst_strides, False, with_own)
+        return _in_place(sends, may_send and step.exchanges), _in_place(receives, may_receive and step.exchanges)
+
+    apart = StepMemory(*sides(False), own)
     yield apart
-    if not own or any(plan.reduce_op is not None for plan in plans):  # a reduction needs its addends apart
+    if not step.exchanges or not own or any(plan.reduce_op is not None for plan in plans):
         return
-    itemsizes = [plan.itemsize for plan in plans]
-    sources = [(region, plan) for region, _, plan, _ in own]
-    results = [(region, plan) for _, region, plan, _ in own]
-    together = StepMemory(
-        _in_place(_with_own(plain.sends, sources, rank, itemsizes), may_send),
-        _in_place(_with_own(plain.receives, results, rank, itemsizes), may_receive),
-        (),
-    )
-    bounded = any(plan.max_workspace_bytes is not None for plan in plans)
-    if not bounded or _copied(together) <= _copied(apart):  # a bound leaves no room for more
+    together = StepMemory(*sides(True), ())
+    if not program.overlaps or _copied(together) <= _copied(apart):  # rounds have no room for more in their buffers
         yield together
+
+
+def _side(step: Step, program: Program, strides: Sequence[Index], sending: bool, with_own: bool) -> Side:
+    """Lay out what goes to each peer (or comes from it) one after the other; ``with_own``: to the rank itself too."""
+    messages = []
+    for position, at in enumerate(program.order):
+        if part := step.parts.get(at):
+            messages += [
+                (peer, position, copies) for peer, copies in (part.sends if sending else part.receives).items()
+            ]
+            if with_own and part.own:
+                messages.append((program.rank, position, part.own))
+    itemsizes = {plan.itemsize for plan in program.plans}
+    padding = max(itemsizes) if len(itemsizes) > 1 else 1  # the message after this one is aligned too
+    packed, splits, offset = list[Packed](), [0] * program.world_size, 0
+    for peer, group in groupby(sorted(messages, key=itemgetter(0, 1)), key=itemgetter(0)):
+        begin = offset
+        for _, position, copies in group:
+            at = program.order[position]
+            for copy in copies:
+                tensor, start = (copy.src_tensor, copy.src_start) if sending else (copy.dst_tensor, copy.dst_start)
+                region = _region(tensor, start, copy.sizes, strides)
+                packed.append(Packed(region, offset, at, copy.partial_index, dense_strides(copy.sizes)))
+                offset += prod(copy.sizes) * program.plans[at].itemsize
+        offset += -offset % padding
+        splits[peer] = offset - begin
+    return Side(None, tuple(packed), tuple(splits), offset)
 
 
 def buffer_bytes(program: Program) -> int:
@@ -145,7 +167,7 @@ def buffer_bytes(program: Program) -> int:
     dst = [dense_strides(shape) for shape in program.dst_shapes]
     sizes = []
     for step in program.steps:
-        memory = lay_out_step(step, program.plans, program.rank, dst if step.relayed else src, dst)
+        memory = lay_out_step(step, program, dst if step.relayed else src, dst)
         sizes.append(_copied(memory))
     pairs = max((a + b for a, b in pairwise(sizes)), default=0) if program.overlaps else 0
     return max([*sizes, pairs], default=0) + program.accumulator_bytes
@@ -159,32 +181,6 @@ def dense_strides(sizes: Index) -> Index:
 def _region(tensor: int, start: Index, sizes: Index, strides: Sequence[Index]) -> Region:
     own = strides[tensor]
     return Region(tensor, sizes, own, sum(at * stride for at, stride in zip(start, own, strict=True)))
-
-
-def _packed(segments: Iterable[Segment], strides: Sequence[Index]) -> tuple[Packed, ...]:
-    return tuple(
-        Packed(_region(s.tensor, s.start, s.sizes, strides), s.offset, s.plan, s.partial_index, dense_strides(s.sizes))
-        for s in segments
-    )
-
-
-def _with_own(side: Side, own: Sequence[tuple[Region, int]], rank: int, itemsizes: Sequence[int]) -> Side:
-    """Insert the rank's own regions, each with its plan, in their slot of the collective."""
-    begin = sum(side.splits[:rank])
-    packed = [entry for entry in side.packed if entry.byte_offset < begin]
-    offset = begin
-    # Sorted by decreasing element size, as in every message: every position is aligned.
-    for region, plan in sorted(own, key=lambda entry: (-itemsizes[entry[1]], entry[1])):
-        packed.append(Packed(region, offset, plan, 0, dense_strides(region.sizes)))
-        offset += prod(region.sizes) * itemsizes[plan]
-    if len(set(itemsizes)) > 1:
-        offset += -offset % max(itemsizes)
-    own_bytes = offset - begin
-    packed.extend(
-        entry._replace(byte_offset=entry.byte_offset + own_bytes) for entry in side.packed if entry.byte_offset >= begin
-    )
-    splits = (*side.splits[:rank], own_bytes, *side.splits[rank + 1 :])
-    return Side(None, tuple(packed), splits, side.num_bytes + own_bytes)
 
 
 def _joined(side: Side, itemsizes: Sequence[int], apart: Sequence[bool]) -> Side:
@@ -230,25 +226,16 @@ def _apart(one: Packed, other: Packed) -> tuple[int, int]:
 
 
 def _in_place(side: Side, allowed: bool) -> Side:
-    span = _span([entry.region for entry in side.packed]) if allowed else None
-    return side if span is None else side._replace(span=span)
-
-
-def _span(regions: list[Region]) -> Span | None:
-    """Return the span of memory formed by consecutive ``regions``, or None."""
-    if not regions:
-        return None
-    first = regions[0]
-    expected = first.offset
-    for region in regions:
-        if (
-            region.tensor != first.tensor
-            or region.offset != expected
-            or not is_contiguous(region.sizes, region.strides)
-        ):
-            return None
-        expected += prod(region.sizes)
-    return Span(first.tensor, first.offset, expected - first.offset)
+    """The side as a span of memory, where its regions are one, in their order."""
+    if not allowed or not side.packed:
+        return side
+    first = side.packed[0].region
+    end = first.offset
+    for region, *_ in side.packed:
+        if (region.tensor, region.offset) != (first.tensor, end) or not is_contiguous(region.sizes, region.strides):
+            return side
+        end += prod(region.sizes)
+    return side._replace(span=Span(first.tensor, first.offset, end - first.offset))
 
 
 def is_contiguous(sizes: Index, strides: Index) -> bool:
@@ -265,14 +252,9 @@ def is_contiguous(sizes: Index, strides: Index) -> bool:
 ALIGNMENT = 16  # bytes; the largest element is a complex128
 
 
-def aligned_bytes(side: Side) -> int:
-    """Return the bytes of a side's buffer, in multiples of the alignment; 0 if it is used in place."""
-    return 0 if side.span is not None else -(-side.num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def buffer_room(memories: Iterable[StepMemory]) -> int:
-    """Return the maximum bytes of buffers over the steps."""
-    return max((aligned_bytes(memory.sends) + aligned_bytes(memory.receives) for memory in memories), default=0)
+    """The most bytes of buffers that any of these steps needs."""
+    return max((memory.sends.room + memory.receives.room for memory in memories), default=0)
 
 
 def _copied(memory: StepMemory) -> int:

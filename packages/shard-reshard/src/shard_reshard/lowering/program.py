@@ -53,9 +53,8 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
 
 
 def _messages_by_rank(plan: Plan, stage: int, partial_index: int | None) -> list[list[int]]:
-    """Return the number of elements of each rank's messages in the stage."""
-    key = ("messages", stage, partial_index)
-    cache = plan.__dict__.setdefault("_messages", {})
+    """For each rank, the elements of every message it sends or receives in the stage."""
+    key, cache = (stage, partial_index), plan.__dict__.setdefault("_messages", {})
     if key not in cache:
         pairs: dict[tuple[int, int], int] = {}
         for copy in all_ranks_copies(plan):
@@ -100,40 +99,12 @@ def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index,
             yield (whole_end, *offset), (1, *part)
 
 
-class Segment(NamedTuple):
-    """A region of a local tensor and its bytes in a buffer."""
-
-    plan: int  # index of the fused plan
-    tensor: int  # index of the program's local tensor
-    start: Index
-    sizes: Index
-    offset: int  # bytes from the start of the buffer
-    num_bytes: int
-    partial_index: int
-
-
-class OwnCopy(NamedTuple):
-    """A local copy on the rank."""
-
-    plan: int
-    src_tensor: int
-    src_start: Index
-    dst_tensor: int
-    dst_start: Index
-    sizes: Index
-    partial_index: int
-
-
 class Step(NamedTuple):
     """One collective and the copies around it."""
 
-    relayed: bool  # sends from destination tensors
-    exchanges: bool  # False if no rank sends: no collective
-    send_splits: tuple[int, ...]  # bytes for each rank of the group; 0 for the rank itself
-    receive_splits: tuple[int, ...]
-    sends: tuple[Segment, ...]
-    receives: tuple[Segment, ...]
-    own: tuple[OwnCopy, ...]
+    relayed: bool  # what is sent comes out of destination tensors
+    exchanges: bool  # False where no rank has anything to send: no collective then
+    parts: Mapping[int, RankSchedule]  # by fused plan; copies name the program's local tensors
 
 
 @dataclass(frozen=True)
@@ -157,6 +128,11 @@ class Program:
     src_base: tuple[int, ...]
     dst_base: tuple[int, ...]
     steps: tuple[Step, ...]
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Plans in the order of a message: of falling element size, so that every place is aligned."""
+        return sorted(range(len(self.plans)), key=lambda at: (-self.plans[at].itemsize, at))
 
     @property
     def overlaps(self) -> bool:
@@ -190,113 +166,60 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
     src_shapes = [plan.src.local_shapes(rank) for plan in plans]
     dst_shapes = [plan.dst.local_shapes(rank) for plan in plans]
     src_base, dst_base = (tuple(accumulate(map(len, side), initial=0)) for side in (src_shapes, dst_shapes))
-    builder = _Builder(plans, rank, world_size, src_base, dst_base)
-    return Program(
-        plans,
-        rank,
-        world_size,
-        tuple(shape for shapes in src_shapes for shape in shapes),
-        tuple(shape for shapes in dst_shapes for shape in shapes),
-        src_base,
-        dst_base,
-        tuple(builder.steps()),
+    steps: list[Step] = []
+    for stage in range(max(plan.stages for plan in plans)):
+        parts = {}
+        for at, plan in enumerate(plans):
+            if stage < plan.stages:
+                base = dst_base[at] if stage else src_base[at], dst_base[at]
+                parts[at] = _placed(rank_schedule(plan, rank)[stage], plan, rank, stage, base)
+        if len(plans) == 1 and plans[0].max_workspace_bytes is not None:
+            steps += _bounded(plans[0], stage, parts[0])
+        else:
+            steps.append(Step(stage > 0, any(not is_local(plans[at]) for at in parts), parts))
+    src, dst = (tuple(shape for shapes in side for shape in shapes) for side in (src_shapes, dst_shapes))
+    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps))
+
+
+def _placed(part: RankSchedule, plan: Plan, rank: int, stage: int, base: tuple[int, int]) -> RankSchedule:
+    """The part with copies between the program's tensors: after those of earlier plans, joined ones as one."""
+    places = (plan.dst if stage else plan.src).places(rank), plan.dst.places(rank)
+    if places == (None, None) and base == (0, 0):
+        return part
+
+    def moved(side: int, tensor: int, start: Index) -> tuple[int, Index]:
+        found = places[side]
+        number, shift = (tensor, None) if found is None else found[tensor]
+        return base[side] + number, start if shift is None else tuple(map(add, start, shift))
+
+    def placed(copy: Copy, sends: bool, receives: bool) -> Copy:  # of what peers have, this rank's side is known
+        if sends:
+            number, start = moved(0, copy.src_tensor, copy.src_start)
+            copy = copy._replace(src_tensor=number, src_start=start)
+        if receives:
+            number, start = moved(1, copy.dst_tensor, copy.dst_start)
+            copy = copy._replace(dst_tensor=number, dst_start=start)
+        return copy
+
+    return RankSchedule(
+        {peer: tuple([placed(copy, True, False) for copy in copies]) for peer, copies in part.sends.items()},
+        {peer: tuple([placed(copy, False, True) for copy in copies]) for peer, copies in part.receives.items()},
+        tuple([placed(copy, True, True) for copy in part.own]),
     )
 
 
-@dataclass
-class _Builder:
-    """Build steps from this rank's schedules of fused plans."""
-
-    plans: tuple[Plan, ...]
-    rank: int
-    world_size: int
-    src_base: tuple[int, ...]
-    dst_base: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        plans, rank = self.plans, self.rank
-        self.order = sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at))
-        self.src_places = [plan.src.places(rank) for plan in plans]
-        self.dst_places = [plan.dst.places(rank) for plan in plans]
-        sizes = {plan.itemsize for plan in plans}
-        self.padding = max(sizes) if len(sizes) > 1 else 1  # each message starts aligned
-
-    def steps(self) -> Iterator[Step]:
-        if len(self.plans) == 1 and self.plans[0].max_workspace_bytes is not None:
-            yield from self._bounded(self.plans[0])
-            return
-        for stage in range(max(plan.stages for plan in self.plans)):
-            parts = {
-                at: rank_schedule(plan, self.rank)[stage] for at, plan in enumerate(self.plans) if stage < plan.stages
-            }
-            exchanges = any(not is_local(self.plans[at]) for at in parts)
-            yield self._step(stage, parts, exchanges)
-
-    def _bounded(self, plan: Plan) -> Iterator[Step]:
-        """Yield steps with buffers, two steps at a time, within the plan's bound."""
-        assert plan.max_workspace_bytes is not None
-        for stage, part in enumerate(rank_schedule(plan, self.rank)):
-            # One partial value after the other: the order of additions is that of the unbounded plan.
-            addends = range(plan.src.num_partials) if plan.reduce_op and not plan.adjoint and stage == 0 else [None]
-            for partial_index in addends:
-                chosen = part if partial_index is None else _only(part, partial_index)
-                if is_local(plan):
-                    yield self._step(stage, {0: chosen}, exchanges=False)
-                    continue
-                rounds = num_rounds(plan, stage, partial_index)
-                for number in range(rounds):
-                    yield self._step(stage, {0: _round(chosen, number, rounds)}, exchanges=True)
-
-    def _step(self, stage: int, parts: dict[int, RankSchedule], exchanges: bool) -> Step:
-        send_base = self.dst_base if stage else self.src_base
-        sends, send_splits = self._lay_out({at: part.sends for at, part in parts.items()}, send_base, sending=True)
-        receives, receive_splits = self._lay_out(
-            {at: part.receives for at, part in parts.items()}, self.dst_base, sending=False
-        )
-        own = tuple(
-            OwnCopy(
-                at,
-                *self._place(at, send_base, copy.src_tensor, copy.src_start),
-                *self._place(at, self.dst_base, copy.dst_tensor, copy.dst_start),
-                copy.sizes,
-                copy.partial_index,
-            )
-            for at, part in parts.items()
-            for copy in part.own
-        )
-        return Step(stage > 0, exchanges, send_splits, receive_splits, sends, receives, own)
-
-    def _place(self, at: int, base: tuple[int, ...], tensor: int, start: Index) -> tuple[int, Index]:
-        """Return the program's tensor of a copy of plan ``at``, and the start there."""
-        places = (self.dst_places if base is self.dst_base else self.src_places)[at]
-        if places is None:
-            return base[at] + tensor, start  # planned tensors are the actual ones
-        number, shift = places[tensor]
-        return base[at] + number, tuple(map(add, start, shift))
-
-    def _lay_out(
-        self, by_plan: Mapping[int, Mapping[int, tuple[Copy, ...]]], base: tuple[int, ...], sending: bool
-    ) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
-        segments: list[Segment] = []
-        splits = [0] * self.world_size
-        offset = 0
-        by_peer: dict[int, list[tuple[int, tuple[Copy, ...]]]] = {}
-        for at in self.order:
-            for peer, copies in by_plan.get(at, {}).items():
-                by_peer.setdefault(peer, []).append((at, copies))
-        for peer, found in sorted(by_peer.items()):
-            begin = offset
-            for at, copies in found:
-                itemsize = self.plans[at].itemsize
-                for copy in copies:
-                    tensor, start = (copy.src_tensor, copy.src_start) if sending else (copy.dst_tensor, copy.dst_start)
-                    size = prod(copy.sizes) * itemsize
-                    tensor, start = self._place(at, base, tensor, start)
-                    segments.append(Segment(at, tensor, start, copy.sizes, offset, size, copy.partial_index))
-                    offset += size
-            offset += -offset % self.padding  # the next message starts aligned
-            splits[peer] = offset - begin
-        return tuple(segments), tuple(splits)
+def _bounded(plan: Plan, stage: int, part: RankSchedule) -> Iterator[Step]:
+    """Steps whose buffers, two steps at a time, stay within the plan's bound."""
+    # One partial value after the other: then the order of additions is that of the unbounded plan.
+    addends = range(plan.src.num_partials) if plan.reduce_op and not plan.adjoint and stage == 0 else [None]
+    for partial_index in addends:
+        chosen = part if partial_index is None else _only(part, partial_index)
+        if is_local(plan):
+            yield Step(stage > 0, False, {0: chosen})
+            continue
+        rounds = num_rounds(plan, stage, partial_index)
+        for number in range(rounds):
+            yield Step(stage > 0, True, {0: _round(chosen, number, rounds)})
 
 
 def _only(part: RankSchedule, partial_index: int) -> RankSchedule:
@@ -304,43 +227,27 @@ def _only(part: RankSchedule, partial_index: int) -> RankSchedule:
     def chosen(copies: Iterable[Copy]) -> tuple[Copy, ...]:
         return tuple(copy for copy in copies if copy.partial_index == partial_index)
 
-    return RankSchedule(
-        {peer: chosen(found) for peer, found in part.sends.items() if chosen(found)},
-        {peer: chosen(found) for peer, found in part.receives.items() if chosen(found)},
-        chosen(part.own),
-    )
+    sends, receives = ({peer: chosen(copies) for peer, copies in side.items()} for side in part[:2])
+    return RankSchedule(sends, receives, chosen(part.own))
 
 
 def _round(part: RankSchedule, number: int, rounds: int) -> RankSchedule:
-    """Return round ``number``: an equal share of the elements of each message; own copies go with the first."""
-    return RankSchedule(
-        {peer: _share(found, number, rounds) for peer, found in part.sends.items()},
-        {peer: _share(found, number, rounds) for peer, found in part.receives.items()},
-        part.own if number == 0 else (),
-    )
+    """Round ``number`` of a part: an equal share of the elements of each message; own copies go with the first."""
+    sends, receives = ({peer: _share(copies, number, rounds) for peer, copies in side.items()} for side in part[:2])
+    return RankSchedule(sends, receives, part.own if number == 0 else ())
 
 
 def _share(copies: tuple[Copy, ...], number: int, rounds: int) -> tuple[Copy, ...]:
     total = sum(copy.numel for copy in copies)
     low, high = number * total // rounds, (number + 1) * total // rounds
-    found: list[Copy] = []
+    shares: list[Copy] = []
     position = 0
     for copy in copies:
         begin, end = max(low - position, 0), min(high - position, copy.numel)
         if begin < end:
             for offset, sizes in row_major_boxes(copy.sizes, begin, end):
-                found.append(_part(copy, offset, sizes))
+                starts = (tuple(map(add, start, offset)) for start in (copy.start, copy.src_start, copy.dst_start))
+                start, src_start, dst_start = starts
+                shares.append(copy._replace(start=start, sizes=sizes, src_start=src_start, dst_start=dst_start))
         position += copy.numel
-    return tuple(found)
-
-
-def _part(copy: Copy, offset: Index, sizes: Index) -> Copy:
-    if sizes == copy.sizes:
-        return copy
-
-    def moved(start: Index) -> Index:
-        return tuple(a + b for a, b in zip(start, offset, strict=True))
-
-    return copy._replace(
-        start=moved(copy.start), sizes=sizes, src_start=moved(copy.src_start), dst_start=moved(copy.dst_start)
-    )
+    return tuple(shares)

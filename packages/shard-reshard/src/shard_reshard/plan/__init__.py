@@ -1,5 +1,1 @@
-"""Plans: the boxes sent between ranks. Pure, and equal on every rank.
-
-`plan` is the value, `schedule` derives one rank's sends and receives, `validate` finds reasons against execution. No
-process group, no device, no data.
-"""
+"""Plans: which rank sends which box to whom. Pure, and the same on every rank."""

@@ -12,7 +12,7 @@ from operator import sub
 from typing import Self
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.shard_map import FLOATING, ITEMSIZES, Cell, Index, MeshShardMap, ShardMap
+from shard_reshard.layout.shard_map import FLOATING, ITEMSIZES, Cell, Index, ShardMap
 
 FORMAT = 1
 
@@ -101,7 +101,7 @@ class Plan:
     def divisor(self) -> int:
         """Divisor of a reduced value: the number of averaged ranks."""
         layout = self.dst if self.adjoint else self.src
-        return 1 if self.is_identity or "avg" not in layout.reduce_ops else _averaged(layout)
+        return 1 if self.is_identity else layout.averaged
 
     @cached_property
     def stages(self) -> int:
@@ -133,14 +133,12 @@ class Plan:
 
         ``plan.transpose().transpose() == plan``.
         """
-        return self._transposed
-
-    @cached_property
-    def _transposed(self) -> Self:
-        turned = type(self)(
-            self.shape, self.out_dtype, self.dtype, self.dst, self.src, self.max_workspace_bytes, not self.adjoint
-        )
-        turned.__dict__["_transposed"] = self  # an involution, without recomputation
+        turned: Self | None = self.__dict__.get("_transposed")
+        if turned is None:
+            turned = type(self)(
+                self.shape, self.out_dtype, self.dtype, self.dst, self.src, self.max_workspace_bytes, not self.adjoint
+            )
+            self.__dict__["_transposed"], turned.__dict__["_transposed"] = turned, self
         return turned
 
 
@@ -151,11 +149,6 @@ def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
         return []
     found = f"a layout names rank {highest - 1}, the group has {size} ranks"
     return [Problem("rank-outside-mesh", "group", found=found, hint="pass a larger group=")]
-
-
-def _averaged(layout: ShardMap) -> int:
-    assert isinstance(layout, MeshShardMap)
-    return prod(layout.layout.mesh.axis_size(axis) for axis, op in layout.layout.partial.items() if op == "avg")
 
 
 def _busiest(plan: Plan) -> tuple[int, int]:
@@ -178,24 +171,26 @@ def _busiest(plan: Plan) -> tuple[int, int]:
 _UNSIGNED = ("uint16", "uint32", "uint64")  # torch has no kernels to add or compare them
 
 
-def _has(src: ShardMap, wanted: Cell) -> bool:
-    """Return True if the source's cells fill a cell of the destination; they do not overlap."""
-    sizes = [prod(map(sub, cell.stop, cell.start)) for cell in (*src.cross(wanted.start, wanted.stop), wanted)]
-    return bool(sum(sizes[:-1]) == sizes[-1])
+def _size(cell: Cell) -> int:
+    return prod(map(sub, cell.stop, cell.start))
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise every reason against the execution of a plan."""
-    problems = []
+    """Raise everything that keeps a plan from being carried out."""
+    problems: list[Problem] = []
+
+    def add(code: str, name: str, found: str, hint: str) -> None:
+        problems.append(Problem(code, name, found=found, hint=hint))
+
     ops = set() if plan.is_identity else set(plan.src.reduce_ops)
     pending = set() if plan.is_identity else set(plan.dst.reduce_ops)
-    if plan.src.holes and not all(_has(plan.src, cell) for cell in plan.dst.cells()):
-        hint = "only a destination may leave elements out"
-        problems.append(Problem("boxes-incomplete", "src", found="elements that no rank has", hint=hint))
+    wanted = plan.dst.cells() if plan.src.holes else ()
+    if any(sum(map(_size, plan.src.cross(cell.start, cell.stop))) < _size(cell) for cell in wanted):
+        add("boxes-incomplete", "src", "elements that no rank has", "only a destination may leave elements out")
     if len(ops) > 1 and not ops <= {"sum", "avg"}:
         hint = "reduce one axis after the other: redistribute to a layout that keeps one of them first"
-        problems.append(Problem("unsupported-dtype", "src", found=f"partial axes of {_listed(ops)}", hint=hint))
-    # Checked before any exchange: a rank that fails during a reduction leaves its peers waiting.
+        add("unsupported-dtype", "src", f"partial axes of {_listed(ops)}", hint)
+    # Found here, because a rank that finds it while it reduces leaves the others waiting.
     is_complex, is_unsigned = plan.dtype.startswith("complex"), plan.dtype in _UNSIGNED
     if (
         ("avg" in ops and plan.dtype not in FLOATING)
@@ -204,19 +199,17 @@ def check_plan(plan: Plan) -> None:
         or (is_complex and ops & {"min", "max"})
     ):
         hint = "convert it before, to a dtype that torch can add and compare"
-        problems.append(Problem("unsupported-dtype", "src", found=f"{_listed(ops)} of {plan.dtype}", hint=hint))
+        add("unsupported-dtype", "src", f"{_listed(ops)} of {plan.dtype}", hint)
     if len(pending) > 1 and pending & {"sum", "product"}:
         hint = "make all partial axes of the destination one op"
-        problems.append(Problem("unsupported-dtype", "dst", found=f"partial axes of {_listed(pending)}", hint=hint))
+        add("unsupported-dtype", "dst", f"partial axes of {_listed(pending)}", hint)
     if is_complex and not plan.out_dtype.startswith("complex"):
-        hint = "take the real part before"
-        problems.append(Problem("dtype-mismatch", "dtype", found=f"{plan.dtype} to {plan.out_dtype}", hint=hint))
-    if plan.max_workspace_bytes is not None and plan.max_workspace_bytes < 1:
-        found = f"max_workspace_bytes={plan.max_workspace_bytes}"
-        problems.append(
-            Problem("invalid-argument", "max_workspace_bytes", found=found, hint="at least one byte, or None")
-        )
-    if problems:  # all reasons in one error
+        add("dtype-mismatch", "dtype", f"{plan.dtype} to {plan.out_dtype}", "take the real part before")
+    limit = plan.max_workspace_bytes
+    if limit is not None and limit < 1:
+        found = f"max_workspace_bytes={limit}"
+        add("invalid-argument", "max_workspace_bytes", found, "at least one byte, or None")
+    if problems:
         raise PlanError(problems)
 
 

@@ -130,16 +130,22 @@ def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
     if rank not in cache:
         if len(cache) >= 4:  # a process uses one rank, simulations use all
             cache.pop(next(iter(cache)))
-        cache[rank] = _make_schedule(plan, rank)
+        arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
+        parts = []
+        for stage in range(plan.stages):
+            here = [copy for copy in arriving if copy.stage == stage]
+            own = _ordered(plan, [copy for copy in here if copy.src_rank == rank])
+            receives = _by_peer(plan, [copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
+            sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
+            parts.append(RankSchedule(sends, receives, own))
+        cache[rank] = tuple(parts)
     return cache[rank]
 
 
 def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
-    """Yield every copy between all ranks, local ones included, for reports and proofs."""
-    if plan.adjoint:
-        yield from (turned(copy) for copy in all_copies(plan.transpose(), relay=False))
-    else:
-        yield from all_copies(plan, plan.uses_scatter_allgather)
+    """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
+    for rank in plan.dst.ranks:
+        yield from copies_of(plan, rank, plan.uses_scatter_allgather)[0]
 
 
 def is_local(plan: Plan) -> bool:
@@ -167,18 +173,6 @@ def _lacks(plan: Plan, rank: int) -> bool:
             if common < prod(sizes_of(piece.start, piece.stop)):
                 return True
     return False
-
-
-def _make_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
-    arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
-    parts = []
-    for stage in range(plan.stages):
-        here = [copy for copy in arriving if copy.stage == stage]
-        own = _ordered(plan, [copy for copy in here if copy.src_rank == rank])
-        receives = _by_peer(plan, [copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
-        sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
-        parts.append(RankSchedule(sends, receives, own))
-    return tuple(parts)
 
 
 def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy]]:
@@ -279,17 +273,6 @@ def _ordered(plan: Plan, copies: list[Copy]) -> tuple[Copy, ...]:
     return tuple(sorted(copies) if plan.reduce_op is not None else merge_copies(copies))
 
 
-def all_copies(plan: Plan, relay: bool) -> Iterator[Copy]:
-    """Yield every copy between all ranks."""
-    if plan.is_identity:
-        for rank in plan.src.ranks:
-            yield from copies_of(plan, rank, relay)[0]
-        return
-    for src, dst in crossings(plan):
-        for move in moves(src, dst, receivers_of(plan, dst), plan.itemsize, relay):
-            yield make_copy(move, src, dst)
-
-
 def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:
     """Yield every common box of a source cell and a destination cell, clipped from each."""
     for whole in plan.src.cells():
@@ -314,44 +297,28 @@ def sizes_of(start: Index, stop: Index) -> Index:
     return tuple(b - a for a, b in zip(start, stop, strict=True))
 
 
-def moves(
-    src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int | None = None
-) -> Iterator[Move]:
-    """Yield the moves of a common box to all ``receivers``; ``src`` and ``dst`` are clipped to it."""
+def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int) -> Iterator[Move]:
+    """The moves from or to rank ``me`` that bring the common box of two cells (cut to it) to all ``receivers``."""
     sizes = tuple(map(sub, src.stop, src.start))
     if len(src.owners) > 1:
         yield from _reducing(src.owners, receivers, sizes, relay, me)
         return
     (owners,) = src.owners
-    zero = (0,) * len(sizes)
-    if len(owners) == 1 and len(receivers) == 1:
-        yield Move(0, 0, owners[0], receivers[0], zero, sizes)
-        return
-    holding = owners if len(owners) < 8 else frozenset(owners)  # tuples are faster while short
-    for rank in receivers if me is None else (me,) if me in receivers else ():
-        if rank in holding:
-            yield Move(0, 0, rank, rank, zero, sizes)
-    if relay:
-        missing = [rank for rank in receivers if rank not in holding]
-        if len(missing) > 1:
-            yield from _relayed(owners, missing, sizes, me)
-            return
-    if len(owners) == 1 and (me is None or me in holding):
-        for rank in receivers:
-            if rank != owners[0]:
-                yield new_tuple(Move, (0, 0, owners[0], rank, zero, sizes))
-    elif me is None or me in holding:
-        for rank in receivers:
-            if rank not in holding:
-                for move in fetch_moves(owners, rank, sizes, itemsize):
-                    if me is None or move.src_rank == me:
-                        yield move
+    holding = owners if len(owners) < 8 else frozenset(owners)
+    if me in receivers and me in holding:
+        yield Move(0, 0, me, me, (0,) * len(sizes), sizes)
+    missing = [rank for rank in receivers if rank not in holding]
+    if relay and len(missing) > 1:
+        yield from _relayed(owners, missing, sizes, me)
+    elif me in holding:
+        for rank in missing:
+            yield from (move for move in fetch_moves(owners, rank, sizes, itemsize) if move.src_rank == me)
     elif me in receivers:
         yield from fetch_moves(owners, me, sizes, itemsize)
 
 
 def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
-    """Return the number of shares of a fetched box; values below 2 mean one."""
+    """Return in how many parts a box is fetched from its owners; one where the result is not above 1."""
     return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
 
 
@@ -365,30 +332,29 @@ def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -
         yield Move(0, 0, owners[(rank + number) % len(owners)], rank, offset, part)
 
 
-def _relayed(owners: Sequence[int], missing: list[int], sizes: Index, me: int | None) -> Iterator[Move]:
-    """Let each missing rank fetch one share, then exchange shares among the missing ranks."""
+def _relayed(owners: Sequence[int], missing: list[int], sizes: Index, me: int) -> Iterator[Move]:
+    """Each missing rank fetches one part, then they pass the parts on among themselves."""
     for number, (offset, part) in enumerate(split_box(sizes, len(missing))):
         first, holder = missing[number], owners[number % len(owners)]
-        if me is None or me in (first, holder):
+        if me in (first, holder):
             yield Move(0, 0, holder, first, offset, part)
         yield from _passed_on(first, missing, offset, part, me)
 
 
-def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index, me: int | None) -> Iterator[Move]:
-    """Send one share from its first receiver to all others."""
-    for rank in receivers if me is None or me == first else (me,) if me in receivers else ():
+def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index, me: int) -> Iterator[Move]:
+    """One part from the rank that has it to all others."""
+    for rank in receivers if me == first else (me,) if me in receivers else ():
         if rank != first:
             yield Move(1, 0, first, rank, offset, part)
 
 
 def _reducing(
-    owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int | None
+    owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int
 ) -> Iterator[Move]:
     """Send every addend to a reducer: each receiver, or with ``relay`` one receiver for each share."""
     if not relay or len(receivers) == 1:
-        zero = (0,) * len(sizes)
         for rank in receivers:
-            yield from _addends(owners, rank, zero, sizes, me)
+            yield from _addends(owners, rank, (0,) * len(sizes), sizes, me)
         return
     contributing = {rank for ranks in owners for rank in ranks}  # their own addend is local
     reducers = [rank for rank in receivers if rank in contributing] or list(receivers)  # fewer transfers
@@ -397,11 +363,9 @@ def _reducing(
         yield from _passed_on(reducers[number], receivers, offset, part, me)
 
 
-def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int | None) -> Iterator[Move]:
-    """Send all addends to one rank, each from one owner: they have to arrive in one shape to be reduced."""
-    everything = me is None or me == rank  # a reducer sees all of its addends
+def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int) -> Iterator[Move]:
+    """All addends to one rank, each from one holder: they have to arrive in one shape to be reduced."""
     for partial_index, ranks in enumerate(owners):
-        if everything or me in ranks:
-            source = rank if rank in ranks else ranks[rank % len(ranks)]
-            if everything or source == me:
-                yield Move(0, partial_index, source, rank, offset, sizes)
+        source = rank if rank in ranks else ranks[rank % len(ranks)]
+        if me in (rank, source):
+            yield Move(0, partial_index, source, rank, offset, sizes)

@@ -70,33 +70,27 @@ class ReshardPlan(Plan):
         return out + self.workspace_bytes(rank)
 
     def explain(self, name: str | None = None) -> str:
-        """Return the plan in words and numbers, under the heading ``name``."""
-        return explain(self, name)
+        """Return the plan in words and numbers; ``name`` heads the text."""
+        shape = " x ".join(map(str, self.shape)) or "scalar"
+        dtype = self.dtype if self.dtype == self.out_dtype else f"{self.dtype} -> {self.out_dtype}"
+        what = f"{name + ': ' if name else ''}{'gradient of a reshard' if self.adjoint else 'reshard'}"
+        lines = [f"{what} of {shape} {dtype}, plan {self.digest[:12]}"]
+        lines += [f"  from  {self.src.describe()}", f"  to    {self.dst.describe()}"]
+        if schedule.is_local(self):
+            lines.append("  nothing is sent: every rank has what it needs")
+            return "\n".join(lines)
+        bound = self.lower_bound
+        ratio = f"{self.wire_bytes / bound:.2f} x the lower bound of {human(bound)}" if bound else "lower bound 0"
+        lines.append(f"  wire  {human(self.wire_bytes)} as {self.wire_dtype}, {ratio}")
+        lines.append(f"  how   {how(self)}")
+        busiest = max(range(self.world_size), key=self.peak_bytes)
+        lines.append(f"  peak  {human(self.peak_bytes(busiest))} on rank {busiest}, result and buffers")
+        lines += _matrix(self) if self.world_size <= _MATRIX_RANKS else _top(self)
+        return "\n".join(lines)
 
 
 _MATRIX_RANKS = 16  # larger worlds print their busiest ranks, not all pairs
 _BUSIEST = 8
-
-
-def explain(plan: ReshardPlan, name: str | None = None) -> str:
-    """Return sends, bytes against the bound, and memory as text."""
-    shape = " x ".join(map(str, plan.shape)) or "scalar"
-    dtype = plan.dtype if plan.dtype == plan.out_dtype else f"{plan.dtype} -> {plan.out_dtype}"
-    what = f"{name + ': ' if name else ''}{'gradient of a reshard' if plan.adjoint else 'reshard'}"
-    lines = [f"{what} of {shape} {dtype}, plan {plan.digest[:12]}"]
-    lines += [f"  from  {plan.src.describe()}", f"  to    {plan.dst.describe()}"]
-    if schedule.is_local(plan):
-        lines.append("  nothing is sent: every rank has what it needs")
-        return "\n".join(lines)
-    bound = plan.lower_bound
-    ratio = f"{plan.wire_bytes / bound:.2f} x the lower bound of {human(bound)}" if bound else "lower bound 0"
-    lines.append(f"  wire  {human(plan.wire_bytes)} as {plan.wire_dtype}, {ratio}")
-    lines.append(f"  how   {how(plan)}")
-    ranks = range(plan.world_size)
-    busiest = max(ranks, key=lambda rank: plan.peak_bytes(rank))
-    lines.append(f"  peak  {human(plan.peak_bytes(busiest))} on rank {busiest}, result and buffers")
-    lines += _matrix(plan) if plan.world_size <= _MATRIX_RANKS else _top(plan)
-    return "\n".join(lines)
 
 
 def how(plan: ReshardPlan) -> str:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import Problem, raise_problems
 from shard_reshard._torch_compat import is_fake, mesh_groups, real_tensors
 from shard_reshard.execution.mover import recall, remember
-from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent, raise_on_all_ranks
+from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent
 from shard_reshard.plan.plan import group_problems
 from shard_reshard.state_dict.meta import local_tensor
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
 
-_STATE_DICT, _CALL, _CHANGES = 3, 4, 5  # topics of gathered rows
+# Numbers of calls among the rows that ranks gather: ranks in different calls raise.
+ONE_SHOT, KEPT_CALL, NEW_RESHARDER = 3, 4, 5
 
 
 class Question(NamedTuple):
@@ -30,18 +32,27 @@ class Question(NamedTuple):
     bucket_bytes: int
     strict: bool
     check: str
-    changed_only: int = 0  # period of full transfers, in calls
-    serial: int = 0  # unique if layouts are a function: results may change
+    changed_only: int = 0  # every how many calls everything is sent
+    serial: int = 0  # of a question that is not to equal another one, though its text does
 
     def text(self) -> str:
-        """Return it as text, for comparison between ranks."""
-        options = (self.bucket_bytes, self.strict, self.check, self.changed_only)
+        """Return it as text; of layouts that are a function, the serial number stands for them."""
+        options = (self.bucket_bytes, self.strict, self.check, self.changed_only, self.serial)
         layouts = self.dst_layouts
         if isinstance(layouts, Mapping):
             text = repr(sorted((name, _layout_text(layout)) for name, layout in layouts.items()))
         else:
-            text = f"function {self.serial}" if callable(layouts) else _layout_text(layouts)
+            text = "a function" if callable(layouts) else _layout_text(layouts)
         return repr(sorted((self.key_map or {}).items())) + repr(options) + text
+
+
+class Agreed(NamedTuple):
+    """A plan that all ranks have compared."""
+
+    plan: StateDictPlan
+    key: tuple[bytes, ...]  # digests of all ranks, for which the plan was made
+    prepared: bool  # every rank has prepared this plan, and found no problem
+    tokens: tuple[bytes, ...]  # of all ranks
 
 
 def metadata_digest(facts: RankMeta, question: Question) -> bytes:
@@ -51,45 +62,76 @@ def metadata_digest(facts: RankMeta, question: Question) -> bytes:
 
 def agreed_plan(
     members: GroupInfo,
+    question: Question,
     facts: RankMeta,
     digest: bytes,
     tensors: Mapping[str, Any],
-    question: Question,
-    repeated: bool = False,
-) -> tuple[StateDictPlan, bool]:
-    """Return the plan for all ranks' metadata, sent only after changes.
+    call: int = ONE_SHOT,
+    problems: Sequence[Problem] = (),
+    prepared: Agreed | None = None,
+    token: bytes = b"",
+) -> Agreed:
+    """Return the plan for the metadata of all ranks, or raise the problems of all on all of them; a collective.
 
-    The second value is True if each rank's call is ``repeated``: equal to an earlier call without problems.
+    Metadata travels only when a rank's changed: else 64 bytes of each rank do.
+
+    Args:
+        members: The group; every member calls.
+        question: What is asked.
+        facts: What this rank has.
+        digest: `metadata_digest` of both.
+        tensors: Source tensors, of which plain ones have to be equal on all ranks that have them.
+        call: One of the numbers above.
+        problems: What keeps this rank from going on.
+        prepared: The agreement that this rank has prepared its tensors for.
+        token: What ranks exchange beside it.
     """
+    problems, sums = list(problems), dict[str, bytes]()
     try:
-        row = digest + values_row(facts, tensors) + bytes([repeated])
-    except Exception as error:
-        raise_on_all_ranks(members, error)
-    rows = [digest + bytes(9)] * members.size  # fake tensors have no peers
+        sums = {} if problems or is_fake(()) else plain_checksums(facts, tensors)
+    except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
+        problems += problems_of(error)
+    if problems:  # as facts that no other call has: all ranks see them
+        facts, prepared = replace(facts, problems=(*facts.problems, *problems)), None
+        digest = metadata_digest(facts, question)
+    values = hashlib.sha256(repr(list(sums.items())).encode()).digest()[:8] if sums else bytes(8)
+    row = digest + values + (bytes(8) if prepared is None else bytes.fromhex(prepared.plan.digest[:16])) + token
+    rows = [row] * members.size  # fake tensors have no other ranks
     if not is_fake(()):
-        rows = all_gather_row(members, _STATE_DICT, row, [f"a state dict of {sorted(facts.sources)}"])
+        rows = all_gather_row(members, call, row, [f"call {call} for a state dict of {sorted(facts.sources)}"])
     key = tuple(row[:24] for row in rows)
-    # With the plan, its layouts: their ids are in the key and must not be reused while the plan is cached.
+    # With the plan, the layouts it was made for: what has an identity alone must not be freed while the plan is here.
     plan, _ = recall(members.group, "state dict plan", key) or (None, None)
-    if plan is not None:
-        agree_on_values(members, facts, tensors, [row[24:32] for row in rows])
-        return plan, all(row[32] for row in rows)
-    plan = _plan_of_all(members, facts, tensors, question)
-    layouts = question.dst_layouts
-    held = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
-    remember(members.group, "state dict plan", key, held)
-    return plan, False
+    if prepared is not None and prepared.key == key:
+        plan = prepared.plan
+    if plan is None:
+        plan = _plan_of_all(members, question, facts, sums)
+        if not question.serial:
+            layouts = question.dst_layouts
+            held = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
+            remember(members.group, "state dict plan", key, held)
+        return Agreed(plan, key, False, tuple(row[40:] for row in rows))
+    if len({row[24:32] for row in rows if any(row[24:32])}) > 1:  # other values, or other names
+        everyone: list[Any] = [None] * members.size
+        dist.all_gather_object(everyone, sums, group=members.group)
+        raise_problems(differing_tensors(everyone))
+    same = {row[32:40] for row in rows} == {bytes.fromhex(plan.digest[:16])}
+    return Agreed(plan, key, same, tuple(row[40:] for row in rows))
 
 
-def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], question: Question) -> StateDictPlan:
-    """Gather the metadata of all ranks and compare the plans derived from it; a collective."""
+def _plan_of_all(members: GroupInfo, question: Question, facts: RankMeta, sums: Mapping[str, bytes]) -> StateDictPlan:
+    """Gather the metadata of all ranks and compare the plans that they make of it; a collective."""
     everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, facts, group=members.group)
-    problems = _plain_problems(members, facts, tensors)
-    plan = None
+    dist.all_gather_object(everyone, (facts, sums), group=members.group)
+    problems, plan = differing_tensors([sums for _, sums in everyone]), None
     try:
         plan = plan_state_dict(
-            everyone, question.dst_layouts, question.key_map, question.bucket_bytes, members.to_group, question.strict
+            [known for known, _ in everyone],
+            question.dst_layouts,
+            question.key_map,
+            question.bucket_bytes,
+            members.to_group,
+            question.strict,
         )
     except Exception as error:  # layouts may be the caller's function
         problems += problems_of(error)
@@ -100,26 +142,6 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
     assert_consistent(members, "a state dict", lines, problems)
     assert plan is not None
     return plan
-
-
-def values_row(facts: RankMeta, tensors: Mapping[str, Any]) -> bytes:
-    """Return eight bytes of digest of this rank's plain tensors; zeros if it has none."""
-    sums = {} if is_fake(()) else plain_checksums(facts, tensors)
-    return hashlib.sha256(repr(list(sums.items())).encode()).digest()[:8] if sums else bytes(8)
-
-
-def agree_on_values(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], rows: list[bytes]) -> None:
-    """Compare plain tensors one by one if ranks with such tensors differ; all ranks raise."""
-    if len({row for row in rows if any(row)}) > 1:  # zeros: a rank without plain tensors
-        problems = _plain_problems(members, facts, tensors)
-        if problems:
-            raise PlanError(problems)
-
-
-def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]) -> list[Problem]:
-    everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, plain_checksums(facts, tensors), group=members.group)
-    return differing_tensors(everyone)
 
 
 def plain_checksums(facts: RankMeta, tensors: Mapping[str, Any]) -> dict[str, bytes]:
@@ -174,31 +196,3 @@ def _layout_text(layout: Any) -> str:
         with real_tensors():
             return f"{layout[0]!r} of ranks {layout[0].mesh.tolist()} in {mesh_groups(layout[0])} {layout[1]!r}"
     return repr(layout)
-
-
-def agree_on_call(
-    members: GroupInfo,
-    plan: StateDictPlan,
-    facts: RankMeta,
-    tensors: Mapping[str, Any],
-    problems: Sequence[Problem],
-    token: bytes = b"",
-) -> list[bytes]:
-    """Compare a call of a kept resharder: plan, plain tensors, problems. All raise before any transfer.
-
-    Returns:
-        The rows of all ranks, with their tokens first.
-    """
-    values = bytes(8)  # zeros: nothing to compare
-    try:
-        values = values if problems else values_row(facts, tensors)
-    except Exception as error:  # an error of this rank stops all
-        problems = (*problems, *problems_of(error))
-    row = token + bytes.fromhex(plan.digest[:32]) + values
-    lines = [f"a call of the resharder of state dict plan {plan.digest}"]
-    rows = all_gather_row(members, _CHANGES if token else _CALL, row, lines, problems)
-    start = len(token)
-    if len({other[start : start + 16] for other in rows}) > 1:
-        assert_consistent(members, "a state dict", lines, problems)
-    agree_on_values(members, facts, tensors, [other[start + 16 : start + 24] for other in rows])
-    return rows

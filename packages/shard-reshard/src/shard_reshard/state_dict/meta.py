@@ -58,13 +58,10 @@ def collect_metadata(
             except Exception as error:
                 listed = problems_of(error)
                 problems += [p.named(name) for p in listed]
-    return RankMeta(
-        _with_ties(sources, state_dict),
-        _with_ties(known_outs, outs),
-        tuple(problems),
-        _shared(known_outs, outs),
-        tuple(name for name in src_layouts if name not in state_dict),
-    )
+    tied_sources, _ = _ties(sources, state_dict)
+    tied_outs, shared = _ties(known_outs, outs)
+    elsewhere = tuple(name for name in src_layouts if name not in state_dict)
+    return RankMeta(tied_sources, tied_outs, tuple(problems), shared, elsewhere)
 
 
 def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: GroupInfo) -> TensorMeta:
@@ -88,29 +85,22 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
     return TensorMeta(bound.shape, dtype_name(value.dtype), bound, name, value.is_meta)
 
 
-def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
-    """Mark tensors of one memory; the order of names is preserved."""
-    first: dict[tuple[object, ...], str] = {}
-    tied: dict[str, TensorMeta] = {}
+def _ties(
+    known: dict[str, TensorMeta], tensors: Mapping[str, Any]
+) -> tuple[dict[str, TensorMeta], tuple[tuple[str, ...], ...]]:
+    """Mark tensors that are one memory and one shard; and return names of one memory, whatever they are shards of."""
+    first: dict[object, str] = {}
+    memories: dict[object, list[str]] = {}
+    tied_to: dict[str, str] = {}
     for name in sorted(known):
-        local, holder = local_tensor(tensors[name]), name
-        if local.numel() and not is_fake((local,)):
-            # On meta every tensor has address 0.
-            place = (storage_key(local), local.storage_offset()) if local.is_meta else local.data_ptr()
-            holder = first.setdefault((place, local.device, local.stride(), *known[name][:3]), name)
-        tied[name] = known[name]._replace(tied_to=holder)
-    return {name: tied[name] for name in known}
-
-
-def _shared(known: Collection[str], tensors: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Return names of one local memory. On meta there is none yet: storage and offset decide."""
-    found: dict[object, list[str]] = {}
-    for name in known:
         local = local_tensor(tensors[name])
         if local.numel() and not is_fake((local,)):
+            # On meta every tensor has address 0.
             place = (storage_key(local), local.storage_offset()) if local.is_meta else ()
-            found.setdefault((place, *memory_of(local)), []).append(name)
-    return tuple(tuple(sorted(names)) for names in found.values() if len(names) > 1)
+            memories.setdefault((place, *memory_of(local)), []).append(name)
+            tied_to[name] = first.setdefault((place, *memory_of(local), *known[name][:3]), name)
+    tied = {name: meta._replace(tied_to=tied_to.get(name, name)) for name, meta in known.items()}
+    return tied, tuple(tuple(names) for names in memories.values() if len(names) > 1)
 
 
 def local_tensor(value: Any) -> torch.Tensor:

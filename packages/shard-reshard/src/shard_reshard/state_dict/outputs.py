@@ -15,7 +15,7 @@ from shard_reshard.execution.checks import ONE_MEMORY_HINT, address, destination
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import BEFORE_WRITING, GroupInfo, assert_consistent
 from shard_reshard.layout.shard_map import torch_dtype
-from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan
+from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMove
 from shard_reshard.state_dict.planner import given_layout
 
 
@@ -27,26 +27,6 @@ class Progress(NamedTuple):
     total: int
     done_bytes: int
     total_bytes: int
-
-
-class DeferredProgress:
-    """A caller's ``progress`` with its first error deferred to the end: peers wait for this rank."""
-
-    def __init__(self, progress: Callable[[Progress], None]) -> None:
-        self._progress = progress
-        self._error: Exception | None = None
-
-    def __call__(self, progress: Progress) -> None:
-        if self._error is None:
-            try:
-                self._progress(progress)
-            except Exception as error:
-                self._error = error
-
-    def end(self) -> None:
-        """Raise the first error."""
-        if self._error is not None:
-            raise self._error
 
 
 class MovedStateDict(dict[str, Any]):
@@ -68,25 +48,61 @@ Ties = list[tuple[str, str]]
 
 
 class LocalTargets:
-    """Destinations and buckets of one rank in a planned state dict, for all calls.
+    """Destinations, buckets and movers of one rank in a planned state dict, for all calls.
+
+    Args:
+        members: The group.
+        plan: The plan.
+        dst_layouts: Destinations as the caller gave them: DTensors come out for layouts of a DeviceMesh.
+        check: See `reshard`.
+        keep: Buffers and views are kept between calls.
+        changed_only: Only changes are sent.
 
     Attributes:
-        shapes: Destination name -> shapes of the local tensors; without names tied to another one.
-        buckets: For each bucket, the moves from this rank, and the destinations on it.
+        shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
+        buckets: For each bucket, the moves that take a source from this rank, and the destinations it fills.
+        movers: For each bucket, what moves it.
     """
 
-    def __init__(self, plan: StateDictPlan, rank: int) -> None:
-        self.plan, self.rank = plan, rank
-        local = {name: layout.local_shapes(rank) for name, (layout, _) in plan.targets.items()}
+    def __init__(
+        self,
+        members: GroupInfo,
+        plan: StateDictPlan,
+        dst_layouts: DstLayouts = None,
+        check: str = "first",
+        keep: bool = False,
+        changed_only: bool = False,
+    ) -> None:
+        self.plan, self.rank, self.members, self._dst_layouts = plan, members.rank, members, dst_layouts
+        local = {name: layout.local_shapes(self.rank) for name, (layout, _) in plan.targets.items()}
         self.shapes = {name: shapes for name, shapes in local.items() if name not in plan.aliases}
         self.dtypes = {name: torch_dtype(plan.targets[name][1]) for name in self.shapes}
-        self.buckets = [
-            (
-                [plan.moves[at] for at in bucket if plan.moves[at].plan.src.local_shapes(rank)],
-                [plan.moves[at].target for at in bucket],
-            )
-            for bucket in plan.buckets
-        ]
+        self.buckets: list[tuple[list[TensorMove], list[str]]] = []
+        self.movers: list[Mover] = []
+        for bucket in plan.buckets:
+            moves = [plan.moves[at] for at in bucket]
+            held = [move for move in moves if move.plan.src.local_shapes(self.rank)]
+            self.buckets.append((held, [move.target for move in moves]))
+            plans = tuple(move.plan for move in moves)
+            # What is prepared for one caller's tensors must not meet another's: then movers are not shared.
+            mover = Mover(plans, members, keep, check) if keep else shared_mover(members, plans, check)
+            if changed_only:
+                mover.changes = ChangeExchange(min(plan.itemsize for plan in plans))
+            self.movers.append(mover)
+        self._wraps: dict[str, Callable[[torch.Tensor], Any] | None] = {}
+
+    def result(self, name: str, tensors: list[torch.Tensor]) -> Any:
+        """Return the tensors of a destination as its caller gets them."""
+        if name not in self._wraps:
+            shape = self.plan.targets[name][0].shape
+            layout = given_layout(name, shape, self._dst_layouts)
+            self._wraps[name] = None
+            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
+                self._wraps[name] = dtensor_maker(as_dtensor(tensors[0], layout[0], tuple(layout[1]), shape))
+        wrap = self._wraps[name]
+        if wrap is not None:
+            return wrap(tensors[0])
+        return tensors[0] if len(tensors) == 1 else tensors
 
     def out_problems(
         self,
@@ -198,22 +214,25 @@ def bucket_calls(here: LocalTargets, sources: Mapping[str, torch.Tensor], arrivi
 
 def move_buckets(
     here: LocalTargets,
-    movers: list[Mover],
     calls: Iterable[Bucket],
     fresh: bool,
-    unchanged: bool,
+    unchanged: bool = False,
     progress: Callable[[Progress], None] | None = None,
-) -> None:
-    """Run the exchanges in sequence."""
-    plan, done_bytes, done = here.plan, 0, 0
+) -> Exception | None:
+    """Run one exchange after the other; return the first error of ``progress``, for which no other rank waits."""
+    plan, done_bytes, done, late = here.plan, 0, 0, None
     sizes = [] if progress is None else [prod(move.plan.shape) * move.plan.itemsize for move in plan.moves]
-    for mover, bucket, (flat, outs) in zip(movers, plan.buckets, calls, strict=True):
+    for mover, bucket, (flat, outs) in zip(here.movers, plan.buckets, calls, strict=True):
         mover.start(flat, outs, False, fresh, unchanged)
-        if progress is None:
-            continue
         for at in bucket:
+            if progress is None or late is not None:
+                break
             done, done_bytes = done + 1, done_bytes + sizes[at]
-            progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, sum(sizes)))
+            try:
+                progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, sum(sizes)))
+            except Exception as error:
+                late = error
+    return late
 
 
 def source_problems(
@@ -233,45 +252,11 @@ def source_problems(
     return problems
 
 
-def mover_for_bucket(
-    members: GroupInfo, plan: StateDictPlan, bucket: tuple[int, ...], check: str, keep: bool, changed_only: bool = False
-) -> Mover:
-    plans = tuple(plan.moves[at].plan for at in bucket)
-    if keep or changed_only:  # prepared calls must not be shared between callers
-        mover = Mover(plans, members, keep, check)
-        mover.changes = ChangeExchange(min(plan.itemsize for plan in plans)) if changed_only else None
-        return mover
-    return shared_mover(members, plans, check)
-
-
-class OutputKinds:
-    """Kinds of results: DTensors for layouts of a DeviceMesh, else local tensors."""
-
-    def __init__(self, plan: StateDictPlan, dst_layouts: DstLayouts) -> None:
-        self._plan, self._dst_layouts = plan, dst_layouts
-        self.wraps: dict[str, Callable[[torch.Tensor], Any] | None] = {}
-
-    def result(self, name: str, tensors: list[torch.Tensor]) -> Any:
-        """Return the tensors of a destination in the caller's form."""
-        if name not in self.wraps:
-            shape = self._plan.targets[name][0].shape
-            layout = given_layout(name, shape, self._dst_layouts)
-            self.wraps[name] = None
-            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
-                self.wraps[name] = dtensor_maker(as_dtensor(tensors[0], layout[0], tuple(layout[1]), shape))
-        wrap = self.wraps[name]
-        if wrap is not None:
-            return wrap(tensors[0])
-        return tensors[0] if len(tensors) == 1 else tensors
-
-
 def write_outputs(
     here: LocalTargets,
     arriving: ReceiveBuffers,
     outs: Mapping[str, Any],
     locals_: Mapping[str, torch.Tensor],
-    kinds: OutputKinds,
-    members: GroupInfo,
     ties: Ties,
 ) -> MovedStateDict:
     """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``).
@@ -288,7 +273,7 @@ def write_outputs(
             if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 found = f"tied to {first} on rank {here.rank}, other values"
                 problems.append(Problem("invalid-out", second, found=found, hint=ONE_MEMORY_HINT))
-        assert_consistent(members, "ties of a state dict", [plan.digest], problems, BEFORE_WRITING)
+        assert_consistent(here.members, "ties of a state dict", [plan.digest], problems, BEFORE_WRITING)
     for name in plan.targets:  # in the order of their names
         if name in arriving.in_place:
             result[name] = outs[name]
@@ -302,6 +287,5 @@ def write_outputs(
                 target.copy_(tensors[0])
             result[name] = outs[name]
         else:
-            wrap = kinds.wraps.get(name)
-            result[name] = wrap(tensors[0]) if wrap is not None else kinds.result(name, tensors)
+            result[name] = here.result(name, tensors)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +16,7 @@ from shard_reshard._shared.problems import Problem
 from shard_reshard.layout.boxes import ShardMapView
 from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.layout.shard_map import ShardMap
+from shard_reshard.plan.schedule import all_ranks_copies
 from shard_reshard.planning.analyze import ReshardPlan, human
 
 
@@ -111,10 +113,21 @@ class StateDictPlan:
     tied: frozenset[str] = frozenset()
     fills: Mapping[str, float | None] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def wire_bytes(self) -> int:
-        """Total bytes sent."""
-        return sum(move.plan.wire_bytes for move in self.moves)
+        """All bytes on the wire, with the padding of messages of several dtypes."""
+        total = 0
+        for bucket in self.buckets:
+            plans = [self.moves[at].plan for at in bucket]
+            padding = max(plan.itemsize for plan in plans) if len({plan.itemsize for plan in plans}) > 1 else 1
+            messages: Counter[tuple[int, int, int]] = Counter()  # bytes by stage and pair of ranks
+            for plan in plans if padding > 1 else ():
+                for copy in all_ranks_copies(plan):
+                    if copy.src_rank != copy.dst_rank:
+                        messages[copy.stage, copy.src_rank, copy.dst_rank] += copy.numel * plan.itemsize
+            total += sum(-(-size // padding) * padding for size in messages.values())
+            total += sum(plan.wire_bytes for plan in plans) if padding == 1 else 0
+        return total
 
     @property
     def lower_bound(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from operator import add
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from shard_spec import Layout, MeshSpec
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.boxes import BoxShardMap, Dims, ShardMapView, tiling_problems
-from shard_reshard.layout.parse import LayoutLike, ToGroup, layout_value, resolve_layout
+from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Index, MeshShardMap, ShardMap
 from shard_reshard.planning.analyze import ReshardPlan
 from shard_reshard.planning.planner import make_plan
@@ -292,31 +293,11 @@ def _dst_layout(
     return resolve_layout(layout, shape, to_group)
 
 
-class LayoutAnswers:
-    """A caller's function of layouts, called once for each tensor: planning and results use the same answers."""
-
-    def __init__(self, function: Callable[[str, tuple[int, ...]], LayoutLike]) -> None:
-        self.function = function
-        self.answers: dict[tuple[str, tuple[int, ...]], LayoutLike] = {}
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> LayoutLike:
-        if (name, shape) not in self.answers:
-            self.answers[name, shape] = self.function(name, shape)
-        return self.answers[name, shape]
-
-    def hold(self) -> bool:
-        """Return True if the function's results are unchanged; results that are no plain values may differ unseen."""
-        known = {asked: layout_value(answer) for asked, answer in self.answers.items()}
-        return None not in known.values() and all(
-            layout_value(self.function(*asked)) == answer for asked, answer in known.items()
-        )
-
-
 def kept_layouts(dst_layouts: DstLayouts) -> DstLayouts:
-    """Copy layouts, so that the caller's later changes have no effect."""
+    """Return layouts that a caller's later changes do not reach; a function is asked once for each tensor."""
     if isinstance(dst_layouts, Mapping):
         return dict(dst_layouts)
-    return LayoutAnswers(dst_layouts) if callable(dst_layouts) else dst_layouts
+    return cache(dst_layouts) if callable(dst_layouts) else dst_layouts
 
 
 def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> LayoutLike | None:

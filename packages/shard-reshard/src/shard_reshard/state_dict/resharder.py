@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -11,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard._torch_compat import declared_layouts, is_fake
-from shard_reshard.execution.changes import ChangeChain
 from shard_reshard.execution.checks import (
     Match,
     TensorGuards,
@@ -26,23 +26,29 @@ from shard_reshard.execution.checks import (
 from shard_reshard.execution.mover import NotPicklable, remember, remembered
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_value
-from shard_reshard.state_dict.agreement import Question, agree_on_call, agreed_plan, metadata_digest
+from shard_reshard.state_dict.agreement import (
+    KEPT_CALL,
+    NEW_RESHARDER,
+    ONE_SHOT,
+    Agreed,
+    Question,
+    agreed_plan,
+    metadata_digest,
+)
 from shard_reshard.state_dict.meta import LayoutChecker, collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import (
     Bucket,
     LocalTargets,
     MovedStateDict,
-    OutputKinds,
     ReceiveBuffers,
     Ties,
     bucket_calls,
     move_buckets,
-    mover_for_bucket,
     source_problems,
     write_outputs,
 )
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, StateDictPlan
-from shard_reshard.state_dict.planner import LayoutAnswers, kept_layouts
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap
+from shard_reshard.state_dict.planner import kept_layouts
 
 
 def reshard_state_dict(
@@ -92,31 +98,17 @@ def reshard_state_dict(
     if torch.compiler.is_compiling():
         not_compiled("reshard_state_dict")
     not_transformed("reshard_state_dict")
-    members = group_info(group)
-    recent = None
+    members, recent = group_info(group), None
     try:
-        values = [None if part is None else _as_values(part) for part in (dst_layouts, src_layouts)]
-        comparable = (dst_layouts is None or values[0] is not None) and (src_layouts is None or values[1] is not None)
         shapes, key_map = _snapshot(shapes), _snapshot(key_map)
-        asked = values, shapes, key_map, bucket_bytes, strict, check
+        asked = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, bucket_bytes, strict, check
         tensors, targets = tensors_of(state_dict), tensors_of(out)
-        recent = _recent_resharder(members, asked, tensors, targets) if comparable else None
+        recent = None if None in asked[:2] else _recent_resharder(members, asked, tensors, targets)
     except Exception as error:
         raise_on_all_ranks(members, error)
     if recent is not None:
         resharder, compared = recent
-        call = resharder._prepare(tensors, targets, atomic, compared)
-        facts, digest = resharder._facts, resharder._digest
-        if call.problems:  # unique metadata: all ranks gather it, and raise
-            facts = replace(facts, problems=tuple(call.problems))
-            digest = metadata_digest(facts, resharder._question)
-        plan, repeated = agreed_plan(members, facts, digest, tensors, resharder._question, True)
-        if plan is not resharder.plan:  # tensors of other ranks have changed
-            resharder._follow(plan)
-            call = resharder._prepare(tensors, targets, atomic)
-        # A rank with a new call may have problems of its own: then all compare.
-        resharder._agreed = repeated and check == "first"
-        resharder._compare(call)
+        call, _ = resharder._agree(resharder._prepare(tensors, targets, atomic, compared), ONE_SHOT)
         return resharder._move(call)
     resharder = _OneShot(
         state_dict,
@@ -133,8 +125,9 @@ def reshard_state_dict(
     call = resharder._prepare(tensors, targets, atomic)
     resharder._compare(call)
     result = resharder._move(call)
-    if comparable and resharder._guards is not None:
-        remember(members.group, "state dict", object(), (asked, resharder))
+    if None not in asked[:2] and resharder._guards is not None:
+        resharder._asked = asked
+        remember(members.group, "state dict", object(), resharder)
     return result
 
 
@@ -156,6 +149,7 @@ class StateDictResharder(NotPicklable):
 
     _instead = "make another one, on every rank of the group"
     _keeps = True  # buffers and views between calls
+    _asked: object = None  # arguments of a one-shot call
 
     def __init__(
         self,
@@ -177,38 +171,32 @@ class StateDictResharder(NotPicklable):
         try:
             self._check = check_mode(check)
             tensors, targets = tensors_of(state_dict), tensors_of(out)
-            self._chain = ChangeChain(anchor_every) if changed_only else None
+            # Every how many calls everything is sent; 0: in every call.
+            self._anchor_every = _positive(anchor_every) if changed_only else 0
+            self._calls, self._token = self._anchor_every, os.urandom(16)  # the first call sends everything
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
             layouts = kept_layouts(dst_layouts)
+            serial = next(_SERIALS) if self._keeps or callable(layouts) else 0
             self._question = Question(
-                layouts,
-                _snapshot(key_map),
-                bucket_bytes,
-                strict,
-                check,
-                anchor_every if changed_only else 0,
-                next(_SERIALS) if isinstance(layouts, LayoutAnswers) else 0,
+                layouts, _snapshot(key_map), bucket_bytes, strict, check, self._anchor_every, serial
             )
             self._digest = metadata_digest(facts, self._question)
         except Exception as error:
             raise_on_all_ranks(self._members, error)
         self._facts = facts
-        self._follow(agreed_plan(self._members, facts, self._digest, tensors, self._question)[0])
+        call = NEW_RESHARDER if self._keeps else ONE_SHOT
+        self._follow(agreed_plan(self._members, self._question, facts, self._digest, tensors, call))
 
-    def _follow(self, plan: StateDictPlan) -> None:
-        """Derive this rank's share of a plan, once for all calls."""
-        self.plan = plan
+    def _follow(self, agreed: Agreed) -> None:
+        """Work out, once for all calls, what this rank does in a plan."""
+        self._agreed, self.plan = agreed, (plan := agreed.plan)
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
         self._layout_checks = LayoutChecker(plan, self._facts.sources, dropped, self._members)
-        self._here = LocalTargets(plan, self._members.rank)
-        self._kinds = OutputKinds(plan, self._question.dst_layouts)
-        self._movers = [
-            mover_for_bucket(self._members, plan, bucket, self._check, self._keeps, self._chain is not None)
-            for bucket in plan.buckets
-        ]
-        self._agreed = False  # True after all ranks compared the plan
-        self._guards: StateGuards | None = None  # guards on the last call's tensors
-        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # prepared for them, if all are filled in place
+        layouts, changed_only = self._question.dst_layouts, self._anchor_every > 0
+        self._here = LocalTargets(self._members, plan, layouts, self._check, self._keeps, changed_only)
+        self._compared = False  # all ranks have compared their tensors with the plan
+        self._guards: StateGuards | None = None  # on the tensors of the last call
+        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
 
     def __call__(
         self,
@@ -229,20 +217,36 @@ class StateDictResharder(NotPicklable):
         except Exception as error:
             problems = problems_of(error)
         call = self._prepare(tensors, targets, atomic, problems=problems)
-        if is_fake(()) or (self._chain is None and self._check == "first"):
+        if is_fake(()) or (not self._anchor_every and self._check == "first"):
             self._compare(call)
             return self._move(call)
-        token = b"" if self._chain is None else self._chain.begin()
-        rows = agree_on_call(self._members, self.plan, self._facts, tensors, call.problems, token)
-        if self._chain is None:
-            return self._move(call)
-        full = self._chain.needs_all(rows)
-        for mover in self._movers:
+        if not self._anchor_every:
+            return self._move(self._agree(call, KEPT_CALL)[0])
+        # Ranks that ended the call before have one token; one that fails here has a token that no other has.
+        token, self._token = self._token, os.urandom(16)
+        call, tokens = self._agree(call, KEPT_CALL, token)
+        full = len(set(tokens)) > 1 or self._calls >= self._anchor_every
+        self._calls = 1 if full else self._calls + 1
+        for mover in self._here.movers:
             assert mover.changes is not None
             mover.changes.begin(full)
         result = self._move(call)
-        self._chain.done()
+        self._token = hashlib.sha256(b"".join(tokens)).digest()[:16]
         return result
+
+    def _agree(self, call: PreparedState, kind: int, token: bytes = b"") -> tuple[PreparedState, tuple[bytes, ...]]:
+        """Compare a call with those of all ranks; return it, prepared for the plan of all, and their tokens."""
+        agreed = agreed_plan(
+            *(self._members, self._question, self._facts, self._digest, call.tensors),
+            *(kind, call.problems, self._agreed, token),
+        )
+        if agreed.plan is not self.plan:  # other ranks have other tensors now
+            self._follow(agreed)
+            call = self._prepare(call.tensors, call.targets, call.atomic)
+        self._agreed = agreed
+        if not agreed.prepared:
+            assert_consistent(self._members, "a state dict", [f"tensors of plan {self.plan.digest}"], call.problems)
+        return call, agreed.tokens
 
     def _matched(
         self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
@@ -302,12 +306,11 @@ class StateDictResharder(NotPicklable):
 
     def _compare(self, call: PreparedState) -> None:
         """Raise the problems of all ranks on all of them; after a checked first call, of this rank alone."""
-        if self._agreed:
-            if call.problems:
-                raise PlanError(call.problems)
+        if self._compared:
+            raise_problems(call.problems)
             return
         assert_consistent(self._members, "a state dict", [f"tensors of plan {self.plan.digest}"], call.problems)
-        self._agreed = self._check == "first" and not is_fake(())
+        self._compared = self._check == "first" and not is_fake(())
 
     def _move(self, call: PreparedState) -> MovedStateDict:
         """Move the tensors of a call without problems."""
@@ -315,13 +318,15 @@ class StateDictResharder(NotPicklable):
         assert arriving is not None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
-                self._guards = StateGuards.of(call)
+                guards = record_guards([*call.sources.values(), *call.outs.values()])
+                comparable = guards is not None and len(call.outs) == len(call.targets)
+                self._guards = StateGuards(call, guards) if guards is not None and comparable else None
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             arriving.fill(self.plan.fills, call.outs)
             unchanged = call.match is Match.MEMORY
-            move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged)
-            result = write_outputs(here, arriving, call.targets, call.outs, self._kinds, self._members, call.tied_outs)
+            move_buckets(here, call.buckets, arriving.fresh, unchanged)
+            result = write_outputs(here, arriving, call.targets, call.outs, call.tied_outs)
         result.plan = self.plan
         return result
 
@@ -353,12 +358,6 @@ class PreparedState(NamedTuple):
 
 class StateGuards:
     """Guards on the tensors of both sides of a state dict: names, declared layouts, metadata of local tensors."""
-
-    @classmethod
-    def of(cls, call: PreparedState) -> StateGuards | None:
-        """Return guards on the tensors of a call; None if some cannot be compared."""
-        guards = record_guards([*call.sources.values(), *call.outs.values()])
-        return None if guards is None or len(call.outs) != len(call.targets) else cls(call, guards)
 
     def __init__(self, call: PreparedState, guards: TensorGuards) -> None:
         self.atomic, self._guards, self.ties = call.atomic, guards, _ties(call.sources, call.outs)
@@ -396,17 +395,22 @@ def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor])
 def _recent_resharder(
     members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> tuple[StateDictResharder, Compared] | None:
-    """Return a resharder of an earlier one-shot call with equal arguments, metadata and ties."""
-    for before, resharder in reversed(remembered(members.group, "state dict")):
+    """Return a resharder of an earlier one-shot call of the same arguments and metadata, ties among it."""
+    for resharder in reversed(remembered(members.group, "state dict")):
         guards = resharder._guards
-        if before == asked and guards is not None:
+        if resharder._asked == asked and guards is not None:
             with torch.no_grad():  # as when they were recorded
                 sources, outs, match = compared = resharder._matched(tensors, targets)
-            same = match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties)
-            layouts = resharder._question.dst_layouts
-            if same and (not isinstance(layouts, LayoutAnswers) or layouts.hold()):
+            if match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties):
                 return resharder, compared
     return None
+
+
+def _positive(given: object) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        hint = "a number of calls: 1 sends everything in every call"
+        raise PlanError(Problem("invalid-argument", "anchor_every", found=repr(given), hint=hint))
+    return given
 
 
 _SERIALS = count(1)
@@ -418,8 +422,8 @@ def _snapshot(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _as_values(layouts: Any) -> Any:
-    """Return layouts as comparable values; None if they hold tensors or are no values."""
+    """Return layouts as values that compare; None for those that hold tensors, and for functions."""
     if isinstance(layouts, Mapping):
         found = {name: layout_value(layout) for name, layout in layouts.items()}
         return None if None in found.values() else found
-    return layouts if callable(layouts) else layout_value(layouts)
+    return () if layouts is None else layout_value(layouts)
