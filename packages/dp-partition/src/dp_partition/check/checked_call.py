@@ -16,14 +16,13 @@ import math
 import os
 import secrets
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dp_partition._shared.consensus import all_gather_objects
-from dp_partition._shared.execution_check import RandomState
+from dp_partition._shared.execution_check import Precision, RandomState
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, global_modes, pytree
 from dp_partition.capture.arguments import CallArguments
@@ -41,12 +40,9 @@ from dp_partition.check.reference import (
 from dp_partition.check.verdict import (
     INTEGERS,
     Difference,
-    InDouble,
-    Recorder,
     differences,
     measure,
     perturbation,
-    to_double,
 )
 from dp_partition.mesh import all_groups
 from dp_partition.ops import is_collective
@@ -173,17 +169,14 @@ class CheckedCall:
         """Leave out what right results differ by as well."""
         noise = dict.fromkeys((one.name for one in found), 0.0)
         post, after = Snapshot(self.binding, self.arguments), self.random_state()
-        recorder = Recorder()
-        self.variation(None, recorder)
-        modes: list[tuple[Transform, Any]] = [(to_double, InDouble(recorder.recording))]
-        modes += [(perturbation(recorder.recording, seed), None) for seed in range(NUM_PERTURBED)]
-        for transform, mode in modes:
-            outcome = self.variation(transform, mode)
+        precision = Precision()
+        with precision:
+            self.variation(None)
+        for seed in range(NUM_PERTURBED):
+            outcome = self.variation(perturbation(precision.epsilon, seed))
             if outcome is not None and reference is not None:
                 for name in noise:
-                    error = measure(name, outcome, reference)
-                    if mode is None or error < 0.2:  # what double precision changes more is another computation
-                        noise[name] = max(noise[name], error)
+                    noise[name] = max(noise[name], measure(name, outcome, reference))
         post.restore()
         after.restore()
         return [
@@ -193,7 +186,7 @@ class CheckedCall:
             and not (self.is_count(one.name, reference) and one.error < INTEGERS)
         ]
 
-    def variation(self, transform: Transform | None, mode: Any) -> Outcome | None:
+    def variation(self, transform: Transform | None) -> Outcome | None:
         """Outcome of another right run; None where it does not go through."""
         self.before.restore()
         self.random.restore()
@@ -203,8 +196,7 @@ class CheckedCall:
             copied = None
         if not all(self.gather(copied is not None)) or copied is None:
             return None
-        with mode or nullcontext():
-            return self.reference(copied).outcome
+        return self.reference(copied).outcome
 
     def is_count(self, name: str, reference: Outcome | None) -> bool:
         """Return whether a value is made of integers, which rounding decides only at ties."""
