@@ -388,7 +388,6 @@ class Runner:
         call: CallArguments,
         device: str | None = None,
         marked: tuple[int, ...] = (),
-        keep_views: bool = False,
     ) -> Program:
         """Trace and partition once."""
         check_arguments(self.name, step_state.optimizers, call.leaves)
@@ -405,7 +404,7 @@ class Runner:
         contents = PythonState(self.function, call.args, call.kwargs)
         arguments = (self.function, call.args, call.kwargs, step_state, plan, self.mesh)
         try:
-            program = build_program(*arguments, *settings, keep_views=keep_views or bool(marked))
+            program = build_program(*arguments, *settings)
             self.check_python_state(before, self.python_state(step_state, call), contents.changes())
         except Exception as error:
             contents.restore()
@@ -477,7 +476,7 @@ class Runner:
         sizes = program.sizes_of(call.leaves)
         if not sizes or sizes in program.right_sizes or len(program.right_sizes) > 1:
             return True
-        static = self.trace(step_state, plan, call, keep_views=True)
+        static = self.trace(step_state, plan, call)
         outputs = program.capture.returned.everything, static.capture.returned.everything
         difference = first_difference(program.module.graph, static.module.graph, outputs)
         if difference:
