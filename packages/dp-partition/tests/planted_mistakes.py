@@ -195,7 +195,7 @@ MENDED: dict[str, Cause] = {
     ),
     "5 config module": Cause(
         lambda: configured,
-        lambda: patch.object(fingerprint.FunctionReads, "read", lambda self: ()),
+        lambda: patch.object(fingerprint.FunctionReads, "read", lambda self, *placed: ()),
         between=_set(CONFIG, "scale", 3.0),
     ),
     "5 counter": Cause(counting, lambda: patch.object(runner.Runner, "check_python_state", lambda *args: None)),

@@ -1,7 +1,6 @@
 """One walk over everything a step can reach: arguments, bound objects, closures, globals that its code names.
 
-A graph takes its model from arguments. A step that runs eagerly may keep it anywhere, so the eager way looks
-there, too.
+A step may keep its model and optimizers in its arguments, in ``self``, a closure or a global.
 """
 
 from __future__ import annotations
