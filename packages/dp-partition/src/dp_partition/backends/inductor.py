@@ -79,7 +79,7 @@ def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
     compiled = {f"submod_{number}" for number in pieces.values() if number % 2}
     plain = [node for node, number in pieces.items() if not number % 2 and is_op(node) and not is_collective(node)]
     kept = Counter(base_name(n) for n in plain if base_name(n) not in ("wait_tensor", "_local_scalar_dense"))
-    whole = split_module(fx.GraphModule(module, graph), module, pieces.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+    whole = split_module(fx.GraphModule(module, graph), module, pieces.__getitem__, keep_original_order=True)
     for node in list(whole.graph.nodes):
         if node.op == "call_module":
             piece: Any = getattr(whole, str(node.target))
