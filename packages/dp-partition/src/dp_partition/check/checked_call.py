@@ -3,8 +3,8 @@
 The recipe (all ranks alike, since the copy and the averages communicate):
 
 1. agree that the copy fits, take a snapshot to go back to, copy the step;
-2. run the graph;
-3. run the copy from the same random numbers, and compare;
+2. run the copy; where it raises on any rank, all raise, before a collective of the graph;
+3. run the graph from the same random numbers, and compare;
 4. what is suspicious on any rank is judged by more runs of the copy;
 5. on a mismatch restore the snapshot and raise on every rank.
 """
@@ -16,6 +16,8 @@ import math
 import os
 import secrets
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -110,56 +112,71 @@ class CheckedCall:
             raise CheckMismatch([problem], "the step cannot be compared with its eager run")
         if copied is None or reasons:
             return self.unchecked(reasons[0][1])
-        result = self.graph_run(self.gradients)
-        after = self.random_state()
-        try:
-            versions, modes = self.versions(), global_modes()
-            self.random.restore()
-            ended = self.reference(copied)
+        with self.taken_back():
+            ended = self.own_run(copied)
             del copied
-            drawn = self.random_state()
-            after.restore()
-            if ended.outcome is not None and modes != global_modes():
-                torch.set_grad_enabled(modes[0])
-                ended = Ended(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
-            self.conclude(ended, result, versions, self.draws_alike(after, drawn))
+        drawn = self.random_state()
+        self.random.restore()
+        result = self.graph_run(self.gradients)
+        with self.taken_back():
+            self.conclude(ended, result, self.draws_alike(self.random_state(), drawn))
             self.advance(unseen=self.any_unseen())
+        return result
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Leave everything as before the call where the block raises: a peer died, or the caller interrupts."""
+        try:
+            yield
         except CheckMismatch:
             raise
-        except BaseException as error:  # a peer died, or the caller interrupts: the graph has run, the check has not
+        except BaseException as error:
             self.roll_back()
             error.add_note(f"raised by the check of {self.runner.subject}; everything is as before the call")
             raise
-        return result
 
-    def conclude(self, ended: Ended, result: Any, versions: list[int], draws_alike: bool) -> None:
-        """Compare, and raise on every rank what any rank found."""
-        found: list[Difference] = []
+    def own_run(self, copied: StepCopy) -> Ended:
+        """Run the copy; raise on every rank where it fails on any.
+
+        The graph has not run then, so no rank waits in one of its collectives for one that has raised.
+        """
+        versions, modes = self.versions(), global_modes()
+        ended = self.reference(copied)
+        if ended.outcome is not None and modes != global_modes():
+            torch.set_grad_enabled(modes[0])
+            ended = Ended(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
         failure = None
         if self.versions() != versions:
             failure = "the step reaches the live model past its arguments: the copy of it wrote to live tensors"
         elif ended.error is not None:
-            failure = f"the step raised {type(ended.error).__name__}: {ended.error}, and its graph did not"
-        elif ended.outcome is not None:
+            failure = f"the step raised {type(ended.error).__name__}: {ended.error}"
+        failed = [(rank, text) for rank, text in enumerate(self.gather(failure)) if text is not None]
+        if failed:
+            if ended.is_own and ended.error is not None and not self.runner.switches:
+                raise ended.error  # where nothing is tried once more, the rank's own error is its own
+            self.roll_back()
+            name, hint = self.runner.name, f"in call {self.runner.schedule.calls}; everything is as before it"
+            problems = [Problem("check-error", name, found=f"rank {r}: {t}"[:600], hint=hint) for r, t in failed]
+            raise CheckMismatch(problems, "the step's own run on a copy failed") from ended.error
+        return ended
+
+    def conclude(self, ended: Ended, result: Any, draws_alike: bool) -> None:
+        """Compare, and raise on every rank what any rank found."""
+        found: list[Difference] = []
+        if ended.outcome is not None:
             graph = live_outcome(self.binding, self.arguments, result, self.before.local)
             graph.add_gradients(self.gradients)
             found = differences(graph, ended.outcome)
             if not draws_alike:
                 found.append(Difference("random numbers", math.inf, "generators stand elsewhere after the graph"))
             self.count_gradients(ended.outcome)
-        rows = self.gather((failure, ended.unchecked, len(found)))
-        failed = [(rank, text) for rank, (text, _, _) in enumerate(rows) if text is not None]
-        if failed:
-            self.roll_back()
-            name, hint = self.runner.name, "use check='never' only if this is intended"
-            problems = [Problem("check-error", name, found=f"rank {r}: {t}"[:600], hint=hint) for r, t in failed]
-            raise CheckMismatch(problems, "the step's eager run failed where its graph did not") from ended.error
-        reason = next((text for _, text, _ in rows if text), "")
+        rows = self.gather((ended.unchecked, len(found)))
+        reason = next((text for text, _ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
             self.program.is_checked = True  # another check of it would come to the same end
             return
-        if any(count for _, _, count in rows):
+        if any(count for _, count in rows):
             found = self.judged(found, ended.outcome)  # communicates: all ranks take part
         self.raise_mismatch(found)
         self.program.is_checked = True
@@ -255,8 +272,8 @@ class CheckedCall:
 
     def reference(self, copied: StepCopy) -> Ended:
         """Run a copy of the step."""
-        settings, placements = self.runner.settings, self.program.gradient_placements()
-        wanted = {name: placements[name] for name in self.gradients}
+        settings = self.runner.settings
+        wanted = {} if self.program.lowered is not None else self.program.gradient_placements()
         averages = bool(self.program.capture.gradients)
         return run_reference(copied, self.binding, settings, averages, wanted)
 
