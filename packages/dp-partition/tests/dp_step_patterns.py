@@ -117,6 +117,19 @@ def _radam_and_plateau() -> tuple[Step, Values]:
 
 
 @pattern
+def _backward_of_inputs() -> tuple[Step, Values]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward(inputs=list(model.parameters()))
+        optimizer.step()
+
+    return step, lambda: list(model.parameters())
+
+
+@pattern
 def _adafactor() -> tuple[Step, Values]:
     model = mlp()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)

@@ -24,7 +24,6 @@ from dp_partition._torch_compat import pytree
 from dp_partition.api import runner_of
 from dp_partition.capture import arguments, fingerprint, hyperparameters, random_replay
 from dp_partition.ops import aten, is_collective, is_op, is_wait, mutated_inputs
-from dp_partition.passes import peephole
 from dp_partition.sharding.op_rules import pointwise
 from dp_partition.sharding.op_rules.table import R
 from torch import fx, nn
@@ -78,11 +77,6 @@ class Batch:
 
 def of_object(model: nn.Module, optim: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
     return plain(model, optim, batch.x, batch.y)
-
-
-def rotary(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    turned = torch.view_as_complex(model(x).view(-1, 4, 2)) * torch.polar(torch.ones(4), torch.arange(4.0)).to(x.device)
-    return finish(F.mse_loss(torch.view_as_real(turned).flatten(1), y), model, optim)
 
 
 def recomputed(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -165,12 +159,6 @@ def _linear_in_each_node(call: Any, name: str, operands: list[fx.Node]) -> Itera
         yield {node: (kind if node is partial[0] else R) for node in operands}, kind
 
 
-def _place_without_bits(node: fx.Node) -> Any:
-    value: Any = node.meta.get("val")
-    same = isinstance(value, torch.Tensor)
-    return (value.shape, value.stride(), value.storage_offset(), value.dtype) if same else None
-
-
 def _swap_groups(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     one, other = optim.param_groups
     one["params"], other["params"] = other["params"], one["params"]
@@ -197,7 +185,6 @@ MENDED: dict[str, Cause] = {
         ),
         batch=lambda x, y: (Batch(x, y),),
     ),
-    "2 conjugate view": Cause(lambda: rotary, lambda: patch.object(peephole, "place_of", _place_without_bits)),
     "3 recomputed dropout": Cause(
         lambda: recomputed, lambda: patch.object(random_replay.RandomReplay, "installed", lambda self: nullcontext())
     ),
@@ -208,7 +195,7 @@ MENDED: dict[str, Cause] = {
     ),
     "5 config module": Cause(
         lambda: configured,
-        lambda: patch.object(fingerprint.FunctionReads, "read", lambda self: ()),
+        lambda: patch.object(fingerprint.FunctionReads, "read", lambda self, *placed: ()),
         between=_set(CONFIG, "scale", 3.0),
     ),
     "5 counter": Cause(counting, lambda: patch.object(runner.Runner, "check_python_state", lambda *args: None)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -53,18 +54,45 @@ def test_a_step_that_fails_leaves_everything_as_it_was(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(ranks.device)
     optim = FUSED(model.parameters())
-    step = dp.compile(failing_step, capture="always", mesh=mesh, style="replicate")
+    step = dp.compile(failing_step, capture="always", mesh=mesh, style="replicate", check="first")
     x = torch.ones(4, 8, device=ranks.device) * (1 + ranks.rank)
-    step(model, optim, x, torch.tensor([0, 1], device=ranks.device))
+    for _ in range(2):
+        step(model, optim, x, torch.tensor([0, 1], device=ranks.device))
     before = [t.clone() for t in (*model.state_dict().values(), *(s for d in optim.state.values() for s in d.values()))]
     if ranks.device.type == "cpu":  # on a GPU an assertion in a kernel ends the process
         with pytest.raises(IndexError) as caught:
             step(model, optim, x, torch.tensor([0, 99]))
         notes = "".join(caught.value.__notes__)
-        assert "call 2 of failing_step on rank" in notes and "as they were before the step" in notes
+        assert "call 3 of failing_step on rank" in notes and "as they were before the step" in notes
         assert "raised by node index (aten.index.Tensor)" in notes, notes
     after = [*model.state_dict().values(), *(s for d in optim.state.values() for s in d.values())]
     assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 19
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("capture", ["always", "auto"])
+def test_an_error_of_one_rank_in_a_checked_call_reaches_all(ranks: Ranks, capture: Any) -> None:
+    """Its peers would wait in a collective of the graph until the group's timeout."""
+    model = models.seeded(models.mlp).to(ranks.device)
+    optim = FUSED(model.parameters())
+    step = dp.compile(failing_step, capture=capture, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
+    right, wrong = torch.tensor([0, 1]), torch.tensor([0, 99 if ranks.rank else 1])
+    x = torch.ones(4, 8) * (1 + ranks.rank)
+    step(model, optim, x, right)
+    before = [t.detach().clone() for t in (*model.parameters(), *(s for d in optim.state.values() for s in d.values()))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises((IndexError, dp.PlanError)) as caught:
+            step(model, optim, x, wrong)
+    assert isinstance(caught.value, IndexError) == (ranks.rank == 1)
+    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+    assert "call 2" in told if capture == "always" else "rank-failed" in told or ranks.rank, told
+    after = [*model.parameters(), *(s for d in optim.state.values() for s in d.values())]
+    if capture == "always":
+        assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(model, optim, x, right)  # the next call works
 
 
 @pytest.mark.ranks(2)

@@ -264,38 +264,16 @@ def inductor_problem(device_type: str) -> str | None:
     return None if has_triton() else f"no working Triton for {device_type}"
 
 
-def inductor_compile(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[[list[Any]], Any]:
-    """Compile a graph of tensors for inputs of the examples' shapes, strides, dtypes and devices.
+def inductor_compile(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """Compile a graph of tensors for inputs of the examples' shapes, strides, dtypes, devices and shared memory.
 
     Args:
-        module: Writes its inputs as in its graph; returns a list of tensors.
-        examples: Tensors, real or fake; only their metadata is used.
-
-    Returns:
-        A function of a list of inputs; it may empty the list.
+        module: Writes its inputs as its graph says; returns a tuple of tensors.
+        examples: Fake tensors; only their metadata is used.
     """
-    with warnings.catch_warnings():
+    from torch._inductor import standalone_compile
+
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of torch, about torch
-        compiled: Callable[[list[Any]], Any] = _compile(module, examples)
+        compiled: Callable[..., Any] = standalone_compile(module, examples, dynamic_shapes="from_example_inputs")
     return compiled
-
-
-def _compile(module: torch.fx.GraphModule, examples: list[Any]) -> Any:
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.virtualized import V
-
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    with mode:
-        fakes = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
-    with torch.no_grad(), mode:
-        functional = torch.func.functionalize(module, remove="mutations")
-        traced = make_fx(functional, decomposition_table=select_decomp_table())(*fakes)
-    with torch.no_grad(), V.set_fake_mode(mode), tracing(TracingContext(mode)):
-        joint_graph_passes(traced)
-        record_original_output_strides(traced)
-        output = next(node for node in traced.graph.nodes if node.op == "output")
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keep their strides
-        return compile_fx_inner(traced, fakes, is_inference=True)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.analysis.comms import explain_messages, messages_of
+from dp_partition.analysis.comms import explain_messages, explain_sums, messages_of
 from dp_partition.plan.placements import DataParallelStyle, parse_style
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.plan.settings import Backend, Batch, CommConfig, Semantics, Settings, Style
@@ -192,14 +192,18 @@ class Step:
         return module
 
     def explain(self, name: str | None = None) -> str:
-        """Return text about one parameter, by its full name, or about all."""
-        text = self.plan.explain(name)
-        if name is None or self._runner.eager is not None:
-            program = self._runner.latest
-            lowered = None if program is None else program.lowered  # None: before the first call, or eager backend
-            return text if lowered is None else f"{text}\n{lowered.explain()}"
+        """Text about one parameter, by its full name, or about all and what a step sends and reads."""
+        lines = [self.plan.explain(name)]
+        if self._runner.eager is not None:
+            return lines[0]
         messages = messages_of(self.graph.graph, self.plan.world)
-        return "\n".join([text, *explain_messages(messages, self.plan[name].info.name)])
+        if name is not None:
+            return "\n".join([*lines, *explain_messages(messages, self.plan[name].info.name)])
+        lines += explain_sums(messages)
+        if self._runner.reads.past:
+            lines.append(f"  reads past its arguments: {', '.join(sorted(self._runner.reads.past))}")
+        program = self._runner.latest
+        return "\n".join(lines if program is None or program.lowered is None else [*lines, program.lowered.explain()])
 
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
         """Hold full plain parameters in the block, for eager code on every rank alike.

@@ -28,7 +28,7 @@ from dp_partition.passes.local_shapes import local_inputs
 from dp_partition.passes.microbatch import repeat_for_microbatches
 from dp_partition.passes.moves import Mover
 from dp_partition.passes.normalize import normalize
-from dp_partition.passes.peephole import make_contiguous_for_fused, remove_redundant_views, send_alone
+from dp_partition.passes.peephole import make_contiguous_for_fused, send_alone
 from dp_partition.passes.reshard_after_forward import reshard_after_forward
 from dp_partition.passes.zero import update_own_rows
 from dp_partition.plan.placements import NodeType, RankLocal
@@ -60,7 +60,6 @@ def build_program(
     reshard: bool | frozenset[str] = False,
     device: str | None = None,
     marked: tuple[int, ...] = (),
-    keep_views: bool = False,
 ) -> Program:
     """Trace a step and partition it for this rank."""
     capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, device, marked)
@@ -73,9 +72,7 @@ def build_program(
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
     groups = shard_group(mesh).group_name, replica_group_name(mesh)
-    partition_for_rank(
-        capture.module, plans, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh), keep_views
-    )
+    partition_for_rank(capture.module, plans, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh))
     return Program(capture, capture.inputs, returned, mesh, fakes)
 
 
@@ -152,7 +149,6 @@ def partition_for_rank(
     comm: CommConfig,
     replica_group: str = "",
     replicas: int = 1,
-    keep_views: bool = False,
 ) -> GraphModule:
     """Turn a planned graph into the graph of ``rank``, in place.
 
@@ -164,15 +160,13 @@ def partition_for_rank(
         world: Number of ranks on the axis of its placements.
         rank: Rank on that axis.
         group: Name of the group of that axis.
-        comm: Settings of communication.
-        replica_group: Name of a second group to average gradients over; empty: none.
-        replicas: Number of ranks in it.
-        keep_views: Keep views apart that are equal at the sizes of the trace: at others they may not be.
+        comm: How communication is arranged.
+        replica_group: Name of the group over whose ranks gradients are averaged as well; empty: none.
+        replicas: Number of ranks of that.
     """
     graph = module.graph
     mover = Mover(graph, world, rank, group, replica_group, replicas)
-    traced = set(graph.nodes)
-    # Moves each input to its planned placement, one collective a tensor.
+    # Brings each input where its node wants it, one collective a tensor.
     inserter = Inserter(module, plans, mover)
     inserter.run()
     # Fused optimizer kernels get contiguous tensors.
@@ -183,8 +177,6 @@ def partition_for_rank(
     erase_tags(graph)
     # Needs a graph without tags. A gradient alone in its message is not packed.
     send_alone(graph)
-    # Erases views that equal an earlier node.
-    remove_redundant_views(graph, set() if keep_views else traced)
     graph.lint()
     return module
 

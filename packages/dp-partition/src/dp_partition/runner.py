@@ -23,10 +23,10 @@ from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.lengths import first_difference
 from dp_partition.capture.python_state import PythonState
+from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule
-from dp_partition.eager.reach import Reach
 from dp_partition.eager.step import EagerStep
 from dp_partition.mesh import num_replicas, shard_world
 from dp_partition.ops import is_collective
@@ -74,13 +74,14 @@ class Runner:
         before_trace: Python values from before a trace in the present call.
         has_agreed: Errors of the present call are raised on all ranks.
         latest: The program of the last call.
-        num_traces: Number of traced programs.
-        num_compiled: Number of compiled pieces of programs.
-        schedule: Schedule of checked calls.
-        num_checked: Number of checked calls.
-        unchecked: Reasons for calls without their due check.
-        marked: Dims of tensor arguments with symbolic sizes in a trace; none after a failure.
-        has_warned: A warning has explained a second trace with symbols.
+        num_traces: How many programs were traced.
+        shapes: Of which batches, as text.
+        num_compiled: How many pieces of programs were compiled.
+        schedule: Which calls are checked.
+        num_checked: How many calls were checked.
+        unchecked: Why calls that were to be checked were not.
+        marked: Dims of tensor arguments whose sizes are symbols of a trace; none once that has failed.
+        has_warned: A warning has said why a second trace with symbols was taken.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Runner:
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
         self.agreed: list[Mapping[str, str]] = []
+        self.shapes: set[str] = set()
         self.latest: Program | None = None
         self.num_traces = self.num_compiled = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
@@ -128,8 +130,8 @@ class Runner:
         if self.settings.capture == "never":
             return self.call_eagerly("capture='never'", args, kwargs)
         is_first = self.has_agreed = self.binding is None
-        if self.settings.capture == "auto" and self.may_switch and is_first:
-            # Reasons of this rank alone (an iterator in its arguments) must move all ranks, before any of them traces.
+        if is_first and self.switches:
+            # What only this rank sees (an iterator in its arguments) must move all ranks, before any of them traces.
             reasons = [reason for reason in self.gather(self.untraceable(args, kwargs)) if reason]
             if reasons:
                 return self.call_eagerly(reasons[0], args, kwargs)
@@ -150,6 +152,11 @@ class Runner:
                 self.before_trace.restore(is_placed=True)  # this rank has traced: the call starts again
         # Outside of the handler: the error's frames hold parameters that are about to be replaced.
         return self.call_eagerly(reason, args, kwargs)
+
+    @property
+    def switches(self) -> bool:
+        """Return whether the step runs eagerly where it cannot be a graph."""
+        return self.may_switch and self.settings.capture == "auto"
 
     def gather(self, value: str) -> list[str]:
         """Return every rank's value."""
@@ -388,11 +395,11 @@ class Runner:
         call: CallArguments,
         device: str | None = None,
         marked: tuple[int, ...] = (),
-        keep_views: bool = False,
     ) -> Program:
         """Trace and partition once."""
         check_arguments(self.name, step_state.optimizers, call.leaves)
-        self.num_traces += 1  # failed ones too
+        self.num_traces += 1
+        self.shapes.add(batch_text(call.leaves))
         settings = (
             self.settings.batch_dim,
             self.settings.comm,
@@ -405,7 +412,7 @@ class Runner:
         contents = PythonState(self.function, call.args, call.kwargs)
         arguments = (self.function, call.args, call.kwargs, step_state, plan, self.mesh)
         try:
-            program = build_program(*arguments, *settings, keep_views=keep_views or bool(marked))
+            program = build_program(*arguments, *settings)
             self.check_python_state(before, self.python_state(step_state, call), contents.changes())
         except Exception as error:
             contents.restore()
@@ -425,8 +432,8 @@ class Runner:
         return program_key(step_state, call, self.reads, optimizers, self.marked)
 
     def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
-        """Raise if a run of the step changed its own inputs."""
-        if before != after:
+        """Raise if running the step changed what it reads, or a counter of an object: its graph would not."""
+        if before != after or changes:
             names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
             found = f"running it changes Python values that it reads: {names}"
             hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
@@ -449,7 +456,7 @@ class Runner:
         program.is_new = True
         # The key is computed here: a trace with symbols may have been replaced by one without.
         self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)
-        if self.num_traces == MANY_TRACES + 1:
+        if self.num_traces == MANY_TRACES + 1 and not self.reads_new_values():
             warnings.warn(
                 f"{self.name} was traced {self.num_traces} times: each new shape, and each new Python value among its "
                 "arguments, takes a trace. Where lengths change, pass mark_dynamic=1 to compile, or the dim that they "
@@ -477,7 +484,7 @@ class Runner:
         sizes = program.sizes_of(call.leaves)
         if not sizes or sizes in program.right_sizes or len(program.right_sizes) > 1:
             return True
-        static = self.trace(step_state, plan, call, keep_views=True)
+        static = self.trace(step_state, plan, call)
         outputs = program.capture.returned.everything, static.capture.returned.everything
         difference = first_difference(program.module.graph, static.module.graph, outputs)
         if difference:
@@ -514,6 +521,9 @@ class Runner:
             def outcome() -> tuple[None, Mapping[str, str]]:
                 if error is not None:
                     raise error
+                if self.has_agreed and self.reads_new_values():
+                    found = f"{self.num_traces} traces: it reads a Python value that is another one in most calls"
+                    raise PlanError(Problem("python-state", self.name, found=found, hint="pass it in a tensor"))
                 return None, facts
 
             agree_on(self.mesh, self.name, outcome)
@@ -522,6 +532,10 @@ class Runner:
             assert error is not None
             raise error
         return made
+
+    def reads_new_values(self) -> bool:
+        """Return whether many traces were taken for few shapes, of a step that may run eagerly."""
+        return self.switches and self.num_traces > MANY_TRACES and 2 * len(self.shapes) <= self.num_traces
 
     @property
     def trace_label(self) -> str:
@@ -542,7 +556,7 @@ class Runner:
     def check_step_state(self, binding: Binding, leaves: list[Any]) -> None:
         """Raise if this step was placed for another model or optimizer."""
         given = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)}
-        if given != binding.owner_ids:
+        if not given <= binding.owner_ids if binding.step_state.is_reached else given != binding.owner_ids:
             hint = "call release() on the step first, or compile a step of its own"
             raise PlanError(
                 Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)

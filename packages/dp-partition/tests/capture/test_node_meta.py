@@ -9,7 +9,7 @@ import dp_partition
 from dp_partition.capture.node_meta import copy_notes, kind_of, meta_of
 from torch import fx
 
-TORCHS = {"val", "tensor_meta", "user_visible_output_idxs"}
+TORCHS = {"val", "tensor_meta"}
 
 
 def test_only_the_typed_list_names_notes() -> None:

@@ -153,8 +153,74 @@ def test_every_step_trains_as_in_one_process(ranks: Ranks, style: Any) -> None:
     assert ways == {name: is_graph for name, (_, _, is_graph) in STEPS.items()}
 
 
+def in_a_closure(model: nn.Module, optim: Any) -> Step:
+    return lambda x, y: finish(optim, (model(x) - y).square().mean())
+
+
+def in_self(model: nn.Module, optim: Any) -> Step:
+    class Trainer:
+        def __init__(self) -> None:
+            self.parts = {"model": model, "optim": optim}
+
+        def update(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return finish(self.parts["optim"], (self.parts["model"](x) - y).square().mean())
+
+    return Trainer().update
+
+
+def of_globals(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return finish(GLOBAL_OPTIM, (GLOBAL_MODEL(x) - y).square().mean())  # type: ignore[name-defined] # noqa: F821
+
+
+def in_globals(model: nn.Module, optim: Any) -> Step:
+    globals().update(GLOBAL_MODEL=model, GLOBAL_OPTIM=optim)
+    return of_globals
+
+
 @pytest.mark.ranks(2)
-def test_models_past_the_arguments_run_eagerly(ranks: Ranks) -> None:
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> None:
+    """Copied for the check as well: the live model is not the one that the reference trains."""
+    checked = 0
+    for make in (in_a_closure, in_self, in_globals):
+        with models.case(make.__name__):
+            reference, model = models.seeded(mlp), models.seeded(mlp)
+            theirs, own = ADAMW(reference.parameters()), ADAMW(model.parameters())
+            batches = [batch(call, 8) for call in range(CALLS)]
+            plain_step = make(reference, theirs)
+            for x, y in batches:
+                plain_step(x, y)
+            step = dp.compile(make(model, own), mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+            mine = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+            for x, y in batches:
+                step(x[mine], y[mine])
+            assert step.num_traces == 1 and len(step.plan.params) == 6
+            checked += runner_of(step).num_checked
+            step.release()
+            for got, want in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+    assert checked >= 6
+
+
+@pytest.mark.ranks(2)
+def test_a_step_of_new_values_in_each_call_goes_eager(ranks: Ranks) -> None:
+    """Eight traces for one shape; a caller that wants a graph gets one for each."""
+    for capture in ("auto", "always"):
+        weight, model = [1.0], models.seeded(mlp)
+        compiled = dp.compile(scaled_by(partial(max, weight)), mesh=ranks.mesh((2,), ("dp",)), capture=capture)
+        own = ADAMW(model.parameters())
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for call in range(11):
+                weight[0] = 1 / (call + 1)
+                compiled(model, own, *batch(2 * call + ranks.rank, 4))
+        found = "runs eagerly" if capture == "auto" else "was traced 9 times"
+        assert [found in str(one.message) for one in seen] == [True]
+        assert (runner_of(compiled).eager is not None) == (capture == "auto")
+
+
+@pytest.mark.ranks(2)
+def test_models_past_the_arguments_run_eagerly_where_numbers_are_kept(ranks: Ranks) -> None:
     """Steps of tutorials, with models in closures; all of them in `test_eager_step`."""
     for name in ("item_kept_in_a_meter", "trainer_object"):
         torch.manual_seed(1)
@@ -172,6 +238,39 @@ def test_models_past_the_arguments_run_eagerly(ranks: Ranks) -> None:
         compiled.release()
         for got, want in zip(trained(), wanted(), strict=True):
             torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_a_scheduler_in_the_step_is_stepped_in_each_call(ranks: Ranks, style: Any) -> None:
+    """No learning rate is another one in the calls that are checked, and no code of the step names the counter."""
+    made = []
+    for rows in (slice(0, 8), slice(4 * ranks.rank, 4 * ranks.rank + 4)):
+        model = models.seeded(mlp)
+        optim = ADAMW(model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optim, 4, 0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor, own: Any = (model, optim, schedule)) -> Any:
+            loss = finish(own[1], (own[0](x) - y).square().mean())
+            own[2].step()
+            return loss
+
+        called: Any = (
+            step
+            if rows.stop == 8 and rows.start == 0
+            else dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for call in range(CALLS):
+                x, y = batch(call, 8)
+                called(x[rows], y[rows])
+        if isinstance(called, dp.Step):
+            called.release()
+        made.append([*model.parameters(), torch.tensor(optim.param_groups[0]["lr"]), torch.tensor(schedule.last_epoch)])
+    assert made[0][-2:] == [torch.tensor(1e-3), torch.tensor(CALLS)]
+    for want, got in zip(*made, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.ranks(2)

@@ -22,6 +22,7 @@ CALLS = 7
 FULL = {
     "adafactor",  # rows' means
     "average_of_weights",  # plain tensors beside the model
+    "backward_of_inputs",
     "gradient_hook_and_saving",
     "gradient_penalty",
     "lbfgs",

@@ -35,7 +35,7 @@ def frames_of(call: Any) -> list[str]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_a_steady_call_enters_few_frames(ranks: Ranks, style: Style) -> None:
-    """Four parameters under AdamW, whose group has ten entries: 178 before arguments were read once, 68 after."""
+    """Four parameters under AdamW, whose group has ten entries: 178 frames before arguments were read once."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style, check="first")
@@ -43,4 +43,4 @@ def test_a_steady_call_enters_few_frames(ranks: Ranks, style: Style) -> None:
     for _ in range(4):
         step(model, optim, x)
     found = frames_of(lambda: step(model, optim, x))
-    assert len(found) <= 80, "\n".join(found)
+    assert len(found) <= 74 and len(set(found)) <= 60, "\n".join(found)

@@ -128,6 +128,15 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor)]
 
 
+def explain_sums(messages: tuple[Message, ...]) -> list[str]:
+    """One line for each kind of collective: how many a step issues, and the bytes that a rank sends by them."""
+    lines = []
+    for kind in dict.fromkeys(message.kind for message in messages):
+        sizes = [message.sent_bytes for message in messages if message.kind == kind]
+        lines.append(f"  {len(sizes)} {kind} send {sum(sizes):,} bytes a step from each rank")
+    return lines or ["  nothing is sent"]
+
+
 def explain_messages(messages: tuple[Message, ...], name: str) -> list[str]:
     """Return lines about the collectives of one parameter or its gradient."""
     lines = []

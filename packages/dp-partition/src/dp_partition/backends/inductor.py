@@ -1,89 +1,46 @@
-"""A lowered program: its pieces, run one after the other."""
+"""Inductor: what a rank's graph computes between collectives is compiled, everything else runs as it is.
+
+Pieces stand in the order of the graph, so collectives, random numbers and writes keep theirs. Views pass from piece to
+piece: torch's standalone compile knows which of its inputs share memory. The optimizer runs as it is, and so does what
+takes Python numbers.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import increment_version
+from torch.fx.passes.split_module import split_module
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import inductor_compile, inductor_problem
-from dp_partition.backends.split import Piece, split
-from dp_partition.ops import base_name, is_collective, is_op
+from dp_partition.capture.node_meta import kind_of, meta_of
+from dp_partition.ops import base_name, is_collective, is_op, is_random, is_wait
 
-
-@dataclass(frozen=True)
-class _Call:
-    """One piece, ready to run; values are identified by their position in a table."""
-
-    function: Callable[..., Any]
-    boxed: bool  # takes a list and may empty it, to free used inputs early
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    written: tuple[int, ...]  # compiled code does not count versions
-    dead: tuple[int, ...]  # not used afterwards
+LEAST = 2  # operators that a piece computes with; a smaller one is not worth compiling
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Lowered:
     """Runs a rank's graph with its compute compiled.
 
-    Attributes:
+    Args:
+        module: The graph of pieces.
         num_compiled: Number of compiled pieces.
-        kept: Number of calls by operator that run as they are, without collectives and numbers.
+        num_nodes: Number of operators in them.
+        kept: How many calls of which operators run as they are, collectives and numbers left out.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        functions: Sequence[Callable[..., Any]],
-        graph: fx.Graph,
-        module: fx.GraphModule,
-    ) -> None:
-        self.num_compiled = sum(piece.compiled for piece in pieces)
-        self.num_nodes = sum(len(piece.nodes) for piece in pieces if piece.compiled)
-        plain = [n for p in pieces if not p.compiled for n in p.nodes if is_op(n) and not is_collective(n)]
-        self.kept = Counter(base_name(n) for n in plain if base_name(n) not in ("wait_tensor", "_local_scalar_dense"))
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        constants = [node for node in graph.nodes if node.op == "get_attr"]
-        self._places = {node: place for place, node in enumerate([*inputs, *constants])}  # then outputs
-        self._constants = [_attribute(module, str(node.target)) for node in constants]
-        self._calls = self._link(pieces, functions)
-
-    def _link(self, pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]]) -> list[_Call]:
-        last: dict[fx.Node, int] = {}
-        for number, piece in enumerate(pieces):
-            for node in piece.inputs:
-                last[node] = number
-            for node in piece.outputs:
-                self._places[node] = len(self._places)
-        calls = []
-        for number, (piece, function) in enumerate(zip(pieces, functions, strict=True)):
-            inputs, outputs, written = (tuple(self._places[n] for n in part) for part in _parts(piece))
-            dead = tuple(self._places[n] for n, end in last.items() if end == number)  # after their last use
-            calls.append(_Call(function, piece.compiled, inputs, outputs, written, dead))
-        return calls
+    def __init__(self, module: fx.GraphModule, num_compiled: int, num_nodes: int, kept: Counter[str]) -> None:
+        self.module, self.num_compiled, self.num_nodes, self.kept = module, num_compiled, num_nodes, kept
 
     def __call__(self, *values: Any) -> Any:
-        """Run on local inputs; return the graph's values."""
-        table: list[Any] = [*values, *self._constants]  # outputs of pieces follow
-        table += [None] * (len(self._places) - len(table))
-        result: Any = None
-        for call in self._calls:
-            given = [table[place] for place in call.inputs]
-            if call.written:
-                increment_version([table[place] for place in call.written])
-            for place in call.dead:  # only the list of the call holds them
-                table[place] = None
-            result = call.function(given) if call.boxed else call.function(*given)
-            del given
-            for place, value in zip(call.outputs, result, strict=False):
-                table[place] = value
-        return result
+        """Run on local inputs; returns what the graph returns."""
+        return self.module.forward(*values)
 
     def explain(self) -> str:
         """Return a line on compiled operators and others."""
@@ -92,10 +49,6 @@ class Lowered:
             f"inductor: {self.num_nodes} operators compiled in {self.num_compiled} pieces between collectives; "
             f"as they are run: {kept}"
         )
-
-
-def _parts(piece: Piece) -> tuple[list[fx.Node], ...]:
-    return piece.inputs, piece.outputs, piece.written if piece.compiled else []
 
 
 def check_inductor(device_type: str) -> None:
@@ -121,58 +74,101 @@ def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
     Raises:
         PlanError: Inductor cannot compile a piece (code ``compile-failed``).
     """
-    pieces = split(graph)
-    functions = []
-    for piece in pieces:
-        body = fx.GraphModule(module, piece.graph)
-        functions.append(_compile(body, piece, name) if piece.compiled else body.forward)
-    return Lowered(pieces, functions, graph, module)
+    _bring_items_home(graph)
+    pieces = number_pieces(graph)
+    compiled = {f"submod_{number}" for number in pieces.values() if number % 2}
+    plain = [node for node, number in pieces.items() if not number % 2 and is_op(node) and not is_collective(node)]
+    kept = Counter(base_name(n) for n in plain if base_name(n) not in ("wait_tensor", "_local_scalar_dense"))
+    whole = split_module(fx.GraphModule(module, graph), module, pieces.__getitem__, keep_original_order=True)
+    for node in list(whole.graph.nodes):
+        if node.op == "call_module":
+            piece: Any = getattr(whole, str(node.target))
+            node.op, node.target = "call_function", _compile(piece, name) if node.target in compiled else _plain(piece)
+    whole.recompile()
+    return Lowered(whole, len(compiled), sum(number % 2 for number in pieces.values()), kept)
 
 
-def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any]:
-    examples = [node.meta["val"] for node in piece.inputs]
-    wanted = {node.name: node.meta["val"] for node in piece.outputs}
+def _bring_items_home(graph: fx.Graph) -> None:
+    """Let what is taken out of an operator's several results stand right behind it: no list leaves a piece."""
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            after = node.all_input_nodes[0]
+            while after.next.target is operator.getitem and after.next.args[0] is node.args[0]:
+                after = after.next
+            if after is not node:
+                after.append(node)
+
+
+def number_pieces(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the number of each call's piece: consecutive calls, compiled where the number is odd."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    runs: list[list[fx.Node]] = [[]]
+    for node in calls:
+        if is_compiled(node) is not (len(runs) % 2 == 0):
+            runs.append([])
+        runs[-1].append(node)
+    numbers: dict[fx.Node, int] = {}
+    number = 0
+    for place, run in enumerate(runs):
+        compiles = place % 2 and sum(node.target is not operator.getitem for node in run) >= LEAST
+        number += number % 2 != compiles  # a piece that is too small joins those that run as they are
+        numbers |= dict.fromkeys(run, number)
+    return numbers
+
+
+def is_compiled(node: fx.Node) -> bool:
+    """Return whether the node may be part of a compiled piece."""
+    if not is_op(node):
+        return node.target is operator.getitem and is_compiled(node.all_input_nodes[0])
+    target: Any = node.target
+    # Packing belongs to no phase: one copy each, which compiled takes as long and is long to compile.
+    if meta_of(node).get("phase") not in ("forward", "backward"):
+        return False
+    if is_collective(node) or is_wait(node) or is_random(node) or target.namespace not in ("aten", "prims"):
+        return False
+    # Numbers change from step to step (a learning rate, a size): compiled code would hold the first one.
+    return not any(map(_is_number, (node, *node.all_input_nodes)))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Return whether the node's value is a Python number."""
+    if node.op == "placeholder":
+        return kind_of(node) == "hyper"
+    return node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
+
+
+def _plain(piece: fx.GraphModule) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Any:
+        return piece.forward(*inputs)  # not the module's call, which prints and drops the traceback
+
+    return run
+
+
+def _compile(piece: fx.GraphModule, name: str) -> Callable[..., Any]:
+    """Return the piece compiled; it returns tensors as the trace has them, by which later pieces were compiled.
+
+    A dtype is another one where torch's fake kernel for an operator is wrong about it: compiled code would read such
+    memory as what it is not.
+    """
+    output = next(node for node in piece.graph.nodes if node.op == "output")
+    is_one = isinstance(output.args[0], fx.Node)
+    wanted = [output.args[0]] if is_one else list(output.args[0])
+    output.args = (tuple(wanted),)
+    expected = [(node.name, node.meta["val"].dtype) for node in wanted]
     try:
-        return as_traced(inductor_compile(body, examples), wanted)
+        call = inductor_compile(piece, [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"])
     except Exception as error:
         found = " ".join(f"{type(error).__name__}: {error}".split())[:600]
-        where = f"nodes {piece.nodes[0].name} to {piece.nodes[-1].name}"
+        where = f"nodes {next(iter(piece.graph.nodes)).name} to {wanted[-1].name}"
         hint = 'use backend="eager"'
         raise PlanError(Problem("compile-failed", where, found=found, hint=hint), f"{name}: inductor") from error
 
+    def run(*inputs: Any) -> Any:
+        results = call(*inputs)
+        for value, (node, dtype) in zip(results, expected, strict=True):
+            if value.dtype is not dtype:
+                found = f"is {value.dtype}, and {dtype} in the trace"
+                raise PlanError(Problem("compile-failed", f"node {node}", found=found, hint='use backend="eager"'))
+        return results[0] if is_one else results
 
-def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> Callable[..., Any]:
-    """Make a compiled piece return tensors as in the trace, as later pieces assume.
-
-    Inductor keeps strides without gaps; a part of a wider tensor it returns without them. A dtype differs if torch's
-    fake kernel of an operator is wrong about it; compiled code would misread such memory.
-
-    Raises:
-        PlanError: At a call, for a tensor of another dtype (code ``compile-failed``).
-    """
-    expected = [(name, fake.dtype, fake.stride()) for name, fake in wanted.items()]
-
-    def call(inputs: list[Any]) -> list[torch.Tensor]:
-        results: list[torch.Tensor] = list(function(inputs))
-        for index, (name, dtype, strides) in enumerate(expected):
-            if results[index].dtype is not dtype:
-                found = f"is {results[index].dtype}, and {dtype} in the trace"
-                raise PlanError(Problem("compile-failed", f"node {name}", found=found, hint='use backend="eager"'))
-            if results[index].stride() != strides:  # a copy, only where needed
-                results[index] = _laid_out(results[index], strides)
-        return results
-
-    return call
-
-
-def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    if all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True)):
-        return tensor
-    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
-
-
-def _attribute(module: fx.GraphModule, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return run

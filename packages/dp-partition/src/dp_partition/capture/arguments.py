@@ -19,37 +19,21 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.fingerprint import fingerprint, is_array
+from dp_partition.capture.fingerprint import ById, fingerprint, is_array
 
 _PLAIN_TYPES = (
     torch.Tensor, nn.Module, Optimizer, torch.Generator, type, bool, int, float, complex, str, bytes, type(None)
 )  # fmt: skip
-_DEPTH = 3
 
 
+@dataclasses.dataclass(frozen=True)
 class _Shell:
-    """An object without its values, for an `Opened` argument.
+    """Type of an `Opened` argument, names of its values, what else counts of it, and the object without them."""
 
-    Args:
-        value: The object.
-        keys: Names of its fields or entries.
-    """
-
-    def __init__(self, value: Any, keys: tuple[Any, ...]) -> None:
-        self.kind, self.keys = type(value), keys
-        self.empty = copy.copy(value)  # shallow: its values are replaced
-        for key in keys:
-            _put(self.empty, key, None)
-        self.rest = fingerprint([self.empty])  # its other attributes are constants
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shell) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self.keys)
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.kind, self.keys, self.rest
+    kind: type
+    keys: tuple[Any, ...]
+    rest: tuple[Any, ...]
+    empty: Any = dataclasses.field(compare=False)
 
 
 class Opened:
@@ -118,8 +102,7 @@ def check_arguments(name: str, optimizers: list[Optimizer], leaves: list[Any]) -
     """
     if optimizers and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
         found = "a tensor with a grad_fn, whose backward would go on into what made it, outside the step"
-        hint = "pass tensor.detach(), or run what makes it in the step"
-        raise PlanError(Problem("unsupported-argument", name, found=found, hint=hint))
+        raise _refused(name, found, "pass tensor.detach(), or run what makes it in the step")
 
 
 def _open_leaves(name: str, leaves: list[Any], spec: Any) -> Any:
@@ -130,39 +113,36 @@ def _open(name: str, leaf: Any) -> Any:
     if isinstance(leaf, _PLAIN_TYPES):
         return leaf
     if is_array(leaf):
-        hint = "pass torch.as_tensor(array)"
-        raise PlanError(Problem("unsupported-argument", name, found=f"a {type(leaf).__name__}", hint=hint))
+        raise _refused(name, f"a {type(leaf).__name__}", "pass torch.as_tensor(array)")
     if isinstance(leaf, Iterator):
-        hint = "call next() outside, and pass what it gives"
         found = f"{type(leaf).__name__}: the step would take its next value once, while it is traced"
-        raise PlanError(Problem("unsupported-argument", name, found=found, hint=hint))
+        raise _refused(name, found, "call next() outside, and pass what it gives")
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         keys = tuple(field.name for field in dataclasses.fields(leaf))
         values = [getattr(leaf, key) for key in keys]
     elif isinstance(leaf, Mapping) and hasattr(type(leaf), "__setitem__"):
         keys, values = tuple(leaf), list(leaf.values())
     else:
-        if _holds_tensors(leaf, _DEPTH):
+        tokens = () if callable(leaf) else fingerprint([leaf, *_slots(leaf)])
+        if any(isinstance(one, ById) and isinstance(one.held, torch.Tensor) for one in tokens):
             hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
             found = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
-            raise PlanError(Problem("unsupported-argument", name, found=found, hint=hint))
+            raise _refused(name, found, hint)
         return leaf
-    return Opened(_Shell(leaf, keys), [_open_leaves(name, *pytree.tree_flatten(value)) for value in values])
+    empty = copy.copy(leaf)
+    for key in keys:
+        _put(empty, key, None)
+    shell = _Shell(type(leaf), keys, fingerprint([empty]), empty)
+    return Opened(shell, [_open_leaves(name, *pytree.tree_flatten(value)) for value in values])
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == 0 or isinstance(value, _PLAIN_TYPES) or callable(value):  # callables are not searched
-        return False
-    if isinstance(value, Mapping):
-        inner: list[Any] = list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        inner = list(value)
-    else:
-        inner = list(getattr(value, "__dict__", {}).values())
-        inner += [getattr(value, key, None) for key in getattr(type(value), "__slots__", ()) if isinstance(key, str)]
-    return any(_holds_tensors(one, depth - 1) for one in inner)
+def _refused(name: str, found: str, hint: str) -> PlanError:
+    return PlanError(Problem("unsupported-argument", name, found=found, hint=hint))
+
+
+def _slots(value: Any) -> list[Any]:
+    """Return what an object keeps outside of its ``__dict__``, where a fingerprint does not look."""
+    return [getattr(value, key, None) for key in getattr(type(value), "__slots__", ()) if isinstance(key, str)]
 
 
 def close_arguments(arguments: Any) -> Any:

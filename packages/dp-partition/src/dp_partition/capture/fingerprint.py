@@ -59,12 +59,15 @@ class ById:
         return isinstance(other, ById) and other.held is self.held
 
 
-def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> tuple[Any, ...]:
-    """Return a flat, hashable fingerprint of values: types, plain values, members of containers and settings.
+def fingerprint(
+    values: Iterable[Any], names: Collection[str] | None = None, placed: Collection[int] = ()
+) -> tuple[Any, ...]:
+    """Return a flat, hashable picture of values: types, plain values, and the members of containers and settings.
 
     Args:
-        values: Any objects; each is entered once, so a config shared by many modules costs once.
-        names: The relevant attributes of settings objects; None: all.
+        values: Any objects; each is entered once, so that a config which many modules share costs once.
+        names: The attributes of settings objects that count; None: all.
+        placed: Modules by ``id`` whose tensors the step's graph writes: they count by identity alone.
     """
     tokens: list[Any] = []
     seen: set[int] = set()
@@ -77,7 +80,7 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
         if kind in PLAIN_TYPES or isinstance(value, PLAIN):
             tokens.append(value)
             continue
-        if isinstance(value, _BY_IDENTITY) or is_array(value):
+        if isinstance(value, _BY_IDENTITY) or hasattr(kind, "__array_interface__"):  # no call: at every step
             tokens.append(ById(value))
             if isinstance(value, functools.partial) and depth:
                 stack += [(value.keywords, depth - 1), (value.args, depth - 1)]
@@ -88,8 +91,9 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
         members: list[Any] = []
         if isinstance(value, nn.Module):
             tokens.append(ById(value))
-            tokens += [one for key, one in vars(value).items() if type(one) in PLAIN_TYPES]
-            tokens += map(ById, value.buffers())
+            if id(value) not in placed:
+                tokens += [one for key, one in vars(value).items() if type(one) in PLAIN_TYPES]
+                tokens += map(ById, value.buffers())
         elif isinstance(value, dict):
             for key in value:
                 tokens.append(key if isinstance(key, PLAIN) else _key_token(key))
@@ -139,11 +143,13 @@ class FunctionReads:
         function: A function, method, partial or callable object.
 
     Attributes:
-        names: All names in their code, of globals and of attributes.
+        names: Every name that their code uses, of globals and of attributes.
+        past: Names of the closures' cells and globals among them that hold no function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.names: set[str] = set()
+        self.past: set[str] = set()
         self._cells: list[types.CellType] = []
         self._places: list[tuple[Any, str]] = []  # a dict, or the read-only view of a class's
         self._held: list[Any] = []  # defaults and bound objects: they cannot be replaced
@@ -187,21 +193,25 @@ class FunctionReads:
         table = function.__globals__
         self._places += [(table, name) for name in sorted(names) if name in table and _counts(table[name])]
         named = [(one, None) for one in (*map(_contents, cells), *(table[name] for name in names if name in table))]
+        values = dict(zip(function.__code__.co_freevars, map(_contents, cells), strict=True))
+        values |= {name: table[name] for name in names if name in table}
+        code = (*_FUNCTIONS, type, types.ModuleType)
+        self.past |= {name for name, value in values.items() if not isinstance(value, code)}
         for kind in getattr(owner, "__mro__", ())[:-1]:
             own = vars(kind)
             self._places += [(own, name) for name in sorted(names) if type(own.get(name)) in PLAIN_TYPES - {type(None)}]
             named += [(getattr(own[name], "fget", own[name]), owner) for name in names if name in own]
         return named
 
-    def read(self) -> tuple[Any, ...]:
-        """Return a fingerprint of the present values."""
-        values = [*self._held, *(table.get(key) for table, key in self._places)]
+    def read(self, placed: Collection[int] = ()) -> tuple[Any, ...]:
+        """Return a fingerprint of the values as they are now; ``placed`` as for `fingerprint`."""
+        values = [*self._held, *[table.get(key) for table, key in self._places]]
         for cell in self._cells:
             try:
                 values.append(cell.cell_contents)
             except ValueError:  # empty
                 values.append(None)
-        return fingerprint(values, self.names)
+        return fingerprint(values, self.names, placed)
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -322,7 +332,8 @@ class ModuleReads:
     def read(self) -> tuple[Any, ...]:
         """Return the structure of the last `look`, and a fingerprint of the present attributes."""
         values = [table.get(key) for table, key in self._places]
-        return self.structure, fingerprint(values, self._names), tuple([hook.read() for hook in self._hooks])
+        hooks = tuple([hook.read() for hook in self._hooks]) if self._hooks else ()
+        return self.structure, fingerprint(values, self._names), hooks
 
 
 @contextmanager
@@ -397,6 +408,7 @@ def program_key(
         [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
     )
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
-    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(), buffers)
+    placed = {id(module) for _, module in step_state.modules} if step_state.is_reached else ()
+    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers)
     leaves = tuple(map(leaf_key, call.leaves, itertools.repeat(marked)))
     return leaves, call.spec, training, trained, optimizers.key, constants

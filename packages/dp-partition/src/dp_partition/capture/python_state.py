@@ -81,9 +81,11 @@ class PythonState:
         now = [(name, before, _contents(cell)) for name, cell, before in self.cells]
         now += [(name, before, table.get(name)) for table, name, before in self.globals]
         for table, before in self.tables:
-            if isinstance(table, dict):
+            if isinstance(table, dict) and id(table) not in self.placed:
                 now += [(key, before.get(key), table.get(key)) for key in table]
-        return [f"{n} ({a!r} -> {b!r})" for n, a, b in now if a is not b and isinstance(a, PLAIN) and a != b][:5]
+        # What was None, or not there, is filled in: a cache.
+        others = [(n, a, b) for n, a, b in now if a is not b and a is not None and isinstance(a, PLAIN) and a != b]
+        return [f"{name} ({a!r} -> {b!r})" for name, a, b in others][:5]
 
     def restore_hooks(self) -> None:
         """Remove hooks registered by a forward, and empty caches that may hold fake tensors.

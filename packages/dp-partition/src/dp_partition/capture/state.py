@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fingerprint import ModuleReads
+from dp_partition.capture.reach import Reach
 
 _UNWRAPPED_HINT = "pass the plain model, as it is before DDP, FSDP or tensor parallelism are applied to it"
 
@@ -30,7 +31,8 @@ class StepState:
         optimizers: The optimizers, in argument order.
         params: Unique parameters by FQN, in registration order; a tied parameter has its first name.
         buffers: Unique buffers by FQN.
-        aliases: Every further name of a tied tensor -> its first name.
+        aliases: Every further name of a tied tensor -> the name it stands under.
+        is_reached: Whether they are no arguments: the step's code reaches them elsewhere.
     """
 
     modules: list[tuple[str, nn.Module]]
@@ -38,6 +40,7 @@ class StepState:
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    is_reached: bool = False
 
     @functools.cached_property
     def reads(self) -> ModuleReads:
@@ -58,6 +61,8 @@ class StepState:
 def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
     """Find the modules and optimizers among the arguments, and their tensors.
 
+    Where no argument is a module, the step's own are those that its code reaches: in ``self``, a closure, a global.
+
     Raises:
         PlanError: There is no module (code ``wrong-type``), or an optimizer steps a tensor outside of all modules
             (code ``parameter-not-in-module``).
@@ -71,14 +76,19 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
             modules.append((name, leaf))
         if isinstance(leaf, Optimizer) and all(leaf is not known for known in optimizers):
             optimizers.append(leaf)
+    is_reached = not modules
+    if is_reached:
+        reach = Reach(function, args, kwargs)
+        modules = [(f"{type(module).__name__}{number}", module) for number, module in enumerate(reach.modules)]
+        optimizers += [one for one in reach.optimizers if all(one is not known for known in optimizers)]
     if not modules:
-        hint = "pass the model as an argument of the train step, not through a closure"
+        hint = "pass the model as an argument of the train step"
         raise PlanError(
             Problem("wrong-type", getattr(function, "__name__", "train_step"), found="no nn.Module", hint=hint)
         )
     if len(modules) == 1:
-        modules = [("", modules[0][1])]  # one module: names without a prefix
-    step_state = StepState(modules, optimizers)
+        modules = [("", modules[0][1])]
+    step_state = StepState(modules, optimizers, is_reached=is_reached)
     index_tensors(step_state)
     _check_optimizers(step_state)
     return step_state

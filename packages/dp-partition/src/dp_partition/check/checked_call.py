@@ -2,10 +2,10 @@
 
 The steps (all ranks alike, since the copy and the averages communicate):
 
-1. agree that the copy fits, take a snapshot for rollback, copy the step;
-2. run the graph;
-3. run the copy from the same random numbers, and compare;
-4. judge suspicious values of any rank by more runs of the copy;
+1. agree that the copy fits, take a snapshot to go back to, copy the step;
+2. run the copy; where it raises on any rank, all raise, before a collective of the graph;
+3. run the graph from the same random numbers, and compare;
+4. what is suspicious on any rank is judged by more runs of the copy;
 5. on a mismatch restore the snapshot and raise on every rank.
 """
 
@@ -16,14 +16,15 @@ import math
 import os
 import secrets
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dp_partition._shared.consensus import all_gather_objects
-from dp_partition._shared.execution_check import RandomState
+from dp_partition._shared.execution_check import Precision, RandomState
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, global_modes, pytree
 from dp_partition.capture.arguments import CallArguments
@@ -41,12 +42,9 @@ from dp_partition.check.reference import (
 from dp_partition.check.verdict import (
     INTEGERS,
     Difference,
-    InDouble,
-    Recorder,
     differences,
     measure,
     perturbation,
-    to_double,
 )
 from dp_partition.mesh import all_groups
 from dp_partition.ops import is_collective
@@ -114,56 +112,71 @@ class CheckedCall:
             raise CheckMismatch([problem], "the step cannot be compared with its eager run")
         if copied is None or reasons:
             return self.unchecked(reasons[0][1])
+        with self.taken_back():
+            ended = self.own_run(copied)
+            del copied
+        drawn = self.random_state()
+        self.random.restore()
         result = self.graph_run(self.gradients)
-        after = self.random_state()  # the caller continues from here
-        try:
-            versions, modes = self.versions(), global_modes()
-            self.random.restore()
-            ended = self.reference(copied)
-            del copied  # frees its memory before the comparison
-            drawn = self.random_state()
-            after.restore()
-            if ended.outcome is not None and modes != global_modes():
-                torch.set_grad_enabled(modes[0])
-                ended = Ended(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
-            self.conclude(ended, result, versions, self.draws_alike(after, drawn))
+        with self.taken_back():
+            self.conclude(ended, result, self.draws_alike(self.random_state(), drawn))
             self.advance(unseen=self.any_unseen())
+        return result
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Leave everything as before the call where the block raises: a peer died, or the caller interrupts."""
+        try:
+            yield
         except CheckMismatch:
             raise
-        except BaseException as error:  # a dead peer or an interrupt: the graph has run, the check has not
+        except BaseException as error:
             self.roll_back()
             error.add_note(f"raised by the check of {self.runner.subject}; everything is as before the call")
             raise
-        return result
 
-    def conclude(self, ended: Ended, result: Any, versions: list[int], draws_alike: bool) -> None:
-        """Compare, and raise the findings of any rank on every rank."""
-        found: list[Difference] = []
+    def own_run(self, copied: StepCopy) -> Ended:
+        """Run the copy; raise on every rank where it fails on any.
+
+        The graph has not run then, so no rank waits in one of its collectives for one that has raised.
+        """
+        versions, modes = self.versions(), global_modes()
+        ended = self.reference(copied)
+        if ended.outcome is not None and modes != global_modes():
+            torch.set_grad_enabled(modes[0])
+            ended = Ended(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
         failure = None
         if self.versions() != versions:
             failure = "the step reaches the live model past its arguments: the copy of it wrote to live tensors"
         elif ended.error is not None:
-            failure = f"the step raised {type(ended.error).__name__}: {ended.error}, and its graph did not"
-        elif ended.outcome is not None:
+            failure = f"the step raised {type(ended.error).__name__}: {ended.error}"
+        failed = [(rank, text) for rank, text in enumerate(self.gather(failure)) if text is not None]
+        if failed:
+            if ended.is_own and ended.error is not None and not self.runner.switches:
+                raise ended.error  # where nothing is tried once more, the rank's own error is its own
+            self.roll_back()
+            name, hint = self.runner.name, f"in call {self.runner.schedule.calls}; everything is as before it"
+            problems = [Problem("check-error", name, found=f"rank {r}: {t}"[:600], hint=hint) for r, t in failed]
+            raise CheckMismatch(problems, "the step's own run on a copy failed") from ended.error
+        return ended
+
+    def conclude(self, ended: Ended, result: Any, draws_alike: bool) -> None:
+        """Compare, and raise on every rank what any rank found."""
+        found: list[Difference] = []
+        if ended.outcome is not None:
             graph = live_outcome(self.binding, self.arguments, result, self.before.local)
             graph.add_gradients(self.gradients)
             found = differences(graph, ended.outcome)
             if not draws_alike:
                 found.append(Difference("random numbers", math.inf, "generators stand elsewhere after the graph"))
             self.count_gradients(ended.outcome)
-        rows = self.gather((failure, ended.unchecked, len(found)))
-        failed = [(rank, text) for rank, (text, _, _) in enumerate(rows) if text is not None]
-        if failed:
-            self.roll_back()
-            name, hint = self.runner.name, "use check='never' only if this is intended"
-            problems = [Problem("check-error", name, found=f"rank {r}: {t}"[:600], hint=hint) for r, t in failed]
-            raise CheckMismatch(problems, "the step's eager run failed where its graph did not") from ended.error
-        reason = next((text for _, text, _ in rows if text), "")
+        rows = self.gather((ended.unchecked, len(found)))
+        reason = next((text for text, _ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
             self.program.is_checked = True  # another check of it would end in the same way
             return
-        if any(count for _, _, count in rows):
+        if any(count for _, count in rows):
             found = self.judged(found, ended.outcome)  # communicates: all ranks take part
         self.raise_mismatch(found)
         self.program.is_checked = True
@@ -173,17 +186,14 @@ class CheckedCall:
         """Leave out differences found between right results as well."""
         noise = dict.fromkeys((one.name for one in found), 0.0)
         post, after = Snapshot(self.binding, self.arguments), self.random_state()
-        recorder = Recorder()
-        self.variation(None, recorder)
-        modes: list[tuple[Transform, Any]] = [(to_double, InDouble(recorder.recording))]
-        modes += [(perturbation(recorder.recording, seed), None) for seed in range(NUM_PERTURBED)]
-        for transform, mode in modes:
-            outcome = self.variation(transform, mode)
+        precision = Precision()
+        with precision:
+            self.variation(None)
+        for seed in range(NUM_PERTURBED):
+            outcome = self.variation(perturbation(precision.epsilon, seed))
             if outcome is not None and reference is not None:
                 for name in noise:
-                    error = measure(name, outcome, reference)
-                    if mode is None or error < 0.2:  # a larger change in double precision is another computation
-                        noise[name] = max(noise[name], error)
+                    noise[name] = max(noise[name], measure(name, outcome, reference))
         post.restore()
         after.restore()
         return [
@@ -193,8 +203,8 @@ class CheckedCall:
             and not (self.is_count(one.name, reference) and one.error < INTEGERS)
         ]
 
-    def variation(self, transform: Transform | None, mode: Any) -> Outcome | None:
-        """Return the outcome of another right run; None if it fails."""
+    def variation(self, transform: Transform | None) -> Outcome | None:
+        """Outcome of another right run; None where it does not go through."""
         self.before.restore()
         self.random.restore()
         try:
@@ -203,8 +213,7 @@ class CheckedCall:
             copied = None
         if not all(self.gather(copied is not None)) or copied is None:
             return None
-        with mode or nullcontext():
-            return self.reference(copied).outcome
+        return self.reference(copied).outcome
 
     def is_count(self, name: str, reference: Outcome | None) -> bool:
         """Return True for integers, changed by rounding only at ties."""
@@ -263,8 +272,8 @@ class CheckedCall:
 
     def reference(self, copied: StepCopy) -> Ended:
         """Run a copy of the step."""
-        settings, placements = self.runner.settings, self.program.gradient_placements()
-        wanted = {name: placements[name] for name in self.gradients}
+        settings = self.runner.settings
+        wanted = {} if self.program.lowered is not None else self.program.gradient_placements()
         averages = bool(self.program.capture.gradients)
         return run_reference(copied, self.binding, settings, averages, wanted)
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.stale_parameters import StaleParameter
 from dp_partition._torch_compat import FakeTensor, OpOverload
+from dp_partition.capture.fingerprint import names_used
 from dp_partition.runtime.state import local_tensor
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -67,9 +68,13 @@ class Copier:
     Args:
         replaced: Replacements of tensors, by ``id``: plain full tensors for placed ones.
         transform: Applied to each copied tensor.
+        owned: Modules and optimizers by ``id`` that a function may name as globals: it gets copies of them, too.
     """
 
-    def __init__(self, replaced: dict[int, torch.Tensor], transform: Transform | None = None) -> None:
+    def __init__(
+        self, replaced: dict[int, torch.Tensor], transform: Transform | None = None, owned: Collection[int] = ()
+    ) -> None:
+        self.owned = owned
         self.transform = transform or (lambda tensor: tensor)
         self.handed: list[Any] = []  # objects named in the stream by index
         self.index: dict[int, int] = {}
@@ -132,11 +137,18 @@ class Copier:
             cell = types.CellType()
             self.cells.append((value, cell))
             return self.hand(value, cell)
-        if kind is types.FunctionType and is_importable(value):
+        if kind is types.FunctionType and is_importable(value) and not self.owned_globals(value):
             return self.hand(value, value)
         if isinstance(value, _CALLS) and isinstance(getattr(value, "__self__", None), types.ModuleType | None):
             return self.hand(value, value)
         return None
+
+    def owned_globals(self, function: types.FunctionType) -> dict[str, Any]:
+        """Return the globals that a function names, of those that the copied step works on."""
+        if not self.owned:
+            return {}
+        table = function.__globals__
+        return {name: table[name] for name in names_used(function) if name in table and id(table[name]) in self.owned}
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         known = self.replaced.get(id(value))
@@ -168,8 +180,10 @@ class _Pickler(pickle.Pickler):
         kind = type(obj)
         if kind is types.FunctionType:
             self.copier.shared_ids.add(id(obj.__globals__))
-            state = (obj.__defaults__, obj.__kwdefaults__, vars(obj), obj.__module__, obj.__qualname__, obj.__doc__)
-            made = (obj.__code__, obj.__globals__, obj.__name__, obj.__closure__)
+            own = self.copier.owned_globals(obj)
+            names = (obj.__module__, obj.__qualname__, obj.__doc__)
+            state = (obj.__defaults__, obj.__kwdefaults__, vars(obj), *names, own)
+            made = (obj.__code__, obj.__globals__, obj.__name__, obj.__closure__, bool(own))
             return _make_function, made, state, None, None, _fill_function
         if kind is types.MethodType:
             return types.MethodType, (obj.__func__, obj.__self__)
@@ -210,13 +224,15 @@ def _contents(cell: types.CellType) -> tuple[Any, ...]:
         return ()
 
 
-def _make_function(code: Any, module: Any, name: str, cells: Any) -> types.FunctionType:
-    return types.FunctionType(code, module, name, None, cells)
+def _make_function(code: Any, table: Any, name: str, cells: Any, has_own: bool) -> types.FunctionType:
+    return types.FunctionType(code, dict(table) if has_own else table, name, None, cells)
 
 
 def _fill_function(function: Any, state: tuple[Any, ...]) -> None:
     function.__defaults__, function.__kwdefaults__, attributes = state[:3]
-    function.__module__, function.__qualname__, function.__doc__ = state[3:]
+    function.__module__, function.__qualname__, function.__doc__ = state[3:6]
+    if state[6]:
+        function.__globals__.update(state[6])
     vars(function).update(attributes)
 
 

@@ -72,10 +72,11 @@ class Outcome:
 
 @dataclass
 class Ended:
-    """End of a reference run: an outcome, an error, or not comparable."""
+    """End of a reference run: an outcome, an error, the step's own or about it, or not comparable."""
 
     outcome: Outcome | None = None
     error: BaseException | None = None
+    is_own: bool = False
     unchecked: str = ""
 
 
@@ -97,9 +98,10 @@ def copy_step(
         for value in state.values():
             if isinstance(value, DTensor):
                 replaced[id(value)] = change(full_copy(value))
-    copier = Copier(replaced, transform)  # one memo for all: identities are kept
     args, kwargs = arguments
     step_state = binding.step_state
+    owned = {id(one) for one in (*(module for _, module in step_state.modules), *step_state.optimizers)}
+    copier = Copier(replaced, transform, owned)
     parts = (function, args, kwargs, step_state.modules, step_state.optimizers)
     try:
         new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
@@ -150,7 +152,8 @@ def run_reference(
     arguments = (copied.args, copied.kwargs)
     before = _locals(copied.step_state, binding, clone=True) | argument_values(arguments, torch.clone)
     constants = FunctionReads(copied.function)
-    python_before = _plain(constants.read())  # the run must not change it
+    placed = {id(module) for _, module in copied.step_state.modules}
+    python_before = _plain(constants.read(placed))
     try:
         if local:
             result = _run_local(copied, average, settings)
@@ -170,9 +173,9 @@ def run_reference(
             _tell(average, OUT_OF_MEMORY)
             return Ended(unchecked="out of memory")
         _tell(average, FAILED)
-        return Ended(error=error)
-    if _plain(constants.read()) != python_before:
-        # The graph runs none of the step's Python: the next call would use the values of this one.
+        return Ended(error=error, is_own=True)
+    if _plain(constants.read(placed)) != python_before:
+        # The graph runs none of the step's Python, so the next call would find the values of this one.
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

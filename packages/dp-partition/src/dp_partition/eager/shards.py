@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.eager.reach import Reach
+from dp_partition.capture.reach import Reach
 from dp_partition.eager.watch import Watch
 
 Place = Callable[[torch.Tensor], torch.Tensor]

@@ -28,8 +28,8 @@ from dp_partition._torch_compat import (
     remove_fsdp,
     without_hooks_of,
 )
+from dp_partition.capture.reach import Reach
 from dp_partition.eager import shards
-from dp_partition.eager.reach import Reach
 from dp_partition.eager.reducer import GradientReducer
 from dp_partition.eager.shards import (
     ClosedTraps,

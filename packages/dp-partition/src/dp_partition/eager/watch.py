@@ -116,10 +116,10 @@ class Watch(TorchFunctionMode):
         if kwargs.get("create_graph") or (len(args) > place and args[place]):
             for fqn in self.names.values():
                 self.reasons.setdefault(fqn, "second derivatives are taken")
-        if func is torch.autograd.grad:
-            for x in pytree.tree_leaves((args[1:2], kwargs.get("inputs"))):
-                if id(x) in self.names:
-                    self.reasons.setdefault(self.names[id(x)], "is an input of torch.autograd.grad")
+        # FSDP2's graph holds gathered copies: gradients of the shards themselves are none.
+        for x in pytree.tree_leaves((args[1:2] if place == 4 else args[4:5], kwargs.get("inputs"))):
+            if id(x) in self.names:
+                self.reasons.setdefault(self.names[id(x)], f"is an input of {func.__name__}()")
         return result
 
 

@@ -1,4 +1,4 @@
-"""Local rewrites of a rank's graph: needless packing, views of views, fused kernels, slow calls."""
+"""Local rewrites of a rank's graph: packing that is not needed, fused kernels, slow calls."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ import torch
 from torch import fx
 
 from dp_partition.capture.node_meta import copy_notes, meta_of
-from dp_partition.ops import (
-    arguments,
-    aten,
-    base_of,
-    is_op,
-    is_tensor,
-    mutated_inputs,
-    place_of,
-    set_argument,
-)
+from dp_partition.ops import arguments, aten, base_of, is_op, mutated_inputs, set_argument
 
 
 def send_alone(graph: fx.Graph) -> None:
@@ -54,35 +45,6 @@ def _gradient(row: fx.Node) -> fx.Node:
 def _is_contiguous(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_contiguous()
-
-
-def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
-    """Replace views by equal earlier tensors, in place; the step's results stay as they are.
-
-    Args:
-        graph: A rank's graph.
-        traced: Its nodes from the single device's graph. Values equal there (shape, strides, place) are equal on
-            shards too; nodes inserted for a rank have other values than their views were taken of.
-    """
-    for node in list(graph.nodes):
-        equal = _equal_before(node, traced)
-        if equal is not None:
-            if "gradient" not in meta_of(equal):  # it keeps its own note
-                copy_notes(node, equal, "gradient")
-            node.replace_all_uses_with(equal, lambda user: user.op != "output")
-    for node in reversed(list(graph.nodes)):  # users before what they use
-        if not node.users and node.op == "call_function" and base_of(node) is not None and not mutated_inputs(node):
-            graph.erase_node(node)
-
-
-def _equal_before(node: fx.Node, traced: set[fx.Node]) -> fx.Node | None:
-    """Return the first base of a view that is the same tensor."""
-    found, base = None, base_of(node) if node.op == "call_function" and node in traced else None
-    while base is not None and base in traced and is_tensor(base):
-        if place_of(base) == place_of(node):
-            found = base
-        base = base_of(base)
-    return found
 
 
 def make_contiguous_for_fused(graph: fx.Graph) -> None:

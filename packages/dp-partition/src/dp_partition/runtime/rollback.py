@@ -27,7 +27,9 @@ class Snapshot:
             del name
             self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
         for optimizer in binding.step_state.optimizers:
-            self.states += [(state, dict(state)) for state in optimizer.state.values()]  # a step may replace entries
+            self.states += [(state, dict(state)) for state in optimizer.state.values()]
+        groups = [group for optimizer in binding.step_state.optimizers for group in optimizer.param_groups]
+        self.states += [(group, dict(group)) for group in groups]
         self.modes = [(part, part.training) for _, root in binding.step_state.modules for part in root.modules()]
         self.trained = [(param, param.requires_grad) for param in binding.params.values()]
         leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]

@@ -1,7 +1,6 @@
 """Walk over all objects within reach of a step: arguments, bound objects, closures, globals in its code.
 
-A graph takes its model from arguments. A step that runs eagerly may keep it anywhere, so the walk covers
-all of these.
+A step may keep its model and optimizers in its arguments, in ``self``, a closure or a global.
 """
 
 from __future__ import annotations
