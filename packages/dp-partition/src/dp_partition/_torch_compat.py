@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed._composable_state as _composable_state
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.modules.module as modules
@@ -187,9 +188,14 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if hooks run after a leaf's gradient is accumulated."""
-    return bool(tensor._post_accumulate_grad_hooks)
+def is_in_backward() -> bool:
+    """Return True within a backward pass, for example while a checkpoint runs its forward again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def hooks_after_accumulation(tensor: torch.Tensor) -> int:
+    """Count the hooks to run after a leaf's gradient is accumulated."""
+    return len(tensor._post_accumulate_grad_hooks or ())
 
 
 def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
@@ -231,8 +237,28 @@ def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:
                 for number in [n for n, hook in table.items() if _is_from(hook, (FSDP_HOOKS, *sources))]:
                     del table[number]
     unit.__class__ = type(unit).__mro__[2]  # the class before `fully_shard`
+    _composable_state._module_state_mapping.pop(unit, None)  # else it could not be sharded again
     for key in [key for key in vars(unit) if key.startswith("__composable_api")]:
         del vars(unit)[key]
+
+
+def reset_fsdp(units: Iterable[Any]) -> None:
+    """Make FSDP2's modules ready for the next forward, after an error in a step."""
+    for unit in units:
+        with contextlib.suppress(RuntimeError):  # only a root accepts it, for all modules below
+            getattr(unit, "reset_iter_state", unit.reshard)()  # torch 2.11 has none
+
+
+def is_backward_unfinished(units: Iterable[Any]) -> bool:
+    """Return True if a backward pass through FSDP2's modules has not reached its end."""
+    return any(unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for unit in units)
+
+
+def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter:
+    """Make a parameter in place of another: it keeps the attributes set by users, such as ``p.no_decay``."""
+    new = torch.nn.Parameter(value, old.requires_grad)
+    vars(new).update({key: own for key, own in vars(old).items() if key not in vars(new)})
+    return new
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -164,9 +164,11 @@ class Runner:
 
     def untraceable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the reason against a trace, known before anything runs; empty if there is none."""
-        iterators = Reach(self.original, args, kwargs).iterators
-        if iterators:
-            return f"a trace would take a value of its own from a {iterators[0]}"
+        reach = Reach(self.original, args, kwargs)
+        if reach.iterators:
+            return f"a trace would take a value of its own from a {reach.iterators[0]}"
+        if reach.identities(reach.parameters.values(), (dict, set, frozenset)):
+            return "a container looks parameters up by identity, and a trace sees others"
         try:
             read_arguments(self.name, args, kwargs)
         except PlanError as error:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import StaleParameter, is_stale, mark_current, mark_stale
-from dp_partition._torch_compat import FakeTensorMode, pytree, storage_key, symbolic_scalar
+from dp_partition._torch_compat import FakeTensorMode, parameter_like, pytree, storage_key, symbolic_scalar
 from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
 from dp_partition.capture.lengths import Sizes, marked_dims, symbolic_fake
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
@@ -86,7 +86,7 @@ def make_fakes(
             return symbolic_fake(mode, tensor, index, marked, sizes, device or tensor.device)
         return fake(tensor, batch_of(tensor) if batch_of else None)
 
-    params = {fqn: nn.Parameter(fake(param), param.requires_grad) for fqn, param in step_state.params.items()}
+    params = {fqn: parameter_like(fake(param), param) for fqn, param in step_state.params.items()}
     states: dict[tuple[int, str], dict[Any, Any]] = {}
     fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     for number, optimizer in enumerate(step_state.optimizers):

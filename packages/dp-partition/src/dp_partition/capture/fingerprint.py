@@ -403,12 +403,15 @@ def program_key(
         marked: Dims of tensors with symbolic sizes in the trace.
     """
     training = tuple([module.training for module in step_state.reads.modules])
-    trained = tuple([p.requires_grad for p in step_state.params.values()])
+    params = step_state.params.values()
+    trained = tuple([p.requires_grad for p in params])
+    # Attributes set by users (`p.no_decay`): a step may branch on them. A DTensor has one of torch's.
+    marks = [own for p in params if len(own := vars(p)) > ("_is_param" in own)]
     autocast = tuple(
         [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
     )
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
     placed = {id(module) for _, module in step_state.modules} if step_state.is_reached else ()
-    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers)
+    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers, fingerprint(marks))
     leaves = tuple(map(leaf_key, call.leaves, itertools.repeat(marked)))
     return leaves, call.spec, training, trained, optimizers.key, constants

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Reach:
         tables: Mutable containers, and ``vars`` of objects, modules and optimizers.
         iterators: Names of types of iterators: running them twice takes two batches.
         tensors: Tensors in containers and attributes, one or several times.
+        containers: Mappings, lists, tuples and sets; an optimizer's state, keyed by its parameters, is none.
     """
 
     def __init__(self, *roots: Any) -> None:
@@ -46,6 +48,7 @@ class Reach:
         self.tables: list[Any] = []
         self.iterators: list[str] = []
         self.tensors: list[torch.Tensor] = []
+        self.containers: list[Any] = []
         self._modules: list[nn.Module] = []
         self._seen: dict[int, Any] = {}  # by id; the value keeps the id from being used again
         self._visit(list(roots), _DEPTH)
@@ -80,6 +83,23 @@ class Reach:
             return {f"tensor{number}": tensor for number, tensor in enumerate(trained.values())}  # type: ignore[misc]
         return dict(named.values())
 
+    def identities(self, parameters: Iterable[torch.Tensor], keys: tuple[type, ...]) -> set[int]:
+        """Return ids of parameters that a container holds as numbers, or as members of ``keys``.
+
+        A copy, a fake or a shard in place of such a parameter is another object: a look-up would miss it.
+        """
+        numbers = {number: id(p) for p in parameters for number in (id(p), p.data_ptr()) if number}
+        ids = set(numbers.values())
+        result: set[int] = set()
+        for container in self.containers:
+            entries = itertools.islice(container.items() if isinstance(container, dict) else container, _MOST)
+            for x in itertools.chain.from_iterable(entries) if isinstance(container, dict) else entries:
+                if type(x) is int and x in numbers:
+                    result.add(numbers[x])
+            if isinstance(container, keys):
+                result |= {id(x) for x in itertools.islice(container, _MOST) if id(x) in ids}
+        return result
+
     def _visit(self, value: Any, depth: int) -> None:
         if depth < 0 or value is None or isinstance(value, _LEAVES) or id(value) in self._seen:
             if isinstance(value, torch.Tensor):
@@ -111,9 +131,11 @@ class Reach:
             return [v for k, v in vars(value).items() if k != "state"]
         if isinstance(value, collections.abc.Mapping):
             self.tables += [value] if isinstance(value, dict) else []
+            self.containers += [value] if isinstance(value, dict) else []
             return list(value.values())[:_MOST]
         if isinstance(value, _LISTS):
             self.tables += [value] if not isinstance(value, tuple | frozenset) else []
+            self.containers.append(value)
             return list(value)[:_MOST]
         if isinstance(value, Iterator):
             self.iterators.append(type(value).__name__)

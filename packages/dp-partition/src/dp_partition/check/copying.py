@@ -79,7 +79,8 @@ class Copier:
         self.handed: list[Any] = []  # objects named in the stream by index
         self.index: dict[int, int] = {}
         self.held: list[Any] = []  # alive: no id is reused while copying
-        self.cells: list[tuple[types.CellType, types.CellType]] = []
+        # Contents to copy, and how to put the copy into its place: they may name the object around them.
+        self.later: list[tuple[Callable[[], tuple[Any, ...]], Callable[[Any], Any]]] = []
         self.shared_ids: set[int] = set()
         self.replaced = replaced
 
@@ -91,20 +92,16 @@ class Copier:
         """
         stream = io.BytesIO()
         pickler = _Pickler(stream, self)
-        cells_done = 0
         try:
             pickler.dump(value)
-            # A closure's contents may name the function itself: cells are made empty and filled afterwards.
-            while cells_done < len(self.cells):
-                pickler.dump(_contents(self.cells[cells_done][0]))
-                cells_done += 1
+            for contents, _ in self.later:  # grows meanwhile
+                pickler.dump(contents())
             stream.seek(0)
             unpickler = _Unpickler(stream, self)
             result = unpickler.load()
-            for _, cell in self.cells:
-                contents = unpickler.load()
-                if contents:
-                    cell.cell_contents = contents[0]
+            for _, fill in self.later:
+                for one in unpickler.load():
+                    fill(one)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -135,7 +132,7 @@ class Copier:
             return self.hand(value, value if value is torch.default_generator else _generator(value))
         if kind is types.CellType:
             cell = types.CellType()
-            self.cells.append((value, cell))
+            self.later.append((functools.partial(_contents, value), functools.partial(setattr, cell, "cell_contents")))
             return self.hand(value, cell)
         if kind is types.FunctionType and is_importable(value) and not self.owned_globals(value):
             return self.hand(value, value)
@@ -162,6 +159,8 @@ class Copier:
             copied.requires_grad_(value.requires_grad)
         if value.is_leaf and value.grad is not None:
             copied.grad = self.transform(value.grad.detach().clone())
+        if own := {key: one for key, one in vars(value).items() if key not in vars(copied) and key != "_is_param"}:
+            self.later.append((lambda: (own,), vars(copied).update))  # a step may read them
         return copied
 
 

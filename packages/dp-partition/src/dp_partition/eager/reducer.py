@@ -9,7 +9,8 @@ for the end of the pass and carries flags of newly reached parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +22,15 @@ from torch import nn
 
 from dp_partition._shared.consensus import named_collective
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import after_backward
+from dp_partition._torch_compat import after_backward, hooks_after_accumulation
 
 _RUNNING, _FINISHED, _FAILED = range(3)
 _FIRST_BUCKET = 1 << 20  # small, so that communication starts early
 
+
+CAUGHT = "the step has caught an error of a backward pass"
+LOCAL_HOOK = "has a hook that would see this rank's gradient before it is averaged"
+HOOK_HINT = "read gradients behind backward, or in a hook of the optimizer (register_step_pre_hook)"
 
 _Message = tuple[torch.Tensor, dist.Work]
 
@@ -66,8 +71,9 @@ class GradientReducer:
         self.group, self.world, self.bucket_bytes, self.name = group, dist.get_world_size(group), bucket_bytes, name
         self.passes: list[_Pass] = []
         self.index = self.calls = 0
-        self.has_raised = self._meets = False
+        self.has_raised = self._meets = self._runs = False
         self._entry: _Message | None = None
+        self._end: Callable[[], Any] = partial(self._finish)  # of the present pass
         devices = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
         self._has_cpu = "cpu" in devices
         self._message_device = (
@@ -93,6 +99,8 @@ class GradientReducer:
     def call(self) -> Iterator[None]:
         """Run one call of the step in the block. A rank that raises makes its peers raise, in this call."""
         self.index, self.calls, self.has_raised, self._entry = 0, self.calls + 1, False, None
+        if any(hooks_after_accumulation(parameter) > 1 for parameter in self.parameters):
+            raise PlanError(Problem("parameter-hooks", self.name, found=LOCAL_HOOK, hint=HOOK_HINT))
         for one in self.passes:
             one.launched, one.arrived = 0, set()
         if not self.parameters or self.world == 1:
@@ -100,12 +108,17 @@ class GradientReducer:
             return
         # A message on the CPU costs little. One of NCCL would make the host wait for the device in each call.
         self._meets = self.calls == 1 or self._has_cpu
+        self._runs = True
         try:
             yield
+            if any(one.arrived for one in self.passes):  # gradients of some parameters are this rank's alone
+                raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         except Exception as error:
             if not self.has_raised:
                 self._leave(error)
             raise
+        finally:
+            self._runs = False
         if self._meets:
             self._check(self._meet(_FINISHED))
 
@@ -161,12 +174,18 @@ class GradientReducer:
         return self.passes[self.index]
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+        if not self._runs:
+            return  # a backward pass of one rank between two calls is its own
         if parameter.grad is not None and parameter.grad.is_sparse:
             hint = "use sparse=False in the embedding"
             raise PlanError(Problem("sparse-gradient", self.names[index], found="a sparse gradient", hint=hint))
         current = self._current()
+        if current.arrived and self._end() is None:  # autograd drops the callback with a pass that failed
+            raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.arrived:
-            after_backward(self._finish)
+            end = partial(self._finish)  # held by autograd alone
+            self._end = weakref.ref(end)
+            after_backward(end)
             self._entry = self._meet(_RUNNING) if self._meets else None
         current.arrived.add(index)
         if self._entry is not None and not (self._entry[1].is_completed() and self._entry[0].tolist() == [1, 0, 0]):

@@ -19,12 +19,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import pytree
+from dp_partition._torch_compat import is_backward_unfinished, is_in_backward, pytree
 from dp_partition.capture.reach import Reach
-from dp_partition.eager.watch import Watch
+from dp_partition.eager.reducer import CAUGHT
+from dp_partition.eager.watch import Watch, is_written
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
@@ -177,6 +179,10 @@ def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]],
             values = [new(value) for value in table]
             table.clear()  # in place: other objects hold the list
             table.extend(values)
+        elif isinstance(table, set) and any(id(value) in swap for value in table):
+            members = [new(value) for value in table]
+            table.clear()
+            table.update(members)
         elif isinstance(table, dict) and any(id(k) in swap or id(v) in swap for k, v in table.items()):
             items = [(key, new(key), new(value)) for key, value in table.items()]
             table.clear()
@@ -204,6 +210,7 @@ def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh:
         now = dict(root.named_parameters())
         swap |= {id(old): (old, now[name]) for name, old in named.items() if now[name] is not old}
     for old, successor in swap.values():
+        vars(successor).update({key: own for key, own in vars(old).items() if key not in vars(successor)})
         if old.grad is not None:
             successor.grad = place(old.grad)
     repoint(reach, swap, place)
@@ -244,10 +251,12 @@ def placement_of(mesh: DeviceMesh) -> Place:
 
 
 def _refuse_writes(unit: FSDPModule) -> None:
-    """Raise if a forward writes a parameter gathered by FSDP2: the write would be lost."""
+    """Raise if a forward writes a gathered parameter, which would be lost, or follows a failed backward pass."""
     versions: dict[tuple[nn.Module, str], int] = {}  # forwards nest, and modules share names
 
     def before(module: nn.Module, args: Any) -> None:
+        if module is unit and is_backward_unfinished([unit]) and not is_in_backward():
+            raise PlanError(Problem("backward-failed", type(module).__name__, found=CAUGHT))
         versions.update({(module, n): p._version for n, p in module._parameters.items() if p is not None})
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -258,25 +267,60 @@ def _refuse_writes(unit: FSDPModule) -> None:
                 raise PlanError(Problem("parameter-replaced", name, found=found, hint=hint))
 
     for module in unit.modules():  # type: ignore[attr-defined]  # an FSDPModule is a module
+        module.register_load_state_dict_pre_hook(place_loaded)
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, prepend=True)  # before FSDP2 frees it
+
+
+def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Shard full plain tensors of a state dict for a module's shards; the same file is loaded on every rank."""
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            state_dict[prefix + name] = _shard_like(value, parameter)
+
+
+def place_loaded_state(place: Place, optimizer: Optimizer) -> None:
+    """Shard full plain state loaded into an optimizer, as its parameters are."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
+                state[key] = place(value)
+
+
+def _shard_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    if value.shape != parameter.shape:
+        return value  # load_state_dict names the sizes
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.detach().to(parameter.device), mesh, placements, src_data_rank=None)
 
 
 class ClosedTraps(TorchFunctionMode):
     """Mode against silently wrong reads, writes and hooks on DTensors, in one thread.
 
-    ``item()`` and its like read one rank's summand of a partial sum, ``.data =`` changes nothing, and a gradient hook
-    never runs, since FSDP2 writes ``.grad`` itself.
+    ``item()`` and its like read one rank's summand of a partial sum, ``.data =`` changes nothing, a write through a
+    view may reach a copy, and a gradient hook never runs, since FSDP2 writes ``.grad`` itself.
     """
 
+    _VIEWS = frozenset([
+        "__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "reshape",
+        "flatten", "unflatten", "squeeze", "unsqueeze", "t", "transpose", "permute", "movedim", "swapaxes", "expand",
+        "unfold",
+    ])  # fmt: skip
     _READS = frozenset(
-        getattr(torch.Tensor, name) for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__format__")
-    )
+        getattr(torch.Tensor, name)
+        for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__format__", "is_nonzero")
+    ) | {torch.is_nonzero}
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
     _HOOKS = frozenset([torch.Tensor.register_hook])
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = WeakTensorKeyDictionary()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(issubclass(kind, DTensor) for kind in types):
+        if args and isinstance(args[0], DTensor):  # an index comes without types
             if func in self._READS:
                 args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
             elif func == self._SET_DATA:
@@ -285,6 +329,14 @@ class ClosedTraps(TorchFunctionMode):
                 hint = 'use register_post_accumulate_grad_hook, or style="replicate"'
                 found = "a gradient hook on a parameter in shards would never run"
                 raise PlanError(Problem("parameter-hooks", found=found, hint=hint))
+            name = getattr(func, "__name__", "")
+            if is_written(name) and (name == "__setitem__" or args[0] in self.views):
+                found, hint = f"a view of shards is written ({name})", 'write full tensors, or use style="replicate"'
+                raise PlanError(Problem("parameter-replaced", found=found, hint=hint))
+            result = func(*args, **(kwargs or {}))
+            if name in self._VIEWS:
+                self.views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
+            return result
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,17 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
     FSDP_HOOKS,
     flat_group,
-    has_accumulate_hooks,
+    hooks_after_accumulation,
+    is_backward_unfinished,
+    parameter_like,
     pytree,
     remove_fsdp,
+    reset_fsdp,
     without_hooks_of,
 )
 from dp_partition.capture.reach import Reach
 from dp_partition.eager import shards
-from dp_partition.eager.reducer import GradientReducer
+from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
 from dp_partition.eager.shards import (
     ClosedTraps,
     Units,
@@ -83,11 +87,15 @@ class EagerStep:
         self.bucket_bytes, self.num_calls, self.num_compared = bucket_bytes, 0, 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.modules: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.handles: list[Any] = []
         self.reducer: GradientReducer | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
         if self.reducer is None or self._has_new_parameters(args, kwargs):
+            if self.units.modules:
+                self.release()  # another model, or a grown one: all within reach are full before they are placed
             self.start(args, kwargs)
         assert self.reducer is not None
         self.num_calls += 1
@@ -99,11 +107,26 @@ class EagerStep:
             self.compare_ranks()
             self.place(args, kwargs, watch)
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-        with self.reducer.call(), ClosedTraps() if self.units.modules else nullcontext():
+        with self.reducer.call(), self._traps():
             result = self.function(*args, **kwargs)
         if not self.num_calls & (self.num_calls - 1):  # a power of two
             self.compare_ranks()
         return pytree.tree_map_only(DTensor, DTensor.full_tensor, result)
+
+    @contextmanager
+    def _traps(self) -> Iterator[None]:
+        """Close the traps of shards in the block, and leave FSDP2 ready for another call after an error."""
+        if not self.units.modules:
+            yield
+            return
+        try:
+            with ClosedTraps():
+                yield
+            if is_backward_unfinished(self.units.modules):
+                raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
+        except BaseException:
+            reset_fsdp(self.units.modules)
+            raise
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch) -> None:
         """Shard all that FSDP2 supports, the same on all ranks.
@@ -115,6 +138,9 @@ class EagerStep:
         layout = placement_of(self.mesh)
         reasons = dict(watch.reasons)
         names = {id(p): name for name, p in self.parameters.items()}
+        self.optimizers = reach.optimizers  # release() is given no arguments
+        held = reach.identities(self.parameters.values(), (frozenset,))  # sets are filled again
+        reasons |= {names[one]: "a container looks it up by identity" for one in sorted(held)}
         for optimizer in reach.optimizers:
             if why := optimizer_reason(optimizer, layout):
                 listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -140,6 +166,8 @@ class EagerStep:
         self.parameters = shard(reach, self.parameters, self.units, self.mesh)
         kept = {name: p for name, p in self.parameters.items() if name in self.units.full}
         self.reducer = GradientReducer(kept, flat_group(self.mesh), self.bucket_bytes, self.name)
+        take = partial(shards.place_loaded_state, layout)  # full state of a checkpoint
+        self.handles = [one.register_load_state_dict_post_hook(take) for one in self.optimizers]
         self.is_placed = True
 
     def _report_full(self) -> None:
@@ -224,7 +252,7 @@ class EagerStep:
         for module, key, parameter in places:  # collectives: in one order on all ranks; tied parameters stay one
             if id(parameter) not in full:
                 plain: Any = parameter.detach()
-                full[id(parameter)] = nn.Parameter(plain.full_tensor(), parameter.requires_grad)
+                full[id(parameter)] = parameter_like(plain.full_tensor(), parameter)
             module._parameters[key] = full[id(parameter)]
         with ExitStack() as stack:
             for root in self.modules:  # FSDP2 would shard again for a state dict, and gather for a forward
@@ -244,7 +272,7 @@ class EagerStep:
     def release(self) -> None:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.units.modules:
-            reach = Reach(self.function, self.modules, self.roots)
+            reach = Reach(self.function, self.modules, self.optimizers, self.roots)
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
             parameter: Any
             for unit in self.units.modules:
@@ -254,12 +282,14 @@ class EagerStep:
                     if isinstance(parameter, DTensor):
                         if id(parameter) not in swap:
                             full: Any = parameter.detach()
-                            plain = nn.Parameter(full.full_tensor(), parameter.requires_grad)
+                            plain = parameter_like(full.full_tensor(), parameter)
                             if isinstance(parameter.grad, DTensor):
                                 plain.grad = DTensor.full_tensor(parameter.grad)
                             swap[id(parameter)] = parameter, plain  # tied parameters stay one
                         module._parameters[key] = swap[id(parameter)][1]
             repoint(reach, swap, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+        for handle in self.handles:
+            handle.remove()
         if self.reducer is not None:
             self.reducer.remove()
         self.reducer, self.parameters, self.modules, self.units = None, {}, [], Units((), {})
@@ -298,10 +328,8 @@ def _problems(name: str, reach: Reach, parameters: dict[str, nn.Parameter], is_f
         if isinstance(parameter, DTensor):
             hint = "pass a model that is not sharded yet, or train it without this step"
             problems.append(Problem("unsupported-wrapper", fqn, found="is a DTensor already", hint=hint))
-        elif is_first and has_accumulate_hooks(parameter):
-            hint = "call the step before the hook is put on: hooks run in order, after the average then"
-            found = "has a hook that would see this rank's gradient before it is averaged"
-            problems.append(Problem("parameter-hooks", fqn, found=found, hint=hint))
+        elif is_first and hooks_after_accumulation(parameter):
+            problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
         if parameter.is_meta:
             hint = "materialize the model first"
             problems.append(Problem("no-data", fqn, found="is on the meta device", hint=hint))

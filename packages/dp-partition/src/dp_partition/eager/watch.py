@@ -107,6 +107,9 @@ class Watch(TorchFunctionMode):
             self.reasons = dict.fromkeys(names, reason) | self.reasons
         elif len(names) > 1:
             self.combined.add(names)
+        base = tensors[0]._base  # a shard's view may be a copy, and the write is lost
+        if is_written(name) and (name == "__setitem__" or (base is not None and base.shape != tensors[0].shape)):
+            self.reasons = dict.fromkeys(names, f"is written through a view ({name})") | self.reasons
         for x in pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor):
                 self.origins.setdefault(x, names)
@@ -121,6 +124,11 @@ class Watch(TorchFunctionMode):
             if id(x) in self.names:
                 self.reasons.setdefault(self.names[id(x)], f"is an input of {func.__name__}()")
         return result
+
+
+def is_written(name: str) -> bool:
+    """Return True if a function of torch of this name writes its first argument."""
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _has_gradient(result: Any, parameter: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import mark_stale
-from dp_partition._torch_compat import storage_keys
+from dp_partition._torch_compat import parameter_like, storage_keys
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.mesh import on_mesh, shard_rank, shard_world
 from dp_partition.plan.placements import chunk_bounds
@@ -97,7 +97,7 @@ class Binding:
         for fqn, param in self.step_state.params.items():
             placement = self.plan[fqn].param
             local = local_shard(values.pop(fqn), placement, self.world, self.rank)  # frees the full copy
-            placed[fqn] = nn.Parameter(as_dtensor(local, param, self.mesh, placement), param.requires_grad)
+            placed[fqn] = parameter_like(as_dtensor(local, param, self.mesh, placement), param)
         states = self.placed_states(placed, values)
         for fqn, value in values.items():
             if fqn in self.step_state.buffers:
@@ -253,7 +253,7 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
         yield
         return
     binding.check_in_place()
-    full = {fqn: nn.Parameter(full_tensor(p), p.requires_grad) for fqn, p in binding.params.items()}
+    full = {fqn: parameter_like(full_tensor(p), p) for fqn, p in binding.params.items()}
     made = list(full.items())  # before a load may replace some
     binding.install_modules(full)
     binding.is_unsharded = True
@@ -279,7 +279,7 @@ def release(binding: Binding) -> None:
     """
     if binding.is_unsharded:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
-    plain = {fqn: nn.Parameter(full_tensor(p), p.requires_grad) for fqn, p in binding.params.items()}
+    plain = {fqn: parameter_like(full_tensor(p), p) for fqn, p in binding.params.items()}
     states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
     for number, fqn, state in binding.states():
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
