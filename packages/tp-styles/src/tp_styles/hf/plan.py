@@ -126,9 +126,7 @@ def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
     """The style of a linear layer, also where peft has put a low-rank update beside it."""
     if not isinstance(getattr(module, "base_layer", None), nn.Linear):
         return style
-    if style == ColwiseParallel():
-        return LoRAParallel("column")
-    return LoRAParallel("row") if style == RowwiseParallel() else style
+    return LoRAParallel(style) if isinstance(style, ColwiseParallel | RowwiseParallel) else style
 
 
 def _on_meta(config: Any) -> nn.Module:
