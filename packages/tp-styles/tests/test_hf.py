@@ -75,6 +75,24 @@ def test_methods_that_take_full_models(ranks: Ranks, tmp_path: Path) -> None:
         torch.testing.assert_close(one(input_ids=ids).logits, alone(input_ids=ids).logits, atol=1e-9, rtol=0)
 
 
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_attention_weights_of_some_heads_are_refused(ranks: Ranks) -> None:
+    """In the first call and in a later one: each rank has those of its own heads."""
+    model: Any = hf_models.build("llama")
+    model.set_attn_implementation("eager")
+    handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), tp.from_hf_tp_plan(model))
+    ids = torch.arange(2, 26).view(2, 12)
+    for options in ({"output_attentions": True}, {"use_cache": False}, {"output_attentions": True}):
+        if options == {"use_cache": False}:
+            model(ids, **options)
+            assert "equal to the original" in handle.report()
+            continue
+        with pytest.raises(tp.PlanError, match=r"shard-leaves.*attentions.*undo"):
+            model(ids, **options)
+
+
 def test_names_of_styles() -> None:
     assert todays_names({"a": "colwise_rep", "b": "rowwise"}) == {"a": "colwise_gather_output", "b": "rowwise"}
     assert set(OLDER.values()) <= set(TODAY)
