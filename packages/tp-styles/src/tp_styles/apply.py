@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from tp_styles.check.runs import originals
 from tp_styles.handle import TPHandle
 from tp_styles.plan.explain import comparable_lines
 from tp_styles.plan.planned import Plan, PlannedModule, Rest, TPPlan, plan_module
+from tp_styles.plan.regions import regions_of
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.changes import KeyRemover, ModuleChange, apply_torch_style, restore, settle
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.dropout import checked_modules, install_regions, regions_of
-from tp_styles.runtime.install import install_module
+from tp_styles.runtime.dropout import checked_modules, install_regions
+from tp_styles.runtime.install import install_module, share_inputs
 from tp_styles.runtime.optimizer_checks import check_optimizers
 from tp_styles.runtime.parameters import ShardParameter, is_shard, make_parameter
 from tp_styles.runtime.state_hooks import (
@@ -115,6 +116,7 @@ def apply_staged(
         for one in model.modules():
             if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers
                 changes.append(ModuleChange(one, removers=_stand_in(one)))
+        share_inputs(model, decided, axis)
         regions = regions_of(decided)
         changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, regions)))
         if check != "never" and decided.modules:
@@ -144,27 +146,6 @@ def _declares_shards(plan: TPPlan) -> bool:
     return False
 
 
-def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
-    """Raise what keeps this rank from applying a plan, once the ranks that may apply one were told.
-
-    Raises:
-        Exception: The fault.
-    """
-    check_mesh(mesh)
-    assert_consistent(TPGroup(mesh).group, CALL, error=fault)
-    raise fault
-
-
-def apply_style(module: nn.Module, mesh: DeviceMesh, style: TorchParallelStyle, src_data_rank: int | None) -> nn.Module:
-    """Put one style on one module and return the module: what torch's `parallelize_module` asks a style for.
-
-    Raises:
-        PlanError: What speaks against it.
-    """
-    apply_staged(module, mesh, style, src_data_rank)
-    return module
-
-
 def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse what is not a 1-D mesh that this rank is in.
 
@@ -173,18 +154,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(Problem("wrong-type", "mesh", found=str(type(mesh)), hint="pass a torch DeviceMesh"))
+    problem = None
     if mesh.ndim != 1:
-        raise PlanError(
-            Problem(
-                "invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass one axis of it, for example mesh["tp"]'
-            )
-        )
-    if mesh.get_coordinate() is None:
-        raise PlanError(
-            Problem(
-                "rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint="call it on the mesh's ranks only"
-            )
-        )
+        hint = 'pass one axis of it, for example mesh["tp"]'
+        problem = Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint=hint)
+    elif mesh.get_coordinate() is None:
+        hint = "call it on the mesh's ranks only"
+        problem = Problem("rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint=hint)
+    if problem is not None:
+        raise PlanError(problem)
 
 
 # ---------------------------------------------------------------------------------------------- steps
