@@ -124,6 +124,7 @@ def test_every_way_to_read_the_input(ranks: Ranks) -> None:
         with ranks.record() as log:
             out.square().sum().backward()
         assert log.ops == ("all_reduce",) * count, case
+        assert all(one.source is one.entered is None for one in shared(model))  # also what checkpoints brought in
 
 
 @pytest.mark.ranks(2)

@@ -26,7 +26,7 @@ from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.dropout import checked_modules, install_regions
 from tp_styles.runtime.install import install_module, share_inputs
 from tp_styles.runtime.optimizer_checks import check_optimizers
-from tp_styles.runtime.parameters import ShardParameter, is_shard, make_parameter
+from tp_styles.runtime.parameters import ShardParameter, agreed_values, is_shard, make_parameter
 from tp_styles.runtime.state_hooks import (
     FULL_MODEL,
     FullModelOnly,
@@ -281,15 +281,8 @@ def _new_parameters(
                 unequal += [] if same else [found.info.where(name)]
             made[id(original)] = make_parameter(original, spec, axis, src_data_rank)
     if unequal:
-        raise PlanError(
-            Problem(
-                "replicas-differ",
-                name,
-                found="other values than on rank 0 of the group",
-                hint="src_data_rank=0 broadcasts them",
-            )
-            for name in unequal
-        )
+        text, hint = "other values than on rank 0 of the group", "src_data_rank=0 broadcasts them"
+        raise PlanError(Problem("replicas-differ", name, found=text, hint=hint) for name in unequal)
     return made
 
 
@@ -304,10 +297,8 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
 
 
 def _is_same_everywhere(value: torch.Tensor, axis: TPGroup) -> bool:
-    reference = value.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(reference, group=axis.group, group_src=0)
-    found = axis.all_gather_objects(bool(torch.equal(reference, value)), "apply_plan")
-    return all(found)
+    is_same = torch.equal(agreed_values(value, axis, 0), value)
+    return all(axis.all_gather_objects(is_same, CALL))
 
 
 def _apply_own(

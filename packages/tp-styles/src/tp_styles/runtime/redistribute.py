@@ -244,6 +244,8 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        if isinstance(ctx.move, BlockInput) and not is_compiling():  # a checkpoint of one layer has brought it in again
+            ctx.move.source = ctx.move.entered = None
         if _is_differentiated_again():  # the two steps are each other's transpose
             again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
             return _moved(gradient, again, ctx.move, inplace_ok=False, known=ctx.sizes), None, None, None, None
