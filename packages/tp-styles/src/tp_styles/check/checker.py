@@ -612,16 +612,14 @@ def refuse_plain_ddp(module: nn.Module) -> None:
     Raises:
         PlanError: Parameters are shards, and no bridge has made leaves for them.
     """
+    hint = "tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh"
     problems = [
-        Problem("mesh-mismatch", name, found="a shard inside of DistributedDataParallel", hint=USE_BRIDGE)
+        Problem("mesh-mismatch", name, found="a shard inside of DistributedDataParallel", hint=hint)
         for name, parameter in module.named_parameters()
         if isinstance(parameter, ShardParameter | DTensor) and not BRIDGE_TAGS & vars(parameter).keys()
     ]
     if problems:
         raise PlanError(problems[:8])
-
-
-USE_BRIDGE = "tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh"
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
