@@ -56,17 +56,22 @@ def without_graph_breaks(ranks: Ranks) -> None:
         mesh,
         {"attention": tp.MultiheadAttentionParallel(), "head": tp.ColwiseParallel(output_layouts=Shard(-1))},
     )
-    x, ids = torch.randn(2, 6, 16, dtype=torch.float64), torch.randint(0, 17, (2, 6))
+    x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 17, (2, 6))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return tp.vocab_parallel_cross_entropy(model(x), ids, mesh=mesh, num_classes=17)
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(x)
-    torch.autograd.backward(compiled)
+    with ranks.record() as graph_log:
+        torch.autograd.backward(compiled)
     found = models.full_gradients(model, mesh)
     model.zero_grad()
     eager = loss(x)
-    torch.autograd.backward(eager)
+    with ranks.record() as eager_log:
+        torch.autograd.backward(eager)
+    # Of q, k and v together, of torch's attention, of the head; and of the two norms, whose gradients are summed.
+    assert graph_log.count("all_reduce") == eager_log.count("all_reduce") == 5
     torch.testing.assert_close(compiled, eager, atol=EXACT, rtol=0)
     assert models.assert_close(found, models.full_gradients(model, mesh), atol=EXACT) > 1500
     fresh = models.seeded(lambda: nn.Sequential(models.MLP(), nn.Linear(8, 6)))

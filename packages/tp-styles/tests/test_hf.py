@@ -16,6 +16,7 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.tensor import Replicate
 from tp_styles._shared.patterns import Pattern
 from tp_styles.hf.plan import OLDER, TODAY, todays_names
 
@@ -73,6 +74,59 @@ def test_methods_that_take_full_models(ranks: Ranks, tmp_path: Path) -> None:
             each.resize_token_embeddings(64, mean_resizing=False)
         tp.apply_plan(one, mesh, tp.auto_plan(one))
         torch.testing.assert_close(one(input_ids=ids).logits, alone(input_ids=ids).logits, atol=1e-9, rtol=0)
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_attention_weights_of_some_heads_are_refused(ranks: Ranks) -> None:
+    """In the first call and in a later one: each rank has those of its own heads."""
+    model: Any = hf_models.build("llama")
+    model.set_attn_implementation("eager")
+    handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), tp.from_hf_tp_plan(model))
+    ids = torch.arange(2, 26).view(2, 12)
+    for options in ({"output_attentions": True}, {"use_cache": False}, {"output_attentions": True}):
+        if options == {"use_cache": False}:
+            model(ids, **options)
+            assert "equal to the original" in handle.report()
+            continue
+        with pytest.raises(tp.PlanError, match=r"shard-leaves.*attentions.*undo"):
+            model(ids, **options)
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, 4, timeout=300)
+def test_mamba_by_the_plan_of_the_page(ranks: Ranks) -> None:
+    """Five steps and generation with a cache are those of one process."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    page = Path(__file__, "../../../../docs/packages/tp-styles.md").resolve().read_text()
+    found: dict[str, Any] = {}
+    exec(page.split("convolution and with B and C from all channels:")[1].split("```")[1].removeprefix("python"), found)
+    head = tp.ColwiseParallel(output_layouts=Replicate())
+    plan = {**found["plan"], "backbone.embeddings": tp.RowwiseParallel(), "lm_head": head}
+    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=3)
+    model: Any = models.seeded(lambda: MambaForCausalLM(config))
+    alone: Any = copy.deepcopy(model)
+    tp.apply_plan(model, ranks.mesh((ranks.world_size,), ("tp",)), plan)
+    assert sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters()) < 0.6 * alone.num_parameters()
+    batches = [torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(step)) for step in range(5)]
+    losses: list[list[float]] = [[], []]
+    for one, values in zip((model, alone), losses, strict=True):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, foreach=False)
+        for ids in batches:
+            loss = one(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    state = tp.full_state_dict(model)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=2e-4, rtol=1e-3)
+    generated = [m.eval().generate(batches[0][:, :4], max_new_tokens=8, do_sample=False) for m in (model, alone)]
+    assert torch.equal(*generated)
 
 
 def test_names_of_styles() -> None:

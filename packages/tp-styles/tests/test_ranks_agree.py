@@ -76,7 +76,7 @@ FAULTS: list[tuple[Call, Call, str, str]] = [
         r"nothing was changed on any rank\n.*unmatched-pattern",
         "on rank {}: no module",
     ),
-    (apply(plan=[1]), apply(), "wrong-type", ".wrong-type. on rank {}"),
+    (apply(plan=[1]), apply(), "wrong-type", ".wrong-type. plan: on rank {}"),
     (apply(plan={"up": Raises()}), apply(), "out_features", "on rank {}: KeyError: 'out_features'"),
     (
         apply(src_data_rank=2),
@@ -100,7 +100,7 @@ FAULTS: list[tuple[Call, Call, str, str]] = [
         lambda mesh: tp.parallelize_module(mlp(), mesh, 3),  # type: ignore[arg-type]
         apply(),
         "Expect Union",
-        ".wrong-type. parallelize_plan: on rank {}",
+        ".wrong-type. plan: on rank {}",
     ),
 ]
 

@@ -274,4 +274,4 @@ def test_predictions_for_a_whole_model(ranks: Ranks) -> None:
         wanted = [found for found in predicted if found.when == when]
         assert sorted(log.ops) == sorted(found.step.op for found in wanted)
         assert log.bytes_sent() == sum(4 * (f.elements_per_token * 12 + f.elements) for f in wanted)
-    assert (len(forward.ops), len(backward.ops)) == (6, 2 * 4 + 1 + 2)
+    assert (len(forward.ops), len(backward.ops)) == (6, 2 * 2 + 1 + 2)

@@ -344,8 +344,18 @@ def test_own_forward_of_a_linear_subclass(ranks: Ranks) -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input * 2)
 
+    class Scaled(Doubled):
+        """A scale for each output feature: sharded as the bias."""
+
+        def __init__(self, inside: int, outside: int) -> None:
+            super().__init__(inside, outside)
+            self.scale = nn.Parameter(torch.rand(outside))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * self.scale
+
     torch.manual_seed(0)
-    model = nn.Sequential(Doubled(8, 12), Doubled(12, 8)).double()
+    model = nn.Sequential(Scaled(8, 12), Doubled(12, 8)).double()
     plan = {"0": tp.ColwiseParallel(), "1": tp.RowwiseParallel()}
     batches = [x64(2, 3, 8) for _ in range(5)]
     models.compare_training(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,14 @@ from tp_styles.check.runs import originals
 from tp_styles.handle import TPHandle
 from tp_styles.plan.explain import comparable_lines
 from tp_styles.plan.planned import Plan, PlannedModule, Rest, TPPlan, plan_module
+from tp_styles.plan.regions import regions_of
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.changes import KeyRemover, ModuleChange, apply_torch_style, restore, settle
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.dropout import checked_modules, install_regions, regions_of
-from tp_styles.runtime.install import install_module
+from tp_styles.runtime.dropout import checked_modules, install_regions
+from tp_styles.runtime.install import install_module, share_inputs
 from tp_styles.runtime.optimizer_checks import check_optimizers
-from tp_styles.runtime.parameters import ShardParameter, is_shard, make_parameter
+from tp_styles.runtime.parameters import ShardParameter, agreed_values, is_shard, make_parameter
 from tp_styles.runtime.state_hooks import (
     FULL_MODEL,
     FullModelOnly,
@@ -115,6 +116,7 @@ def apply_staged(
         for one in model.modules():
             if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers
                 changes.append(ModuleChange(one, removers=_stand_in(one)))
+        share_inputs(model, decided, axis)
         regions = regions_of(decided)
         changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, regions)))
         if check != "never" and decided.modules:
@@ -144,27 +146,6 @@ def _declares_shards(plan: TPPlan) -> bool:
     return False
 
 
-def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
-    """Raise this rank's error, after sending it to the ranks that may apply a plan.
-
-    Raises:
-        Exception: The fault.
-    """
-    check_mesh(mesh)
-    assert_consistent(TPGroup(mesh).group, CALL, error=fault)
-    raise fault
-
-
-def apply_style(module: nn.Module, mesh: DeviceMesh, style: TorchParallelStyle, src_data_rank: int | None) -> nn.Module:
-    """Apply one style to one module and return the module, for torch's `parallelize_module`.
-
-    Raises:
-        PlanError: Problems of the style.
-    """
-    apply_staged(module, mesh, style, src_data_rank)
-    return module
-
-
 def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse anything but a 1-D mesh with this rank in it.
 
@@ -173,18 +154,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(Problem("wrong-type", "mesh", found=str(type(mesh)), hint="pass a torch DeviceMesh"))
+    problem = None
     if mesh.ndim != 1:
-        raise PlanError(
-            Problem(
-                "invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass one axis of it, for example mesh["tp"]'
-            )
-        )
-    if mesh.get_coordinate() is None:
-        raise PlanError(
-            Problem(
-                "rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint="call it on the mesh's ranks only"
-            )
-        )
+        hint = 'pass one axis of it, for example mesh["tp"]'
+        problem = Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint=hint)
+    elif mesh.get_coordinate() is None:
+        hint = "call it on the mesh's ranks only"
+        problem = Problem("rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint=hint)
+    if problem is not None:
+        raise PlanError(problem)
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -303,15 +281,8 @@ def _new_parameters(
                 unequal += [] if same else [found.info.where(name)]
             made[id(original)] = make_parameter(original, spec, axis, src_data_rank)
     if unequal:
-        raise PlanError(
-            Problem(
-                "replicas-differ",
-                name,
-                found="other values than on rank 0 of the group",
-                hint="src_data_rank=0 broadcasts them",
-            )
-            for name in unequal
-        )
+        text, hint = "other values than on rank 0 of the group", "src_data_rank=0 broadcasts them"
+        raise PlanError(Problem("replicas-differ", name, found=text, hint=hint) for name in unequal)
     return made
 
 
@@ -326,10 +297,8 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
 
 
 def _is_same_everywhere(value: torch.Tensor, axis: TPGroup) -> bool:
-    reference = value.clone(memory_format=torch.contiguous_format)  # broadcasts write in place
-    dist.broadcast(reference, group=axis.group, group_src=0)
-    found = axis.all_gather_objects(bool(torch.equal(reference, value)), "apply_plan")
-    return all(found)
+    is_same = torch.equal(agreed_values(value, axis, 0), value)
+    return all(axis.all_gather_objects(is_same, CALL))
 
 
 def _apply_own(

@@ -19,8 +19,6 @@ from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import full_tensor, split_of
 from tp_styles.values.split import Split
 
-SAME_SHARDS = "every rank needs the same parameters in the same places"
-
 
 class TPHandle:
     """A model with an applied plan.
@@ -65,9 +63,10 @@ class TPHandle:
         if self.plan.modules and not self._changes:
             hint = "apply the plan again first"
             fault = PlanError(Problem("already-applied", found="undo() a second time", hint=hint))
-        assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=SAME_SHARDS)
-        whole: dict[int, nn.Parameter] = {}  # tied parameters stay tied
-        restored = [  # all gathers come before the first change
+        same = "every rank needs the same parameters in the same places"
+        assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=same)
+        whole: dict[int, nn.Parameter] = {}
+        restored = [
             (
                 change.module,
                 name,

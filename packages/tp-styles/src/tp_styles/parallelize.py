@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
-from tp_styles.apply import apply_staged, refuse
-from tp_styles.plan.match import is_style
-from tp_styles.problems import PlanError, Problem, StyleTypeError
+from tp_styles.apply import apply_staged
+from tp_styles.problems import PlanError, Problem
 
 
 def parallelize_module(
@@ -42,25 +41,12 @@ def parallelize_module(
             apply_staged(module, mesh, {}, src_data_rank)
         warnings.warn("parallelize_module without a parallelize_plan changes nothing", stacklevel=2)
         return module
-    if not is_style(parallelize_plan) and not isinstance(parallelize_plan, Mapping):
-        fault = _not_a_plan(parallelize_plan)
-        if mesh is None:
-            raise fault
-        refuse(mesh, fault)
     if mesh is None:
         raise PlanError(
             Problem("missing-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
         )
     apply_staged(module, mesh, parallelize_plan, src_data_rank)
     return module
-
-
-def _not_a_plan(plan: object) -> StyleTypeError:
-    found = type(plan)
-    return StyleTypeError(
-        Problem("wrong-type", "parallelize_plan", found=str(found), hint="pass a style, or a dict of FQN and style"),
-        f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {found} found!",  # torch's text
-    )
 
 
 def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:

@@ -243,8 +243,8 @@ class Checker:
             is_final = self._check(hook, inputs, mode) or not IN_FLOAT64.get()
             if scope.is_root and self.results[str(scope), mode][0] == ALIKE:
                 return  # the next call is checked
-        if is_final:  # after an error the next call is checked
-            scope.done[mode] = largest_input(args, kwargs)
+        if is_final:  # what raised is checked again by the next call
+            scope.done[mode], _ = size_and_options(args, kwargs)
         else:
             scope.not_in_float64.add(mode)
 
@@ -612,16 +612,14 @@ def refuse_plain_ddp(module: nn.Module) -> None:
     Raises:
         PlanError: Parameters are shards, and no bridge has made leaves for them.
     """
+    hint = "tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh"
     problems = [
-        Problem("mesh-mismatch", name, found="a shard inside of DistributedDataParallel", hint=USE_BRIDGE)
+        Problem("mesh-mismatch", name, found="a shard inside of DistributedDataParallel", hint=hint)
         for name, parameter in module.named_parameters()
         if isinstance(parameter, ShardParameter | DTensor) and not BRIDGE_TAGS & vars(parameter).keys()
     ]
     if problems:
         raise PlanError(problems[:8])
-
-
-USE_BRIDGE = "tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh"
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -646,6 +644,7 @@ class CheckHook:
         self.regions: list[CheckHook] = []
         self.key = -1
         self.before: list[int] = []
+        self.options: set[tuple[Mode, tuple[str, ...]]] = set()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the call, if its mode is new."""
@@ -655,12 +654,16 @@ class CheckHook:
             return
         mode = module.training, torch.is_grad_enabled()
         checked = self.scope.done.get(mode)
-        if self.scope.is_root and checked and not self.checker.is_staged and 2 * checked <= largest_input(args, kwargs):
-            self.checker.forget_mode(mode)  # a first batch of one token hides dependence on length
+        largest, options = size_and_options(args, kwargs) if self.scope.is_root else (1, ())
+        # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
+        is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
+        if self.scope.is_root and is_new and not self.checker.is_staged:
+            self.checker.forget_mode(mode)
             checked = None
         self.install_regions()
         if checked is None or self.checker.always:
             self.checker(self, args, kwargs)
+            self.options.add((mode, options))
         elif not self.scope.is_root and self.checker.scopes[0].done and not IN_ORIGINAL.get():
             # A steady step pays only for the root's hook, which installs this one for a new mode. If the root's
             # forward is not called (`encode()`), this one stays.
@@ -712,13 +715,16 @@ EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
 """Remedy for a compiled model: a checked call."""
 
 
-def largest_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the elements of the largest tensor among arguments; at least 1."""
-    largest = 1
-    for x in (*args, *kwargs.values()):  # a plain loop: this runs in every steady call
+def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """Elements of the largest tensor among arguments, at least 1, and names of keyword arguments that are True."""
+    largest, options = 1, []
+    for x in (*args, *kwargs.values()):  # plain loops: a steady call asks, too
         if isinstance(x, torch.Tensor) and x.numel() > largest:
             largest = x.numel()
-    return largest
+    for name, x in kwargs.items():
+        if x is True:
+            options.append(name)
+    return largest, tuple(options)
 
 
 def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], None]]:
@@ -802,7 +808,8 @@ HINTS = {
     "attribute": "the forward leaves it behind, computed from one rank's shard: compute it from full outputs, or reduce"
     " it over the tensor-parallel ranks",
     "shard-leaves": "every rank would go on with its own features: output_layouts=Replicate() gives full outputs;"
-    " output_layouts=Shard(-1) declares that shards are meant (vocab_parallel_cross_entropy takes them)",
+    " output_layouts=Shard(-1) declares that shards are meant (vocab_parallel_cross_entropy takes them); attention"
+    " weights are of this rank's heads: all of them come after undo()",
 }
 
 

@@ -126,9 +126,7 @@ def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
     """Return the style of a linear layer, with peft's low-rank update if there is one."""
     if not isinstance(getattr(module, "base_layer", None), nn.Linear):  # no adapter
         return style
-    if style == ColwiseParallel():
-        return LoRAParallel("column")
-    return LoRAParallel("row") if style == RowwiseParallel() else style
+    return LoRAParallel(style) if isinstance(style, ColwiseParallel | RowwiseParallel) else style
 
 
 def _on_meta(config: Any) -> nn.Module:

@@ -6,11 +6,15 @@ DTensor has its own mesh.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tp_styles.problems import Problem, StyleInputError, StyleOutputError
+
+Kind = type[StyleInputError] | type[StyleOutputError]
 
 
 def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch.Tensor, DeviceMesh]:
@@ -21,20 +25,15 @@ def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch
     """
     # Hooks pass the tuple of all inputs, and the first one is meant.
     tensor = input[0] if isinstance(input, tuple | list) and input else input
-    if device_mesh is None:
-        if not isinstance(tensor, DTensor):
-            raise _input_error("missing-mesh", "device_mesh is not passed nor can be inferred", "pass device_mesh=")
-        device_mesh = tensor.device_mesh
-    if device_mesh.ndim != 1:
-        summary = f"device_mesh has dims {device_mesh.ndim} but expected to be 1 for input."
-        raise _input_error("invalid-mesh", summary, 'pass one axis of it, for example mesh["tp"]')
+    if device_mesh is None and not isinstance(tensor, DTensor):
+        problem = Problem("missing-mesh", "input", hint="pass device_mesh=")
+        raise StyleInputError(problem, "device_mesh is not passed nor can be inferred")
+    mesh = _one_dim("input", tensor, device_mesh, StyleInputError)
     if not isinstance(tensor, torch.Tensor):
         summary = f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(tensor)}!"
-        raise _input_error("wrong-type", summary, "the first input of the module has to be a tensor")
-    if isinstance(tensor, DTensor) and tensor.device_mesh != device_mesh:
-        summary = f"The input is a DTensor on {tensor.device_mesh}, and device_mesh is {device_mesh}."
-        raise _input_error("mesh-mismatch", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
-    return tensor, device_mesh
+        hint = "the first input of the module has to be a tensor"
+        raise StyleInputError(Problem("wrong-type", "input", hint=hint), summary)
+    return tensor, mesh
 
 
 def output_and_mesh(output: object, device_mesh: DeviceMesh | None) -> tuple[DTensor, DeviceMesh]:
@@ -45,24 +44,21 @@ def output_and_mesh(output: object, device_mesh: DeviceMesh | None) -> tuple[DTe
     """
     if not isinstance(output, DTensor):
         summary = f"Expect output of Tensor Parallel to be a DTensor, but found {type(output)}."
-        raise _output_error("wrong-type", summary, "prepare the module's input as a DTensor")
-    if device_mesh is None:
-        device_mesh = output.device_mesh
-    if device_mesh.ndim != 1:
-        summary = f"device_mesh has dims {device_mesh.ndim} but expected to be 1 for output."
-        raise _output_error("invalid-mesh", summary, 'pass one axis of it, for example mesh["tp"]')
-    if output.device_mesh != device_mesh:
-        summary = f"The output is a DTensor on {output.device_mesh}, and device_mesh is {device_mesh}."
-        raise _output_error("mesh-mismatch", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
-    return output, device_mesh
+        hint = "prepare the module's input as a DTensor"
+        raise StyleOutputError(Problem("wrong-type", "output", hint=hint), summary)
+    return output, _one_dim("output", output, device_mesh, StyleOutputError)
 
 
-def _input_error(code: str, summary: str, hint: str) -> StyleInputError:
-    return StyleInputError(Problem(code, "input", hint=hint), summary)
-
-
-def _output_error(code: str, summary: str, hint: str) -> StyleOutputError:
-    return StyleOutputError(Problem(code, "output", hint=hint), summary)
+def _one_dim(what: str, tensor: Any, mesh: DeviceMesh | None, kind: Kind) -> DeviceMesh:
+    mesh = tensor.device_mesh if mesh is None else mesh
+    if mesh.ndim != 1:
+        summary = f"device_mesh has dims {mesh.ndim} but expected to be 1 for {what}."
+        raise kind(Problem("invalid-mesh", what, hint='pass one axis of it, for example mesh["tp"]'), summary)
+    if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+        summary = f"The {what} is a DTensor on {tensor.device_mesh}, and device_mesh is {mesh}."
+        hint = "redistribute keeps a DTensor on its own mesh; pass that mesh"
+        raise kind(Problem("mesh-mismatch", what, hint=hint), summary)
+    return mesh
 
 
 # ---------------------------------------------------------------------------------------------- inputs
@@ -187,7 +183,8 @@ def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None 
     output, _ = output_and_mesh(output, _device_mesh)
     if any(isinstance(placement, Partial) for placement in output.placements):  # it has no local meaning
         summary = f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result."
-        raise _output_error("partial-value", summary, "use make_output_tensor or make_output_reshard_tensor")
+        hint = "use make_output_tensor or make_output_reshard_tensor"
+        raise StyleOutputError(Problem("partial-value", "output", hint=hint), summary)
     return output.to_local()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tp_styles.plan.regions import shared_inputs
 from tp_styles.values.spec import Redistribution
 from tp_styles.values.split import Split
 from tp_styles.values.transfer import NoTransfer, Step
@@ -46,15 +47,19 @@ class Collective:
 def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collective]:
     """Yield every communication of one forward and one backward pass, in the order of the modules.
 
-    Backward ones happen only if a gradient is needed: the input of the first layer usually needs none.
+    Backward ones take place where a gradient is asked for: the input of the first layer usually needs none. Layers of
+    one block that may read one tensor together are taken to do so, and bring it in once.
 
     Args:
         plan: The plan.
         ndim: Dims of the activations (batch, sequence, features).
     """
+    together = {name for groups, _ in shared_inputs(plan) for _, *others in groups for name in others}
     for module in plan.modules:
         # Ids have one dim less than activations.
         for where, flow in module.spec.flows():
+            if module.name in together and not where.startswith("->"):
+                continue
             dims = ndim if flow.width or where.startswith("->") else ndim - 1
             for when, step in _steps(flow, dims):
                 if step.communicates:
@@ -135,12 +140,13 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
     """Return the plan as text; see `TPPlan.explain`."""
     chosen = [m for m in plan.modules if name is None or m.name == name or m.name.startswith(name + ".")]
     lines = [f"tensor parallel over {plan.tp_size} ranks: {len(chosen)} modules"]
+    planned = [*collectives(plan)]
     for module in chosen:
         lines.append(f"{module.name or '(the model)'}  {module.info.kind.__name__}  {module.style!r}")
         lines += [f"    {line}" for line in _parameter_lines(module, plan.tp_size)]
         lines += [
             f"    {found.when:<8}  {found.where}: {found.step}  {_amount(found, module, num_tokens)}"
-            for found in collectives(plan)
+            for found in planned
             if found.module == module.name
         ]
     if name is None and plan.unstyled:

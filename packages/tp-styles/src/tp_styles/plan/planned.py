@@ -15,7 +15,7 @@ from tp_styles._torch_compat import TorchParallelStyle
 from tp_styles.plan.explain import explain_plan, plan_as_dict
 from tp_styles.plan.match import match_plan
 from tp_styles.plan.style import ReplicatedParameters, Style, WithoutNestedTensors
-from tp_styles.problems import PlanError, Problem, StyleModuleError
+from tp_styles.problems import PlanError, Problem, StyleModuleError, StyleTypeError
 from tp_styles.values.spec import ModuleInfo, PerRank, StyleSpec, describe, is_below, names_of_parameters
 
 FORMAT = 1
@@ -111,7 +111,10 @@ def plan_styles(
         rest: As `apply_plan`.
 
     Returns:
-        The plan; check its `.problems`.
+        The plan; look at its `.problems`.
+
+    Raises:
+        StyleTypeError: It is no plan at all.
     """
     return plan_module(model, plan, tp_size, strict=strict, is_staged=False, rest=rest)
 
@@ -130,8 +133,9 @@ def plan_module(
         plan = {"": plan}
     given: object = plan
     if not isinstance(given, Mapping):
-        problem = Problem("wrong-type", found=str(type(plan)), hint="a plan is a dict of pattern and style, or a style")
-        return TPPlan(tp_size, problems=(problem,))
+        problem = Problem("wrong-type", "plan", found=str(type(plan)), hint="pass a style, or a dict of FQN and style")
+        text = f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(plan)} found!"
+        raise StyleTypeError(problem, text)
     if tp_size < 1:
         return TPPlan(tp_size, problems=(Problem("mesh-mismatch", found=str(tp_size), hint="at least one rank"),))
     modules = dict(model.named_modules(remove_duplicate=False))  # shared modules: under all names

@@ -44,6 +44,9 @@ class Style(TorchParallelStyle):
         """True if the style defines only `_apply`, and no `spec`."""
         return False
 
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise AssertionError("styles below are added by the planner, and applied by it")
+
     def _arguments(self) -> dict[str, object]:
         """Return the constructor's arguments (equal to attributes), for the repr and for comparing two styles."""
         return {name: getattr(self, name) for name in _argument_names(type(self))}
@@ -66,9 +69,6 @@ class WithoutNestedTensors(Style):
         """Return a spec with one attribute."""
         return StyleSpec(compute="none", attributes=(("use_nested_tensor", False),))
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        raise AssertionError("the planner adds it")  # never applied alone
-
 
 class ReplicatedParameters(Style):
     """Style of a module without another: its own parameters become replicated DTensors.
@@ -84,9 +84,6 @@ class ReplicatedParameters(Style):
         """Return replicated parameters; the module's own forward runs on local ones."""
         parameters = tuple((name, ParameterSpec(Split.replicated())) for name in self.names)
         return StyleSpec(compute="module", parameters=parameters)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        raise AssertionError("the planner adds it")  # never applied alone
 
 
 @functools.cache

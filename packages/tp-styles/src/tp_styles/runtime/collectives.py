@@ -85,7 +85,8 @@ class TPGroup:
             flat = functional_collectives.all_gather_tensor(x.reshape(1, -1), 0, (self.mesh, 0))
             return [part.view(x.shape) for part in flat.unbind(0)]
         out = x.new_empty((self.size, *x.shape))
-        all_gather_into(out.view(-1), x.view(-1), self.group)
+        # As bytes: backends do not know every type.
+        all_gather_into(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), self.group)
         return list(out.unbind(0))
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Shard
 
-from tp_styles.plan.planned import PlannedModule, TPPlan
+from tp_styles.plan.planned import TPPlan
+from tp_styles.plan.regions import Regions
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.rng import enter_region, leave_region
 from tp_styles.values.spec import is_below
@@ -30,46 +30,18 @@ def is_rate(module: nn.Module, name: str, value: Any) -> bool:
     return name == "rate" or ("drop" in name and "path" not in name and "layer" not in name)  # drop-path: equal draws
 
 
-class RandomOps:
-    """Switch to rank-specific random numbers for stretches of a module's forward between shards.
+Rates = list[tuple[nn.Module, str]]
+"""Modules and names of attributes that are dropout rates."""
 
-    `begin` and `end` are called around the module's forward, `enter` and `leave` around stretches between shards.
 
-    Args:
-        axis: Its ranks.
-        modules: Modules that run in the stretch, for their dropout rates.
-    """
+def rates_of(modules: Iterable[nn.Module]) -> Rates:
+    """Dropout rates of modules."""
+    return [(m, key) for m in modules for key, value in vars(m).items() if is_rate(m, key, value)]
 
-    def __init__(self, axis: TPGroup, modules: Iterable[nn.Module]) -> None:
-        self.axis = axis
-        self.rates = [(m, key) for m in modules for key, value in vars(m).items() if is_rate(m, key, value)]
-        self.draws = False
-        self.outside: torch.Tensor | None = None
 
-    def begin(self) -> None:
-        """Start the forward; rates and training flags may have changed since the last one."""
-        if self.draws:  # the last forward did not end
-            self.end()
-        # A plain loop: the compiler guards the values in it.
-        for module, key in self.rates:
-            if module.training and vars(module).get(key):
-                self.draws = True
-
-    def enter(self) -> None:
-        """Switch: from here on ranks hold different shards."""
-        if self.draws and self.outside is None:
-            self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
-
-    def leave(self) -> None:
-        """Switch back: from here on ranks compute the same again."""
-        if self.outside is not None:
-            leave_region(self.outside, torch.device(self.axis.mesh.device_type))
-            self.outside = None
-
-    def end(self) -> None:
-        """End the forward, also after an error."""
-        self.leave()
-        self.draws = False
+def draws(rates: Rates) -> bool:
+    """True if dropout draws now: rates and training flags change between calls."""
+    return any([module.training and vars(module).get(key) for module, key in rates])  # noqa: C419  # a list is guarded
 
 
 MODULE_FORWARDS = {
@@ -87,49 +59,53 @@ MODULE_FORWARDS = {
 class Region:
     """Hooks of one module: rank-specific random numbers between its column-wise and row-wise layers.
 
-    Draws before, on full inputs, and after, on full outputs, are the same on every rank. If the module does not call
-    all of its column-wise layers first, nothing is switched.
+    Only there: what draws before, on whole inputs, and after, on whole outputs, draws the same on every rank. Where
+    the module does not call all column-wise layers of a group first, nothing is switched.
 
     Args:
-        random: Switches the generator.
-        columns: The module's column-wise layers.
+        axis: Over which ranks.
+        rates: Dropout rates of modules between the layers.
+        groups: The module's column-wise layers, each group before a row-wise one.
     """
 
-    def __init__(self, random: RandomOps, columns: list[nn.Module]) -> None:
-        self.random = random
-        self.columns = columns
-        self.missing = columns  # replaced, never mutated: the compiler loses a graph's changes of a set
+    def __init__(self, axis: TPGroup, rates: Rates, groups: list[list[nn.Module]]) -> None:
+        self.rank, self.device = axis.rank, torch.device(axis.mesh.device_type)
+        self.rates, self.groups = rates, groups
+        self.missing: list[
+            list[nn.Module]
+        ] = []  # replaced, not written to: the compiler forgets what graphs do to sets
+        self.outside: torch.Tensor | None = None
 
     def install(self, module: nn.Module, rows: list[nn.Module]) -> list[Callable[[], None]]:
         """Install the hooks on a module, its column-wise and its row-wise layers; return functions to remove them."""
         handles = [module.register_forward_pre_hook(self.open)]
-        handles.append(module.register_forward_hook(self.close, always_call=True))  # after an error too
-        handles += [column.register_forward_hook(self.called) for column in self.columns]
+        handles.append(module.register_forward_hook(self.close, always_call=True))
+        handles += [column.register_forward_hook(self.called) for group in self.groups for column in group]
         handles += [row.register_forward_pre_hook(self.leave) for row in rows]
         return [handle.remove for handle in handles]
 
     def open(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the module."""
-        self.random.begin()
-        if self.random.draws:
-            self.missing = self.columns
+        self.leave(module, args)
+        self.missing = self.groups if draws(self.rates) else []
 
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
-        """Hook of a column-wise layer."""
-        if self.random.draws:
-            self.missing = [one for one in self.missing if one is not column]  # not in place, see `__init__`
-            if not self.missing:  # all outputs are sharded from here on
-                self.random.enter()
+        """Hook of a column-wise layer: the last of its group to be called opens the stretch between shards."""
+        self.missing = [[one for one in group if one is not column] for group in self.missing]
+        for group, missing in zip(self.groups, self.missing, strict=False):
+            if not missing and self.outside is None and any(one is column for one in group):
+                self.outside = enter_region(self.rank, self.device)
 
     def leave(self, row: nn.Module, args: Any) -> None:
         """Pre-hook of a row-wise layer."""
-        if self.random.draws:
-            self.random.leave()
+        if self.outside is not None:
+            leave_region(self.outside, self.device)
+            self.outside = None
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook of the module, called after an error, too."""
-        if self.random.draws:
-            self.random.end()
+        self.leave(module, args)
+        self.missing = []
 
 
 def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup, regions: Regions) -> list[Callable[[], None]]:
@@ -150,9 +126,9 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup, regions: Regi
         apart = {*inside, *ends, *styled, *(other for other in regions if other != home and is_below(other, home))}
         modules = list(_without(model.get_submodule(home), {model.get_submodule(name) for name in apart}))
         module, below = model.get_submodule(home), [model.get_submodule(name) for name in ends]
-        random = RandomOps(axis, modules)
-        for columns in _groups(model, inside, ends) if random.rates else ():
-            removers += Region(random, [model.get_submodule(name) for name in columns]).install(module, below)
+        if rates := rates_of(modules):
+            groups = [[model.get_submodule(name) for name in names] for names in _groups(model, inside, ends)]
+            removers += Region(axis, rates, groups).install(module, below)
     return removers
 
 
@@ -171,39 +147,6 @@ def checked_modules(plan: TPPlan, regions: Iterable[str]) -> list[str]:
         if found.spec.compute in MODULE_FORWARDS and not any(is_below(found.name, region) for region in regions)
     ]
     return [*regions, *alone]
-
-
-Regions = dict[str, tuple[list[str], list[str]]]
-"""FQN of the innermost module around column-wise and row-wise layers -> FQNs of the former, and of the latter."""
-
-
-def regions_of(plan: TPPlan) -> Regions:
-    """Return the regions of a plan."""
-    rows = [found.name for found in plan.modules if _is_row(found)]
-    regions: Regions = {}
-    for found in plan.modules:
-        home = found.name if _is_column(found) else ""
-        while home:  # up to the innermost module around a row too
-            home = home.rpartition(".")[0]
-            if inside := [row for row in rows if is_below(row, home)]:
-                regions.setdefault(home, ([], inside))[0].append(found.name)
-                break
-    return regions
-
-
-def _is_column(found: PlannedModule) -> bool:
-    """True for a full input and a sharded output."""
-    spec = found.spec
-    leaves_shard = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].dst, Shard)
-    comes_whole = bool(spec.inputs) and not isinstance(spec.inputs[0][1].dst, Shard)
-    return leaves_shard and comes_whole and bool(spec.parameters)
-
-
-def _is_row(found: PlannedModule) -> bool:
-    """True for a sharded input and a summed output."""
-    spec = found.spec
-    sums = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].src, Partial)
-    return sums and bool(spec.inputs) and isinstance(spec.inputs[0][1].src, Shard)
 
 
 def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[str]]:

@@ -6,6 +6,7 @@ Each class is set as the instance attribute `forward` of its module. They are pi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.dropout import RandomOps
+from tp_styles.runtime.dropout import draws, rates_of
 from tp_styles.runtime.parameters import (
     ShardCheck,
     ShardParameter,
@@ -24,6 +25,7 @@ from tp_styles.runtime.parameters import (
     refuse_computed,
 )
 from tp_styles.runtime.redistribute import Redistribute, as_dtensor
+from tp_styles.runtime.rng import tp_rng
 from tp_styles.values.spec import Redistribution, StyleSpec, describe
 from tp_styles.values.transfer import normalized
 
@@ -166,7 +168,7 @@ class Output:
             elif known and source.dim in known:
                 whole[source.dim] = known[source.dim]
             else:
-                self.move.even(produced[source.dim], source.dim)  # compared between ranks, once
+                self.move.check_even(produced[source.dim], source.dim)
                 whole[source.dim] = produced[source.dim] * self.axis.size
         return as_dtensor(moved, self.axis.mesh, (normalized(self.flow.dst, moved.dim()),), torch.Size(whole))
 
@@ -308,7 +310,7 @@ class ModuleForward(Forward):
         self.kind = type(module)
         owners = {id(owner): owner for owner, _, _ in self.places}
         self.kinds = [(owner, type(owner)) for owner in owners.values()]
-        self.random = RandomOps(axis, module.modules()) if spec.shards_randomness else None
+        self.rates = rates_of(module.modules()) if spec.shards_randomness else []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; local parameters replace its own during the call."""
@@ -344,13 +346,9 @@ class ModuleForward(Forward):
                 if local is not found:
                     kept.append((owner, attribute, found))
                     owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call
-            if self.random is not None:
-                self.random.begin()
-                self.random.enter()
-            return self.kind.forward(self.module, *args, **kwargs)
-        finally:  # also after an error
-            if self.random is not None:
-                self.random.end()
+            with tp_rng(self.axis.mesh) if draws(self.rates) else nullcontext():
+                return self.kind.forward(self.module, *args, **kwargs)
+        finally:
             for owner, attribute, found in kept:
                 owner._parameters[attribute] = found
             for owner, view, _ in views:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tp_styles.plan.planned import PlannedModule
+from tp_styles.plan.planned import PlannedModule, TPPlan
+from tp_styles.plan.regions import shared_inputs
 from tp_styles.plan.style import Style
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.attention import AttentionForward
@@ -30,7 +31,7 @@ from tp_styles.runtime.forwards import (
     move_inputs,
     move_outputs,
 )
-from tp_styles.runtime.redistribute import Redistribute
+from tp_styles.runtime.redistribute import BlockInput, Redistribute
 from tp_styles.values.spec import Redistribution, StyleSpec, describe
 from tp_styles.values.transfer import normalized
 
@@ -78,6 +79,20 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
     # On the layer itself: code that reads its weight directly may be in a module outside of the plan.
     handle = module.register_forward_pre_hook(DisableFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
+
+
+def share_inputs(model: nn.Module, plan: TPPlan, axis: TPGroup) -> None:
+    """Let column-wise layers of one block bring in the tensor that they all read once; its row-wise layers end it."""
+    for groups, rows in shared_inputs(plan):
+        inputs = []
+        for names in groups:
+            forwards = [vars(model.get_submodule(name))["forward"] for name in names]
+            first = next(iter(forwards[0].moves.values()))
+            inputs.append(BlockInput(first.flow, axis, first.name))
+            for forward in forwards:
+                forward.enter = forward.moves[next(iter(forward.moves))] = inputs[-1]
+        for name in rows:
+            next(iter(vars(model.get_submodule(name))["forward"].moves.values())).ends = inputs
 
 
 def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
@@ -138,8 +153,8 @@ class InputMove:
             return self.move.redistributed(x)
         source = normalized(self.flow.src, x.dim())
         if isinstance(source, Shard):
-            self.move.even(x.shape[source.dim], source.dim)  # `from_local` assumes even shards
-        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)  # no collective per call
+            self.move.check_even(x.shape[source.dim], source.dim)
+        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)
         return self.move.redistributed(wrapped)
 
 

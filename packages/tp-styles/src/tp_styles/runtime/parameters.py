@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import (
-    all_gather_into,
     gradient_like,
     is_compiling,
     is_fake,
@@ -319,23 +318,7 @@ def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.T
         if split.dim is not None:
             return local.new_empty(_global_shape(local, split))
         return local.clone()
-    return split.join(gather_parts(local, axis, split))
-
-
-def gather_parts(local: torch.Tensor, axis: TPGroup, split: Split) -> list[torch.Tensor]:
-    """Return every rank's shard, in rank order, on every rank."""
-    assert split.dim is not None
-    sizes = split.sizes(axis.size)
-    moved = local.movedim(split.dim, 0).contiguous()
-    padded = moved.new_zeros((max(sizes), *moved.shape[1:]))  # all-gather needs one size
-    padded[: moved.shape[0]] = moved
-    gathered = padded.new_empty((axis.size, *padded.shape))
-    all_gather_into(_bytes(gathered), _bytes(padded), axis.group)  # bytes: any dtype
-    return [part[:size].movedim(0, split.dim) for part, size in zip(gathered.unbind(0), sizes, strict=True)]
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
+    return split.join(axis.gather_parts(local, split.dim, split.sizes(axis.size)))
 
 
 def _global_shape(local: torch.Tensor, split: Split) -> list[int]:

@@ -42,11 +42,14 @@ class Redistribute:
         self.axis = axis
         self.name = name
         self.inplace_ok = inplace_ok
-        self.even = EvenShardsCheck(axis, name)
+        self.is_even = axis.size == 1
+        self.ends: list[BlockInput] = []  # of a row-wise layer's input: what its block has brought in is let go
         self._transfers: dict[int, Transfer] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activation in the wanted layout, a local tensor. DTensors are moved from their own layout."""
+        """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
+        for one in self.ends:
+            one.source = one.entered = None
         if isinstance(x, DTensor):
             x = self.redistributed(x)
             gradient = self.flow.gradient or gradient_layout(self.flow.dst)
@@ -118,7 +121,7 @@ class Redistribute:
         """Return the sizes of all ranks' shards of a sharded dim."""
         sizes = self._feature_sizes(x, dim) or known.get(dim)
         if sizes is None:
-            self.even(x.shape[dim], dim)  # plain tensors: compared in the first call
+            self.check_even(x.shape[dim], dim)
             sizes = (x.shape[dim],) * self.axis.size
         known[dim] = sizes
         if x.shape[dim] != sizes[self.axis.rank]:
@@ -129,6 +132,21 @@ class Redistribute:
                 )
             )
         return sizes
+
+    def check_even(self, size: int, dim: int) -> None:
+        """Compare the size of shards between the ranks, once: plain tensors carry no global size.
+
+        Raises:
+            StyleInputError: They differ; on every rank.
+        """
+        if self.is_even or is_compiling():
+            return
+        sizes = self.axis.all_gather_objects(size, "the first call")
+        if len(set(sizes)) > 1:
+            hint = "pad to a multiple of the tp size, or pass a DTensor, which has a global size"
+            found = f"sizes {sizes} on the ranks"
+            raise StyleInputError(Problem("uneven-shards", self.name, dim=dim, found=found, hint=hint))
+        self.is_even = True
 
     def _sizes_of_full(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
         """Return the sizes of all ranks' shards of a dim still in full on this rank."""
@@ -152,6 +170,42 @@ class Redistribute:
                 Problem("shape-mismatch", self.name, dim=dim, found=f"{full}", hint=f"the module takes {sum(sizes)}")
             )
         return sizes
+
+
+class BlockInput(Redistribute):
+    """Brings in the input of a block's column-wise layers, once for all of them that read the same tensor.
+
+    They stand behind one node of autograd: their gradients are summed on this rank, then once over the ranks.
+    """
+
+    def __init__(self, flow: Redistribution, axis: TPGroup, name: str) -> None:
+        super().__init__(flow, axis, name)
+        self.source: torch.Tensor | None = None  # held, so that no other tensor can take its identity
+        self.entered: torch.Tensor | None = None
+        self.versions = 0
+
+    def __getstate__(self) -> dict[str, Any]:  # a forward that an error has ended leaves a tensor of its graph
+        return {**vars(self), "source": None, "entered": None}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor as another layer of the block has brought it in, unless it was written to since."""
+        in_graph, entered = is_compiling(), self.entered
+        if (
+            entered is not None
+            and self.source is x
+            and (in_graph or self.versions == x._version + entered._version)
+            and entered.requires_grad == (x.requires_grad and torch.is_grad_enabled())
+        ):
+            return entered
+        entered = super().__call__(x)
+        if entered is x:
+            return x
+        if in_graph:  # writes cannot be seen there; of a view, which comes of equal layouts, torch refuses them
+            if self.flow.src == self.flow.dst and not isinstance(x, DTensor):
+                self.source, self.entered = x, entered
+        elif not (x.is_inference() or entered.is_inference()):  # these have no versions
+            self.source, self.entered, self.versions = x, entered, x._version + entered._version
+        return entered
 
 
 def refuse_transforms(name: str) -> None:
@@ -190,6 +244,8 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        if isinstance(ctx.move, BlockInput) and not is_compiling():  # a checkpoint of one layer has brought it in again
+            ctx.move.source = ctx.move.entered = None
         if _is_differentiated_again():  # the two steps are each other's transpose
             again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
             return _moved(gradient, again, ctx.move, inplace_ok=False, known=ctx.sizes), None, None, None, None
@@ -228,33 +284,3 @@ def as_dtensor(
     """Return a DTensor of a global shape around a local tensor, contiguous by default; shards may be uneven."""
     stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class EvenShardsCheck:
-    """First-call comparison of shard sizes between ranks: plain tensors carry no global size.
-
-    Args:
-        axis: Its ranks.
-        name: Name of the tensor, for the error.
-    """
-
-    def __init__(self, axis: TPGroup, name: str) -> None:
-        self.axis = axis
-        self.name = name
-        self.done = axis.size == 1
-
-    def __call__(self, size: int, dim: int) -> None:
-        """Compare `size` between the ranks, once.
-
-        Raises:
-            StyleInputError: They differ; on every rank.
-        """
-        if self.done or is_compiling():
-            return
-        sizes = self.axis.all_gather_objects(size, "the first call")
-        if len(set(sizes)) > 1:
-            hint = "pad to a multiple of the tp size, or pass a DTensor, which has a global size"
-            raise StyleInputError(
-                Problem("uneven-shards", self.name, dim=dim, found=f"sizes {sizes} on the ranks", hint=hint)
-            )
-        self.done = True

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tp_styles.apply import apply_style
+from tp_styles.apply import apply_staged
 from tp_styles.plan.style import PrepareInput, PrepareOutput, Style
 
 __all__ = ["ParallelStyle", "PrepareInput", "PrepareOutput"]
@@ -41,4 +41,5 @@ class ParallelStyle(Style):
         return kind._apply is not ParallelStyle._apply and kind.spec is ParallelStyle.spec
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return apply_style(module, device_mesh, self, src_data_rank=self.src_data_rank)
+        apply_staged(module, device_mesh, self, self.src_data_rank)
+        return module

@@ -63,9 +63,11 @@ class ColwiseParallel(ParallelStyle):
         if shape is not None:
             split, problems = self.features_split(info, shape.out_features, tp_size)
             parameters = [("weight", replace(split, dim=shape.out_dim))]
-            if info.parameter("bias") is not None:
-                parameters.append(("bias", split))
-            problems += linear_problems(info, shape)
+            # Dory's head has a scale for each output feature beside its weight, which is sharded as the bias.
+            shapes = [] if info.kind.forward is nn.Linear.forward else [(shape.out_features,)]
+            vectors = [p.name for p in info.parameters if p.name == "bias" or p.shape in shapes]
+            parameters += [(name, split) for name in vectors]
+            problems += linear_problems(info, shape, ("weight", *vectors))
             width = shape.in_features
             compute = "column-linear" if info.kind.forward is nn.Linear.forward else "module"  # not if overridden
             attributes = (("nf", split),) if is_conv1d(info.kind) else ()  # Conv1D's forward views its output as nf

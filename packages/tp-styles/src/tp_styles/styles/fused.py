@@ -62,37 +62,22 @@ class FusedColwiseParallel(ColwiseParallel):
         """Split each section separately; return reasons against it too."""
         sizes = (features // n,) * n if isinstance(n := self.sections, int) else n
         units = (self.unit,) * len(sizes) if isinstance(self.unit, int) else self.unit
-        problems = []
         copies = (self.copies,) * len(sizes) if isinstance(self.copies, int) else self.copies
+        where = ""
         if sum(sizes) != features or len(units) != len(sizes) or len(copies) != len(sizes):
-            problems.append(
-                Problem(
-                    "invalid-sections",
-                    info.where("sections"),
-                    found=f"{self.sections} (units {self.unit}) for {features} output features",
-                    hint="sections add up to the output features, and there is one unit, or one for each",
-                )
-            )
+            where, found = "sections", f"{self.sections} (units {self.unit}) for {features} output features"
+            hint = "sections add up to the output features, and there is one unit, or one for each"
         elif bad := [pair for pair in zip(sizes, units, strict=True) if pair[0] % pair[1]]:
-            problems.append(
-                Problem(
-                    "invalid-sections",
-                    info.where("unit"),
-                    found=", ".join(f"{size} rows by {unit}" for size, unit in bad),
-                    hint="a section must hold full units",
-                )
-            )
-        elif unfit := [count for count in copies if tp_size % count]:  # copies are equal groups of neighbours
+            where, found = "unit", ", ".join(f"{size} rows by {unit}" for size, unit in bad)
+            hint = "a section must hold full units"
+        elif unfit := [count for count in copies if tp_size % count]:
+            where, found = "copies", f"{unfit} copies over {tp_size} ranks"
             hint = "the number of copies divides the tp size"
-            problems.append(
-                Problem(
-                    "invalid-sections", info.where("copies"), found=f"{unfit} copies over {tp_size} ranks", hint=hint
-                )
-            )
-        if problems:
-            return Split.along(0, features), problems  # the problems stop the plan
+        if where:
+            return Split.along(0, features), [Problem("invalid-sections", info.where(where), found=found, hint=hint)]
+        problems = []
         if not self.use_local_output and (len(sizes) > 1 or max(copies) > 1):
             hint = "a DTensor cannot express sections of its last dim; leave it True"
             problems.append(Problem("invalid-argument", info.where("use_local_output"), found="False", hint=hint))
-        sections = tuple(Section(*found) for found in zip(sizes, units, copies, strict=True))
+        sections = tuple(Section(*each) for each in zip(sizes, units, copies, strict=True))
         return Split(0, sections), problems

@@ -130,34 +130,25 @@ class GQAParallel(ParallelStyle):
         heads, problem = divide_heads(info.where(), queries, keys, tp_size, kv_replicate=self.kv_replicate)
         if heads is None or problem is not None:
             return StyleSpec(problems=(problem,) if problem is not None else ())
-        children, problems = self._projections(info, heads)
+        out = info.parameter(f"{self.o}.weight")
+        assert out is not None
+        if out.shape[1] % heads.queries:
+            found = f"{out.shape[1]} input features for {heads.queries} heads"
+            hint = "every head has the same size"
+            return StyleSpec(problems=(Problem("does-not-divide", info.where(self.o), found=found, hint=hint),))
+        children = self._projections(info, heads, out.shape[1] // heads.queries)
         norms: list[tuple[str, object]] = [(name, NoParallel(sum_gradient=True)) for name in self.norms]
         return StyleSpec(
             compute="none",
             children=(*children, *norms),
             attributes=self._local(info, heads),
-            problems=tuple(problems),
         )
 
-    def _projections(self, info: ModuleInfo, heads: Heads) -> tuple[list[tuple[str, object]], list[Problem]]:
-        out = info.parameter(f"{self.o}.weight")
-        assert out is not None
-        size = out.shape[1] // heads.queries  # features of one head
-        problems = []
-        if out.shape[1] % heads.queries:
-            problems.append(
-                Problem(
-                    "does-not-divide",
-                    info.where(self.o),
-                    found=f"{out.shape[1]} input features for {heads.queries} heads",
-                    hint="every head has the same size",
-                )
-            )
-            return [], problems
-        rows = (heads.queries * size, heads.keys * size, heads.keys * size)  # q, then k, then v
+    def _projections(self, info: ModuleInfo, heads: Heads, size: int) -> list[tuple[str, object]]:
+        rows = (heads.queries * size, heads.keys * size, heads.keys * size)
         if self.qkv:
             fused = FusedColwiseParallel(rows, unit=size, copies=(1, heads.copies, heads.copies))
-            return [(self.qkv, fused), (self.o, RowwiseParallel())], problems
+            return [(self.qkv, fused), (self.o, RowwiseParallel())]
         children: list[tuple[str, object]] = [(self.q, ColwiseParallel())]
         for name in (self.k, self.v):
             weight = info.parameter(f"{name}.weight")
@@ -167,7 +158,7 @@ class GQAParallel(ParallelStyle):
             children.append((name, FusedColwiseParallel((weight.shape[0],), unit=max(unit, 1), copies=heads.copies)))
         if heads.copies == 1:  # plain shards, which a DTensor can express
             children[1:] = [(name, ColwiseParallel()) for name in (self.k, self.v)]
-        return [*children, (self.o, RowwiseParallel())], problems
+        return [*children, (self.o, RowwiseParallel())]
 
     def _local(self, info: ModuleInfo, heads: Heads) -> tuple[tuple[str, object], ...]:
         values = {"heads": heads.local_queries, "kv_heads": heads.local_keys, "groups": heads.local_groups}

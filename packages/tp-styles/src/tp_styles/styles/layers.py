@@ -44,7 +44,7 @@ def linear_shape(info: ModuleInfo) -> LinearShape | None:
     return None
 
 
-def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
+def linear_problems(info: ModuleInfo, shape: LinearShape, known: tuple[str, ...] = ("weight", "bias")) -> list[Problem]:
     """List reasons not to shard this linear layer."""
     problems = []
     weight = info.parameter("weight")
@@ -55,7 +55,7 @@ def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
         problems.append(
             Problem("shape-mismatch", info.where("weight"), found=found, hint=f"its features need {tuple(expected)}")
         )
-    others = [p.name for p in info.parameters if p.name not in ("weight", "bias")]  # unknown meaning
+    others = [p.name for p in info.parameters if p.name not in known]
     if others:
         hint = "a linear layer's style handles weight and bias; write a style with spec() for this class"
         problems.append(Problem("unknown-name", info.where(), found=", ".join(others), hint=hint))

@@ -22,7 +22,8 @@ class LoRAParallel(ParallelStyle):
     small product is summed over the ranks, and B is replicated. The result has the layout of the base layer's.
 
     Args:
-        style: `"column"` or `"row"`: how the base layer is split.
+        style: How the base layer is split: `"column"`, `"row"`, or its style (sections, a gathered output, a full
+            input of a row-wise layer).
         base: Name of the base layer.
         a: Name of A: a linear layer, or a dict of them.
         b: Name of B, likewise.
@@ -31,7 +32,7 @@ class LoRAParallel(ParallelStyle):
 
     def __init__(
         self,
-        style: Literal["column", "row"],
+        style: Literal["column", "row"] | ColwiseParallel | RowwiseParallel,
         *,
         base: str = "base_layer",
         a: str = "lora_A",
@@ -39,8 +40,9 @@ class LoRAParallel(ParallelStyle):
         dropout: str = "lora_dropout",
     ) -> None:
         super().__init__(None, None)
-        if style not in ("column", "row"):
-            raise StyleTypeError(Problem("invalid-argument", "style", found=repr(style), hint='"column" or "row"'))
+        if style not in ("column", "row") and not isinstance(style, ColwiseParallel | RowwiseParallel):
+            hint = '"column", "row", or the base layer\'s ColwiseParallel or RowwiseParallel'
+            raise StyleTypeError(Problem("invalid-argument", "style", found=repr(style), hint=hint))
         self.style, self.base, self.a, self.b, self.dropout = style, base, a, b, dropout
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
@@ -51,13 +53,20 @@ class LoRAParallel(ParallelStyle):
             hint = "pass the names of the base layer, A and B"
             problem = Problem("lora-mismatch", info.where(), found=f"no linear layer {', '.join(missing)}", hint=hint)
             return StyleSpec(problems=(problem,))
-        column = self.style == "column"
-        base: ParallelStyle = ColwiseParallel() if column else RowwiseParallel()
-        first: ParallelStyle = NoParallel() if column else RowwiseParallel(input_layouts=Shard(-1))
-        second: ParallelStyle = ColwiseParallel(input_layouts=Replicate()) if column else NoParallel()
+        named: dict[object, ColwiseParallel | RowwiseParallel] = {"column": ColwiseParallel(), "row": RowwiseParallel()}
+        base = named[self.style] if isinstance(self.style, str) else self.style
+        column, enters = isinstance(base, ColwiseParallel), base.input_layouts[0]
+        # A and B see what the base layer sees and give: of sequence shards neither has a meaning.
+        is_known = enters == Replicate() if column else enters in (Replicate(), Shard(-1))
+        if not is_known or (not column and base.output_layouts[0] != Replicate()) or not base.use_local_output:
+            hint = "beside a low-rank update a layer takes and gives full local tensors, or shards of its features"
+            problem = Problem("lora-mismatch", info.where(), found=repr(base), hint=hint)
+            return StyleSpec(problems=(problem,))
+        first: ParallelStyle = NoParallel() if column else RowwiseParallel(input_layouts=enters)
+        second: ParallelStyle = base if column else NoParallel()
         children: list[tuple[str, object]] = [(name, base) for name in found[self.base]]
         children += [(name, first) for name in found[self.a]] + [(name, second) for name in found[self.b]]
-        if not column:  # the input of A is sharded, so dropout differs by rank
+        if not column and enters == Shard(-1):
             children += [(name, NoParallel(sum_gradient=True)) for name in _below(info, self.dropout, nn.Dropout)]
         problems = [  # other parameters, like DoRA's magnitude
             Problem(
