@@ -23,12 +23,11 @@ class ExecutionPlan:
 
     Attributes:
         tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
-        forwards: Module FQN to the layout of its weight (None: whole), for modules that get a sharded forward.
+        forwards: Module FQN to the names of its sharded tensors, for modules that get a sharded forward.
         options: For these modules, how they were made, as text: options decide what their forwards communicate.
         sharders: Module FQN to Sharder.
         outputs: Module FQN to what ``output_plan`` wants.
         locals: Module FQNs of ``return_local_tensor``.
-        replicas: FQNs of parameters whose gradients are summed over the ranks.
         everything: Whether tensors that the plan does not mention are decided about too.
         src_rank: Rank of the group whose values count.
         source: Where the values come from, as text.
@@ -38,12 +37,11 @@ class ExecutionPlan:
     """
 
     tensors: tuple[TensorAction, ...] = ()
-    forwards: dict[str, Layout | None] = field(default_factory=dict)
+    forwards: dict[str, tuple[str, ...]] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     sharders: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, ShardingSpec | Layout] = field(default_factory=dict)
     locals: tuple[str, ...] = ()
-    replicas: tuple[str, ...] = ()
     everything: bool = True
     src_rank: int = 0
     source: str = ""
@@ -61,7 +59,6 @@ class ExecutionPlan:
             *(f"module {path}: {type(sharder).__qualname__}" for path, sharder in self.sharders.items()),
             *(f"output of {path or '(root)'}: {_wanted_text(wanted)}" for path, wanted in self.outputs.items()),
             *(f"output of {path or '(root)'}: this rank's rows" for path in self.locals),
-            *(f"gradient of {name}: summed over the ranks" for name in self.replicas),
             *(f"values of {text}" for text in self.values),
         )
 
