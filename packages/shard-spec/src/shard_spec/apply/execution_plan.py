@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
-from shard_spec.distributed.mesh_cache import RankState, capture_errors
 from shard_spec.layout.layout import Layout
 from shard_spec.specs import ShardingSpec
 
@@ -33,7 +30,6 @@ class ExecutionPlan:
         source: Where the values come from, as text.
         values: Checksums of the values that every rank has, where they have to be equal.
         device: Device that this rank's shards lie on.
-        problems: Why it cannot be done.
     """
 
     tensors: tuple[TensorAction, ...] = ()
@@ -47,7 +43,6 @@ class ExecutionPlan:
     source: str = ""
     values: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    problems: tuple[Problem, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -63,11 +58,6 @@ class ExecutionPlan:
         )
 
     @property
-    def outcome(self) -> RankState:
-        """Header that the ranks compare."""
-        return RankState(self.lines, self.problems)
-
-    @property
     def digest(self) -> str:
         """Hash of what is done, equal on all ranks that do the same."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
@@ -77,20 +67,8 @@ class ExecutionPlan:
         return "\n".join(line for line in self.lines if name is None or name in line)
 
     def to_json(self) -> str:
-        """The lines and the problems as JSON."""
-        problems = [vars(problem) for problem in self.problems]
-        return json.dumps({"actions": self.lines, "problems": problems, "digest": self.digest}, indent=1)
-
-
-def plan_on_all_ranks(work: Callable[[], ExecutionPlan]) -> tuple[ExecutionPlan | None, RankState]:
-    """Return what ``work`` plans, and what to compare between ranks: also when it raises on this one."""
-
-    def both() -> tuple[ExecutionPlan, RankState]:
-        actions = work()
-        return actions, actions.outcome
-
-    done, failed = capture_errors(both)
-    return (None, RankState((), failed)) if done is None else done
+        """The lines as JSON."""
+        return json.dumps({"actions": self.lines, "digest": self.digest}, indent=1)
 
 
 def _wanted_text(wanted: ShardingSpec | Layout) -> str:

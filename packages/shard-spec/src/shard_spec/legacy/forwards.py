@@ -108,11 +108,26 @@ class ShardedLinear(ShardedForward):
         if "weight" not in self.sharded:
             full = whole(bias, parts=True) if isinstance(bias, DTensor) else bias
             return F.linear(input, weight, full)
-        x = self.batch(input, 2, self._features_problem)
-        last = x.dim() - 1
-        # Columns of the input meet columns of the weight; rows of the weight meet all of them.
-        wanted = along(weight, {0: Replicate(), 1: Shard(last)})
-        return F.linear(x.redistribute(placements=wanted), weight, self.parameter("bias", weight.device_mesh))
+        x, mesh = self.batch(input, 2, self._features_problem), weight.device_mesh
+        last = Shard(x.dim() - 1)
+        # Columns of the input meet columns of the weight; rows of the weight meet all of them. The product is a local
+        # one: which layouts DTensor's own would redistribute on the way depends on their cost.
+        x = x.redistribute(placements=along(weight, {0: Replicate(), 1: last}))
+        x_local = unwrap(x, along(weight, {0: Partial(), 1: last}))
+        local = F.linear(x_local, unwrap(weight), self._local_bias(weight))
+        return wrap(local, mesh, along(weight, {0: last, 1: Partial()}), (*x.shape[:-1], weight.shape[0]))
+
+    def _local_bias(self, weight: DTensor) -> torch.Tensor | None:
+        """The bias of this rank's output features; of ranks that hold parts of one sum the first adds it."""
+        bias = self.parameter("bias", weight.device_mesh)
+        if bias is None:
+            return None
+        bias = bias.redistribute(placements=along(weight, {0: Shard(0), 1: Replicate()}))
+        coordinate = weight.device_mesh.get_coordinate()
+        assert coordinate is not None
+        adds = not any(at for at, each in zip(coordinate, weight.placements, strict=True) if each.is_shard(1))
+        local = unwrap(bias, along(weight, {0: Shard(0), 1: Partial()}))
+        return masked_identity(local, forward=adds, backward=adds)
 
     def _features_problem(self, rows: torch.Tensor) -> str:
         features = self.module.in_features

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_spec import _torch_compat
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.tensors import TensorAction, read_tensors
 from shard_spec.distributed.parameter_format import choose_format, group_device, rank_problems, source_problems
@@ -192,6 +192,7 @@ def plan_module(
     problems += _sharder_problems(found, outputs, plan.return_local_tensor or ())
     device, more = device_of(module, plan, found, group)
     problems += more
+    raise_problems(dict.fromkeys(problems))
     forwards = _forwards(module, tensors)
     owners = [(path, module.get_submodule(path)) for path in forwards]
     return ExecutionPlan(
@@ -204,7 +205,6 @@ def plan_module(
         everything=whole,
         src_rank=src_rank,
         device=device,
-        problems=tuple(dict.fromkeys(problems)),
     )
 
 

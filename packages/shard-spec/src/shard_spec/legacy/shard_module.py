@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shard_spec._shared.problems import Problem
-from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
+from shard_spec._shared.consensus import problems_of
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.gradients import summed_over
 from shard_spec.apply.handle import Placed, ShardHandle, irreversible, mark_replaced_stale, place, still_ours
 from shard_spec.apply.tensors import TensorAction, is_sharded, tensor_at
@@ -20,10 +21,8 @@ from shard_spec.distributed.exchange import broadcast_, scatter
 from shard_spec.distributed.mesh_cache import (
     GroupRef,
     MeshCache,
-    RankState,
-    capture_errors,
     group_or_default,
-    raise_on_all_ranks,
+    on_all_ranks,
 )
 from shard_spec.distributed.parameter_format import as_dtensor
 from shard_spec.layout.layout import Layout
@@ -207,11 +206,18 @@ def _act(
     check: Callable[[], list[Problem]] = list,
 ) -> ShardHandle:
     """``subject`` gives the module and the plan: what it raises on one rank, all ranks raise."""
-    actions, outcome = plan_on_all_ranks(lambda: plan_module(*subject(), group, src_rank, whole=whole))
-    extra, more = capture_errors(check)
-    raise_on_all_ranks(group, RankState(outcome.lines, (*outcome.problems, *(extra or ()), *more)), what)
-    assert actions is not None
-    module, plan = subject()
+
+    def planned() -> tuple[nn.Module, Any, ExecutionPlan]:
+        problems = check()
+        try:
+            module, plan = subject()
+            actions = plan_module(module, plan, group, src_rank, whole=whole)
+        except Exception as error:
+            raise PlanError((*problems_of(error), *problems)) from error
+        raise_problems(problems)
+        return module, plan, actions
+
+    module, plan, actions = on_all_ranks(group, what, planned, lambda made: made[2].lines)
     ref = GroupRef(group)
     meshes = MeshCache(ref, actions.device.type)
     meshes.prepare(_meshes_wanted(actions))
