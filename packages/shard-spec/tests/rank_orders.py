@@ -1,4 +1,7 @@
-"""Torch 2.11 makes process groups in ascending order only; what needs another order is refused there."""
+"""Orders of ranks that this torch can make, and local batches that are chunks of one batch.
+
+Torch 2.11 makes process groups in ascending order only; what needs another order is refused there.
+"""
 
 from __future__ import annotations
 
@@ -13,3 +16,9 @@ needs_orders = pytest.mark.skipif(
 def possible(order: list[int]) -> list[int]:
     """The order, or on a torch that knows only that the ascending one."""
     return order if can_order_groups() else sorted(order)
+
+
+def chunk(total: int, count: int, at: int) -> int:
+    """Rows of rank ``at`` of ``count``: torch's chunk of ``total``; the last ranks may hold fewer, or none."""
+    most = -(-total // count)
+    return max(0, min(most, total - most * at))

@@ -280,6 +280,9 @@ def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
     refused({"up.weight": Layout(MeshSpec({"dp": 4, "tp": 1}), {})}, "mesh-mismatch")
     refused({"up.weight": ChunkShardingSpec(0, [f"rank:{rank}" for rank in range(4)])}, "mesh-mismatch")
     refused({}, "wrong-type", on="tp=4")
+    # DTensor's gradient would divide by the counts of a part of the ids.
+    module.table = nn.Embedding(8, 4, scale_grad_by_freq=True)
+    refused({"table.weight": "tp:S(0)"}, "unsupported-option")
     with torch.device("meta"):
         module = Block()
     before = {id(p) for p in module.parameters()}

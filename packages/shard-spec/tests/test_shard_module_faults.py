@@ -164,6 +164,8 @@ def test_faults_of_layouts_and_modules(ranks: Ranks) -> None:
             refused(ranks, parametrized, lambda m=parametrized, p=plan: shard_module(m, p), "module-not-shardable")  # type: ignore[misc]  # as above
     sparse = nn.Embedding(9, 4, sparse=True)
     refused(ranks, sparse, lambda: shard_parameter(sparse, "weight", spec), "unsupported-option")
+    imaginary = nn.Linear(4, 9, dtype=torch.complex64)
+    refused(ranks, imaginary, lambda: shard_module(imaginary, ShardingPlan({"weight": spec})), "unsupported-tensor")
     unplanned = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 9))
     refused(ranks, unplanned, lambda: shard_module(unplanned, ShardingPlan({"1.weight": spec})), "sparse-gradient")
     # What a replacement would lose.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_orders import chunk as chunk_of
 from rank_orders import needs_orders
 from ranktest import Ranks
 from shard_spec import shard_module, shard_parameter
@@ -239,7 +240,7 @@ def test_undo_after_training(ranks: Ranks) -> None:
 def test_output_layouts(ranks: Ranks) -> None:
     """`output_plan` also on plain outputs and on meshes of their own; torch does nothing there, without a word."""
     full = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 6)).double()
-    ids = [torch.arange(1 + at) % 9 for at in range(4)]
+    ids = [torch.arange(chunk_of(10, 4, at)) % 9 for at in range(4)]  # 3, 3, 3 and 1
     me, everything = ranks.rank, torch.cat(ids)
     mesh = MeshSpec({"a": 2, "b": 2})
     cases: list[tuple[Any, bool]] = [
@@ -269,7 +270,7 @@ def test_output_layouts(ranks: Ranks) -> None:
                 )
                 start = sum(each.numel() for each in ids[:me])
                 held = [slice(pieces[0][0], sum(pieces[0])) for pieces in layout.intervals(me, shape)]
-                index = tuple(held) if keeps_rows else (slice(start, start + 1 + me),)
+                index = tuple(held) if keeps_rows else (slice(start, start + ids[me].numel()),)
                 assert not isinstance(got, DTensor)
                 torch.testing.assert_close(got, expected[index].detach(), **CLOSE)
                 part = (got * weights[index]).sum()
@@ -372,8 +373,11 @@ def test_rows_that_nobody_can_tell_apart(ranks: Ranks) -> None:
     shard_module(model, ShardingPlan({"a.weight": chunk(ranks, 0), "b.weight": chunk(ranks, 0)}, None, ["last"]))
     few, many = torch.randn(1, 4), torch.randn(3, 4)
     first, second = (few, many) if ranks.rank == 0 else (many, few)
-    with pytest.raises(PlanError, match=r"invalid-layout.*\[1, 3\].*\[3, 1\]"):
+    uneven = pytest.raises(PlanError, match=r"invalid-argument.*\[1, 3\] rows.*\[2, 2\] rows of 4 would be right")
+    with ranks.record() as log, uneven:
         model(first, second)
+    assert {event.dtype for event in log.events} == {torch.uint8}  # ranks compared, and nothing ran
+    first, second = (many[:2], many[1:]) if ranks.rank == 0 else (many[1:], many[:2])
     assert model(first, first).shape == first.shape
     # An output whose rows are not those of the batch.
     other = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0))
@@ -443,13 +447,14 @@ def test_what_a_linear_moves(ranks: Ranks) -> None:
     with ranks.record() as log:
         out = model(x)
     rows = 3 * 8 * 4
-    # Shapes; rows to everybody; nothing between the two Linears; parts of the sums to the owners of the rows.
-    assert log.ops == ("all_gather", "all_gather", "all_to_all")
-    assert log.events[1].bytes_sent == tuple(0 if rank == ranks.rank else rows for rank in range(world))
-    assert log.events[2].bytes_sent == log.events[1].bytes_sent
+    # The module and the inputs are compared; rows to everybody; nothing between the two Linears; sums of parts to the
+    # owners of the rows.
+    assert log.ops == ("all_gather", "all_gather", "all_gather", "reduce_scatter")
+    assert log.events[2].bytes_sent == tuple(0 if rank == ranks.rank else rows for rank in range(world))
+    assert log.events[3].bytes_sent == log.events[2].bytes_sent
     with ranks.record() as log:
         out.sum().backward()
-    assert log.ops == ("all_gather", "all_to_all")
+    assert log.ops == ("all_gather", "reduce_scatter")
     assert [event.bytes_sent for event in log.events] == [log.events[0].bytes_sent] * 2
 
 

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from rank_orders import possible
-from ranktest import Ranks
+from rank_orders import chunk, possible
+from ranktest import Ranks, fake_cuda
 from shard_spec import shard_module, shard_parameter
 from shard_spec._shared.problems import PlanError
+from shard_spec.legacy.forwards import look_up
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, ShardMetadata
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 # On 4 ranks each option meets one spec and each spec every third option; on 2 ranks, and here, all meet all.
 ALL = bool(os.environ.get("SHARD_SPEC_ALL"))
@@ -85,8 +87,8 @@ def test_embeddings(ranks: Ranks) -> None:
         {"scale_grad_by_freq": True, "padding_idx": 0},
     ]
     for rows, columns in ((9, 5), (2, 3)):
-        ids = [torch.randint(0, rows, (1 + at % 3, 4), generator=torch.Generator().manual_seed(at)) for at in range(4)]
-        ids = ids[: ranks.world_size]
+        world = ranks.world_size
+        ids = list(torch.randint(0, rows, (2 * world - 1, 4), generator=torch.Generator().manual_seed(0)).chunk(world))
         for number, spec in enumerate(specs(ranks, rows, columns)):
             for option in met(ranks, options, number):
                 full = nn.Embedding(
@@ -94,7 +96,8 @@ def test_embeddings(ranks: Ranks) -> None:
                 )
                 compared += check(ranks, full, spec, [(each,) for each in ids], (torch.cat(ids),))
     # One dim, int32, and a rank without rows.
-    flat = [torch.arange(at, dtype=torch.int32) % 9 for at in range(ranks.world_size)]
+    count = ranks.world_size
+    flat = [torch.arange(chunk(count - 1, count, at), dtype=torch.int32) % 9 for at in range(count)]
     for spec in specs(ranks, 9, 5):
         compared += check(ranks, nn.Embedding(9, 5).double(), spec, [(each,) for each in flat], (torch.cat(flat),))
     # Integer tables.
@@ -121,7 +124,7 @@ def test_the_forward_of_a_bag_with_a_sharded_table_is_refused(ranks: Ranks) -> N
                 refused = pytest.raises(PlanError, match=r"module-not-shardable.*nn\.EmbeddingBag.*nn\.Embedding")
                 with ranks.record(allow_empty=True) as log, refused:
                     bag(ids if ranks.rank else ids[:1])
-                assert not log.events
+                assert log.count("all_gather") == len(log.events)  # modules are compared, and nothing is sent
             assert torch.equal(whole(single.weight), full.weight)
             for handle in handles:
                 handle.undo()
@@ -130,19 +133,19 @@ def test_the_forward_of_a_bag_with_a_sharded_table_is_refused(ranks: Ranks) -> N
 
 @pytest.mark.ranks(2)
 def test_what_a_lookup_moves(ranks: Ranks) -> None:
-    """Each rank sends its ids whole, and for each foreign row the columns it has: no more than the output's bytes."""
+    """Each rank sends its ids, and for each row the columns it has; where the backend has no all_to_all, to all."""
     model = nn.Embedding(8, 6)
     shard_parameter(model, "weight", specs(ranks, 8, 6)[1])
     ids = torch.arange(4) + ranks.rank
     with ranks.record() as log:
         out = model(ids)
-    assert log.ops == ("all_gather", "all_gather", "all_to_all")
-    assert log.events[1].bytes_sent[1 - ranks.rank] == 4 * 8
-    assert log.events[2].bytes_sent[1 - ranks.rank] == 4 * 3 * 4
+    # Modules and inputs are compared; then the ids, and the rows.
+    assert log.ops == ("all_gather",) * 4, log.events
+    assert [sum(event.bytes_sent) for event in log.events] == [64, 64, 4 * 8, 8 * 3 * 4]
     with ranks.record() as log:
         out.sum().backward()
-    assert log.ops == ("all_to_all",)
-    assert log.bytes_sent() == 4 * 3 * 4
+    assert log.ops == ("all_gather",)
+    assert log.bytes_sent() == 8 * 3 * 4
 
 
 @pytest.mark.ranks(2)
@@ -156,8 +159,8 @@ def test_wrong_ids_raise_on_every_rank(ranks: Ranks) -> None:
         with pytest.raises(IndexError, match="9 rows"):
             model[0](ids)
     cases: list[tuple[int, tuple[Any, ...], str]] = [
-        (0, (torch.tensor([[1, 2]]) if ranks.rank else torch.tensor([[1, 2, 3]]),), "invalid-argument"),
-        (0, (torch.tensor([1, 2]) if ranks.rank else torch.tensor([1, 2], dtype=torch.int32),), "invalid-argument"),
+        (0, (torch.tensor([[1, 2]]) if ranks.rank else torch.tensor([[1, 2, 3]]),), "ranks-disagree"),
+        (0, (torch.tensor([1, 2]) if ranks.rank else torch.tensor([1, 2], dtype=torch.int32),), "ranks-disagree"),
         (0, (torch.tensor([1.0, 2.0]),), "int64 or int32"),
         (0, (torch.tensor(1),), "rows in dim 0"),
     ]
@@ -182,3 +185,24 @@ def test_replicated_tables_whose_options_need_all_ids_are_refused(ranks: Ranks) 
                 net = nn.Sequential(kind(6, 4, **option), nn.Linear(4, 4))
                 with pytest.raises(PlanError, match=rf"unsupported-option\] 0\.weight: .* with {next(iter(option))} "):
                     shard_module(net, ShardingPlan(rules, mesh={"tp": 2}))
+
+
+def test_lookups_in_shards_sum_to_a_lookup() -> None:
+    table, ids = torch.randn(9, 3), torch.randint(0, 9, (4, 2))
+    for sizes in ([9], [5, 4], [3, 3, 3, 0], [0, 1, 8]):
+        starts = [sum(sizes[:at]) for at in range(len(sizes))]
+        shards = [
+            look_up(ids, table[start : start + size], start, None, by_freq=False)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+        assert torch.equal(torch.stack(shards).sum(0), F.embedding(ids, table))
+
+
+def test_nothing_is_read_back_from_the_device() -> None:
+    """On an accelerator a lookup issues work and never waits for it."""
+    with fake_cuda(rank=1, world_size=2) as device:
+        table, ids = torch.randn(5, 3, device=device), torch.randint(0, 9, (6, 2), device=device)
+        for option in (False, True):
+            found = look_up(ids, table, 4, 2, by_freq=option)
+            assert (found.shape, found.device) == ((6, 2, 3), device)
+        assert look_up(ids, table[:0], 9, None, by_freq=False).device == device

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_orders import needs_orders, possible
+from rank_orders import chunk, needs_orders, possible
 from ranktest import Ranks
 from shard_spec import shard_module
 from shard_spec.sharding_plan import ShardingPlan
@@ -148,7 +149,7 @@ def test_every_way_of_sharding_two_linears(ranks: Ranks) -> None:
             local,
         )
         uneven = number % 2 == 1
-        batch = rows_of(6, (lambda rank: 1 + rank) if uneven else (lambda rank: 2))
+        batch = rows_of(6, (lambda rank: chunk(2 * world - 1, world, rank)) if uneven else (lambda rank: 2))
         train_and_compare(ranks, MLP(bias=bias).double(), plan, batch, src_rank=number % world)
 
 
@@ -164,17 +165,17 @@ def test_groups_in_reversed_order_and_grids(ranks: Ranks) -> None:
         torch.manual_seed(3)
         spec = {dim: ChunkShardingSpec(dim, devices(ranks, [3, 1])) for dim in (0, 1)}
         plan = ShardingPlan({"fc1.weight": spec[0], "fc2.weight": spec[1]}, {"fc2": spec[0]}, ["fc2"])
-        train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: 2 + at), group=each, members=order)
+        train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: 3 - at), group=each, members=order)
     # A 2 x 2 grid of the 9 x 6 weight, its 9 rows cut 5 + 4, on ranks in another order.
     cells = [(0, 0, 5, 3, 2), (0, 3, 5, 3, 0), (5, 0, 4, 3, 3), (5, 3, 4, 3, 1)]
     shards = [ShardMetadata([r, c], [h, w], f"rank:{at}/{ranks.device}") for r, c, h, w, at in cells]
     plan = ShardingPlan({"fc1.weight": EnumerableShardingSpec(shards)}, None, ["fc1"])
     torch.manual_seed(4)
-    train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: at))
+    train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: chunk(3, 4, at)))
     # Two axes on one dim, the later one first: the mesh is turned, so that a DTensor can say it.
     rule = "dp:S(0), tp:S(0); order=tp>dp"
     plan = ShardingPlan({"fc1.*": rule}, {"fc1": rule}, ["fc1"], mesh={"dp": 2, "tp": 2})
-    sharded = train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: 1 + at))
+    sharded = train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: chunk(7, 4, at)))
     weight = dict(sharded.named_parameters())["fc1.weight"]
     assert isinstance(weight, DTensor)
     assert weight.device_mesh.mesh.tolist() == [[0, 2], [1, 3]]
@@ -213,6 +214,10 @@ def ids_of(rows: Callable[[int], int], length: int = 4, num: int = 9) -> Callabl
 @pytest.mark.ranks(2, 4)
 def test_tied_frozen_integer_and_buffers(ranks: Ranks) -> None:
     """torch: the tie is cut, frozen parameters become trainable, int8 parameters and buffers fail."""
+
+    def rows(rank: int) -> int:
+        return chunk(2 * ranks.world_size - 1, ranks.world_size, rank)
+
     for dim in (0, 1) if ALL or ranks.world_size == 2 else (1,):
         torch.manual_seed(2 + dim)
         spec = {at: ChunkShardingSpec(at, devices(ranks)) for at in (0, 1)}
@@ -229,7 +234,7 @@ def test_tied_frozen_integer_and_buffers(ranks: Ranks) -> None:
         )
         model = Tied().double()
         model.table.data = model.table.data.to(torch.int8)
-        sharded = train_and_compare(ranks, model, plan, ids_of(lambda rank: 2 + rank))
+        sharded = train_and_compare(ranks, model, plan, ids_of(rows))
         assert isinstance(sharded, Tied)
         assert sharded.emb.weight is sharded.head.weight
         assert not sharded.frozen.weight.requires_grad
@@ -271,3 +276,42 @@ def test_half_precision_and_autocast(ranks: Ranks, dtype: torch.dtype | None) ->
     assert len(compared) == 7
     for value, wanted in compared:
         assert (value - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.ranks(2)
+def test_a_llama_with_every_matrix_sharded(ranks: Ranks) -> None:
+    """Tied table and head, grouped heads, layers recomputed from the third step on."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 33, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, use_cache=False, attn_implementation="eager")
+    full = LlamaForCausalLM(config).double()
+    sharded = copy.deepcopy(full)
+    linears = [name for name, each in full.named_modules() if isinstance(each, nn.Linear)]
+    rules = {f"{name}.weight": f"tp:S({at % 2})" for at, name in enumerate(linears) if name != "lm_head"}
+    plan = ShardingPlan({**rules, "model.embed_tokens.weight": "tp:S(0)"}, None, linears, mesh={"tp": 2})
+    shard_module(sharded, plan)
+    assert sum(isinstance(p, DTensor) for p in sharded.parameters()) == 15
+    pairs = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, foreach=False) for model in (full, sharded)]
+    compared = 0
+    for step in range(STEPS):
+        for model in (full, sharded) if step == 2 else ():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # transformers renames it
+                model.gradient_checkpointing_enable()
+        ids = torch.randint(0, 33, (3, 7), generator=torch.Generator().manual_seed(step))
+        mine = ids.chunk(2)[ranks.rank]
+        expected, got = full(input_ids=ids).logits, sharded(input_ids=mine).logits
+        torch.testing.assert_close(got, expected.chunk(2)[ranks.rank].detach(), **CLOSE)
+        for out, optimizer in zip((expected, got), pairs, strict=True):
+            optimizer.zero_grad()
+            out.square().sum().backward()
+            optimizer.step()
+        for (name, one), two in zip(full.named_parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(whole(two.grad), one.grad, **CLOSE, msg=name)
+            torch.testing.assert_close(whole(two), one.detach(), **CLOSE, msg=name)
+            compared += 1
+    assert compared == STEPS * 20

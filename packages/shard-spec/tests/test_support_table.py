@@ -1,8 +1,8 @@
 """Modules and layouts under `shard_module` and `plan.apply`: right, or refused. `SUPPORT.md` shows the outcome.
 
-`shard_module` is right where five training steps of 2 ranks with batches of their own, uneven ones too, give the
-outputs and the parameters of the unsharded module on the concatenated batch. `apply` is right where every rank holds
-what `Layout` says of every tensor.
+`shard_module` is right where five training steps of 2 ranks with batches of their own, uneven chunks of one batch, give
+the outputs and the parameters of the unsharded module on the concatenated batch. `apply` is right where every rank
+holds what `Layout` says of every tensor.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trained(row: Row, ranks: Ranks) -> str:
-    """Five steps with momentum, 2 and 3 rows on the ranks."""
+    """Five steps with momentum, 3 and 2 rows on the ranks."""
     full, sharded = made(row), made(row)
     try:
         shard_module(sharded, plan_of(row))
@@ -138,13 +138,13 @@ def trained(row: Row, ranks: Ranks) -> str:
     ]
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
-        batches = [row.inputs(2 + rank, generator) for rank in range(2)]
+        batches = [row.inputs(3 - rank, generator) for rank in range(2)]
         expected = full(torch.cat(batches))
         try:
             got = sharded(batches[ranks.rank])
         except PlanError as error:
             return f"forward refused: `{error.problems[0].code}`"
-        if not torch.allclose(got, expected.split([2, 3])[ranks.rank], **CLOSE):
+        if not torch.allclose(got, expected.split([3, 2])[ranks.rank], **CLOSE):
             return "WRONG output"
         for stepper, out in zip(steppers, (expected, got), strict=True):
             stepper.zero_grad()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_spec._shared.consensus import mesh_order_problems
-from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
+from shard_spec._shared.consensus import assert_consistent, mesh_order_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.gradients import LayGradient
 from shard_spec.apply.handle import ShardHandle, irreversible, mark_replaced_stale, place
 from shard_spec.apply.sources import (
@@ -37,7 +37,7 @@ from shard_spec.apply.tensors import (
 )
 from shard_spec.apply.transaction import Transaction, install_module, run_sharders
 from shard_spec.distributed.exchange import fingerprint
-from shard_spec.distributed.mesh_cache import RankState, capture_errors, group_or_default, raise_on_all_ranks
+from shard_spec.distributed.mesh_cache import group_or_default, on_all_ranks
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
@@ -58,10 +58,10 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     if not isinstance(mesh, DeviceMesh):
         found = f"{mesh!r:.40} of type {type(mesh).__qualname__}"
         hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
-        problem = Problem("wrong-type", "mesh", found=found, hint=hint)
+        error = PlanError(Problem("wrong-type", "mesh", found=found, hint=hint))
         if group is not None:
-            raise_on_all_ranks(group_or_default(group), RankState((), (problem,)), "apply")
-        raise PlanError(problem)
+            assert_consistent(group_or_default(group), "apply", error=error)
+        raise error
     ranks = sorted(mesh.mesh.flatten().tolist())
     if mesh.get_coordinate() is None:
         found, hint = f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}", "call it on ranks of the mesh only"
@@ -110,6 +110,18 @@ def value_problems(tensor: torch.Tensor, name: str, source: object, is_source: b
         hint = "load values first, or use source='meta'"
         return [Problem("no-data", name, found="a meta tensor where values are needed", hint=hint)]
     return []
+
+
+def frequency_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
+    """Sharded tables whose gradient DTensor's operator divides by the counts of a part of the ids, without an error."""
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
+    hint = "turn the option off, leave the table replicated, or use shard_module"
+    found = "a sharded table with scale_grad_by_freq"
+    return [
+        Problem("unsupported-option", name, found=found, hint=hint)
+        for name, owner in owners.items()
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.scale_grad_by_freq
+    ]
 
 
 def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
@@ -180,15 +192,14 @@ def apply_plan(
     """
     meeting = group_of(mesh, group)
     call = _Call(module, mesh, meeting, source, src_rank, init, seed)
-    actions, outcome = plan_on_all_ranks(lambda: _plan(plan, call))
-    staged: list[torch.Tensor] | None = None
-    if actions is not None and not actions.problems and source != "scatter":
-        # Nothing is sent for these, but `init` is the caller's code, and may fail on one rank.
-        staged, failed = capture_errors(lambda: _stage(call, actions))
-        outcome = RankState(outcome.lines, failed)
-    raise_on_all_ranks(meeting, outcome, "apply")
-    assert actions is not None
-    with Transaction() as transaction:  # rolls back on any error
+
+    def planned() -> tuple[ExecutionPlan, list[torch.Tensor] | None]:
+        actions = _plan(plan, call)
+        # Nothing is sent for other sources, but `init` is the caller's, and may fail on one rank.
+        return actions, None if source == "scatter" else _stage(call, actions)
+
+    actions, staged = on_all_ranks(meeting, "apply", planned, lambda made: made[0].lines)
+    with Transaction() as transaction:
         staged = _stage(call, actions) if staged is None else staged
         replaced = run_sharders(module, actions, meeting, transaction)  # before _install: they may raise
         handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
@@ -237,6 +248,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
         tensor = tensor_at(module, metadata.name)
         problems += replacing_problems(tensor, metadata.name)
         problems += value_problems(tensor, metadata.name, source, me == src_rank)
+        problems += [] if layout.is_replicated else frequency_problems(module, metadata.aliases)
         rebound = on_mesh(layout, spec, metadata.name)
         expression = rebound if isinstance(rebound, Problem) else _expressed(rebound, metadata.shape, metadata.name)
         if isinstance(rebound, Problem) or isinstance(expression, Problem):
@@ -251,6 +263,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
             fingerprints.append(f"{metadata.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
     if source == "meta" and init == "reset_parameters":
         problems += reset_problems(module, tuple(a.names[0] for a in tensors if tensor_at(module, a.names[0]).is_meta))
+    raise_problems(dict.fromkeys(problems))
     return ExecutionPlan(
         tensors=tuple(tensors),
         sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
@@ -258,7 +271,6 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
         source=source_text(source, src_rank, init, call.seed),
         values=tuple(fingerprints),
         device=device_of_mesh(mesh),
-        problems=tuple(dict.fromkeys(problems)),
     )
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
-from shard_spec.distributed.mesh_cache import RankState, capture_errors
 from shard_spec.layout.layout import Layout
 from shard_spec.specs import ShardingSpec
 
@@ -22,34 +19,30 @@ class ExecutionPlan:
     """Actions on each tensor and module.
 
     Attributes:
-        tensors: One entry for each tensor to scatter or broadcast; a tied one occurs once.
-        forwards: Module FQN to the layout of its weight (None: replicated), for modules with a sharded forward.
-        options: Module FQN to its constructor options, as text: they decide the communication of its forward.
+        tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
+        forwards: Module FQN to the names of its sharded tensors, for modules that get a sharded forward.
+        options: For these modules, how they were made, as text: options decide what their forwards communicate.
         sharders: Module FQN to Sharder.
         outputs: Module FQN to its target in ``output_plan``.
         locals: Module FQNs of ``return_local_tensor``.
-        replicas: FQNs of parameters whose gradients are summed over the ranks.
-        everything: True if tensors without a rule are included.
-        src_rank: Rank of the group with the values to use.
-        source: Source of the values, as text.
-        values: Checksums of the values on every rank, if they have to be equal.
-        device: Device of this rank's shards.
-        problems: Reasons against it.
+        everything: Whether tensors that the plan does not mention are decided about too.
+        src_rank: Rank of the group whose values count.
+        source: Where the values come from, as text.
+        values: Checksums of the values that every rank has, where they have to be equal.
+        device: Device that this rank's shards lie on.
     """
 
     tensors: tuple[TensorAction, ...] = ()
-    forwards: dict[str, Layout | None] = field(default_factory=dict)
+    forwards: dict[str, tuple[str, ...]] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     sharders: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, ShardingSpec | Layout] = field(default_factory=dict)
     locals: tuple[str, ...] = ()
-    replicas: tuple[str, ...] = ()
     everything: bool = True
     src_rank: int = 0
     source: str = ""
     values: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    problems: tuple[Problem, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -61,14 +54,8 @@ class ExecutionPlan:
             *(f"module {path}: {type(sharder).__qualname__}" for path, sharder in self.sharders.items()),
             *(f"output of {path or '(root)'}: {_wanted_text(wanted)}" for path, wanted in self.outputs.items()),
             *(f"output of {path or '(root)'}: this rank's rows" for path in self.locals),
-            *(f"gradient of {name}: summed over the ranks" for name in self.replicas),
             *(f"values of {text}" for text in self.values),
         )
-
-    @property
-    def outcome(self) -> RankState:
-        """Header for comparison between ranks."""
-        return RankState(self.lines, self.problems)
 
     @property
     def digest(self) -> str:
@@ -80,20 +67,8 @@ class ExecutionPlan:
         return "\n".join(line for line in self.lines if name is None or name in line)
 
     def to_json(self) -> str:
-        """Return the lines and the problems as JSON."""
-        problems = [vars(problem) for problem in self.problems]
-        return json.dumps({"actions": self.lines, "problems": problems, "digest": self.digest}, indent=1)
-
-
-def plan_on_all_ranks(work: Callable[[], ExecutionPlan]) -> tuple[ExecutionPlan | None, RankState]:
-    """Return the result of ``work`` and the state to compare, even if it raises on this rank."""
-
-    def both() -> tuple[ExecutionPlan, RankState]:
-        actions = work()
-        return actions, actions.outcome
-
-    done, failed = capture_errors(both)
-    return (None, RankState((), failed)) if done is None else done
+        """The lines as JSON."""
+        return json.dumps({"actions": self.lines, "digest": self.digest}, indent=1)
 
 
 def _wanted_text(wanted: ShardingSpec | Layout) -> str:

@@ -19,7 +19,7 @@ from shard_spec._shared.stale_parameters import mark_current, mark_stale
 from shard_spec.apply.tensors import TensorAction
 from shard_spec.apply.transaction import Transaction, put_tensor
 from shard_spec.distributed.exchange import gather_shards
-from shard_spec.distributed.mesh_cache import RankState, capture_errors, raise_on_all_ranks
+from shard_spec.distributed.mesh_cache import on_all_ranks
 from shard_spec.layout.layout import Layout
 
 
@@ -113,12 +113,9 @@ class ShardHandle:
             PlanError: On every rank, without changes: ``already-applied``; ``model-changed`` if a tensor or a forward
                 was replaced after the call (undo later calls first); ``sharder-nesting``.
         """
-        outcome, failed = capture_errors(self._undo_outcome)
-        raise_on_all_ranks(self._group, outcome or RankState((), failed), "undo")
-        whole, found = capture_errors(lambda: [self._whole(placed) for placed in self._placed])
-        raise_problems(found)
-        assert whole is not None
-        for removal in reversed(self._removals):  # last first: wrappers nest
+        on_all_ranks(self._group, "undo", lambda: raise_problems(self._undo_problems()), self._undo_lines)
+        whole = [self._whole(placed) for placed in self._placed]
+        for removal in reversed(self._removals):
             removal()
         for placed, value in zip(self._placed, whole, strict=True):
             for module, name, _ in placed.places:
@@ -136,9 +133,8 @@ class ShardHandle:
         """Write the actions to ``path``, as JSON."""
         return write_report(self, Path(path))
 
-    def _undo_outcome(self) -> RankState:
-        lines = tuple(f"undo {placed.name}: {_state(placed.value)}" for placed in self._placed)
-        return RankState(lines, tuple(self._undo_problems()))
+    def _undo_lines(self, _: None) -> list[str]:
+        return [f"undo {placed.name}: {_state(placed.value)}" for placed in self._placed]
 
     def _undo_problems(self) -> list[Problem]:
         if self._undone:

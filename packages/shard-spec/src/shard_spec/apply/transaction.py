@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shard_spec._shared.consensus import HEADER_BYTES, all_gather_header, all_gather_objects
+from shard_spec._shared.consensus import HEADER_BYTES, all_gather_header, all_gather_objects, problems_of
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan
-from shard_spec.distributed.mesh_cache import RankState, capture_errors, raise_on_all_ranks
+from shard_spec.distributed.mesh_cache import on_all_ranks
 
 
 class Transaction:
@@ -120,22 +120,25 @@ def run_sharders(
 
     def run() -> dict[str, nn.Module]:
         made = {}
-        for path, sharder in actions.sharders.items():
-            old = module.get_submodule(path)
-            transaction.on_rollback(Snapshot(old).restore)  # before the call: it may fail halfway
-            new = sharder.shard(old)
-            if not isinstance(new, nn.Module):
-                found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
-                raise PlanError(Problem("wrong-type", path, found=found, hint="return an nn.Module"))
-            made[path] = new
+        try:
+            for path, sharder in actions.sharders.items():
+                old = module.get_submodule(path)
+                transaction.on_rollback(Snapshot(old).restore)
+                new = sharder.shard(old)
+                if not isinstance(new, nn.Module):
+                    found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
+                    raise PlanError(Problem("wrong-type", path, found=found, hint="return an nn.Module"))
+                made[path] = new
+        except Exception as error:
+            _await_peers(group, problems_of(error))
+            raise
+        _await_peers(group, ())
         return made
 
-    made, problems = capture_errors(run)
-    _await_peers(group, problems)
-    lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
-    raise_on_all_ranks(group, RankState(lines, problems), "a Sharder failed")
-    assert made is not None
-    return made
+    def lines(made: dict[str, nn.Module]) -> list[str]:
+        return [f"{path}: {type(new).__qualname__}" for path, new in made.items()]
+
+    return on_all_ranks(group, "a Sharder failed", run, lines)
 
 
 def _await_peers(group: dist.ProcessGroup, problems: tuple[Problem, ...]) -> None:

@@ -1,4 +1,4 @@
-"""DeviceMeshes over a group's ranks, in any order, and the consensus of its ranks.
+"""DeviceMeshes over the ranks of a group, in any order, and how its ranks compare what they are about to do.
 
 A ``DeviceMesh`` of permuted ranks gets process groups in ascending order, and then gathers shards in the wrong
 order without an error. Meshes of this module have groups in mesh order.
@@ -7,8 +7,7 @@ order without an error. Meshes of this module have groups in mesh order.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -143,19 +142,6 @@ def _key_of(layout: Layout) -> MeshSpec:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class RankState:
-    """State of planning on one rank.
-
-    Attributes:
-        lines: Actions as text; they have to be equal on every rank.
-        problems: Problems on this rank.
-    """
-
-    lines: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
-
-
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the given group, or the default group.
 
@@ -173,19 +159,26 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     return group
 
 
-def capture_errors(work: Callable[[], T]) -> tuple[T | None, tuple[Problem, ...]]:
-    """Return the value of ``work``, or its problems: a failing rank still joins the next collective."""
-    try:
-        return work(), ()
-    except Exception as error:
-        return None, problems_of(error)
+def on_all_ranks(
+    group: dist.ProcessGroup, subject: str, work: Callable[[], T], lines: Callable[[T], Sequence[str]] = lambda _: ()
+) -> T:
+    """The value of ``work`` once it succeeded on every rank of the group, with equal lines; a collective.
 
-
-def raise_on_all_ranks(group: dist.ProcessGroup, state: RankState, subject: str) -> None:
-    """Return if no rank found a problem and all plan the same; a collective.
+    Args:
+        group: The ranks; all of them call this.
+        subject: The call, for messages.
+        work: Sends nothing; what it raises on one rank, all ranks raise.
+        lines: Facts about the value that have to be equal on every rank.
 
     Raises:
         PlanError: The same on every rank: the problems of all ranks, or ``ranks-disagree`` with the different lines.
     """
-    error = PlanError(state.problems) if state.problems else None
-    assert_consistent(group, subject, state.lines, error, hint="pass the same to every rank of the group")
+    facts: Sequence[str] = ()
+    error = None
+    try:
+        value = work()
+        facts = lines(value)
+    except Exception as failure:  # this rank still meets its peers
+        error = PlanError(problems_of(failure))
+    assert_consistent(group, subject, facts, error, hint="pass the same to every rank of the group")
+    return value

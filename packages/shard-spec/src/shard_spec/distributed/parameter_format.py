@@ -17,10 +17,8 @@ from shard_spec.distributed.exchange import scatter
 from shard_spec.distributed.mesh_cache import (
     GroupRef,
     MeshCache,
-    RankState,
-    capture_errors,
     group_or_default,
-    raise_on_all_ranks,
+    on_all_ranks,
 )
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.placements import (
@@ -210,16 +208,13 @@ def shard_tensor(
         PlanError: Before any transfer, on every rank.
     """
     group = group_or_default(process_group)
-    planned, problems = capture_errors(lambda: _planned(tensor, place, src_rank, group))
-    lines: tuple[str, ...] = ()
-    if planned is not None:
-        layout, device = planned
+
+    def lines(planned: tuple[Layout, torch.device]) -> list[str]:
         frozen = "" if tensor.requires_grad else ", frozen"
-        where = f"{layout} on ranks {list(layout.mesh.ranks)}, source {src_rank}, on {device.type}"
-        lines = (f"tensor {tensor.dtype} {list(tensor.shape)}{frozen} -> {where}",)  # equal on all ranks
-    raise_on_all_ranks(group, RankState(lines, problems), "shard")
-    assert planned is not None
-    layout, device = planned
+        where = f"{planned[0]} on ranks {list(planned[0].mesh.ranks)}, source {src_rank}, on {planned[1].type}"
+        return [f"tensor {tensor.dtype} {list(tensor.shape)}{frozen} -> {where}"]
+
+    layout, device = on_all_ranks(group, "shard", lambda: _planned(tensor, place, src_rank, group), lines)
     shape = tuple(tensor.shape)
     meshes = MeshCache(GroupRef(group), device.type)
     meshes.prepare([layout])

@@ -1,91 +1,26 @@
-"""Forwards of sharded modules: local batches in, the outputs of the concatenated batch out.
-
-`WeightSharding` says how the dims of a weight lie on the ranks; `ShardedForward` stands in for ``module.forward``.
-"""
+"""Forwards of sharded modules on DTensors, with local batches at both ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
 from shard_spec.apply.gradients import masked_identity
-from shard_spec.distributed.exchange import Columns, RowExchange, gather_rows, scatter_rows
+from shard_spec.distributed.parameter_format import dtensor_of
 from shard_spec.layout.layout import Layout
-from shard_spec.legacy.input_metadata import BatchMetadata, all_gather_input_metadata
-from shard_spec.legacy.module_tracker import ForwardContext
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.legacy.rows import BatchRows, on_mesh
 from shard_spec.legacy.wrapping import unwrap, whole, wrap
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
-
-
-@dataclass(frozen=True)
-class WeightSharding:
-    """A two-dimensional weight cut over a group; every interval is contiguous.
-
-    Attributes:
-        layout: Where the weight lies; plain shards and replicas only.
-        shape: Global shape of the weight.
-        ranks: Global ranks of the group, in group order.
-    """
-
-    layout: Layout
-    shape: tuple[int, int]
-    ranks: tuple[int, ...]
-
-    @cached_property
-    def rows(self) -> Columns:
-        """For each rank of the group, its ``(start, size)`` interval of dim 0."""
-        return self._intervals(0)
-
-    @cached_property
-    def columns(self) -> Columns:
-        """For each rank of the group, its ``(start, size)`` interval of dim 1."""
-        return self._intervals(1)
-
-    def _intervals(self, dim: int) -> Columns:
-        return tuple(self.layout.intervals(rank, self.shape)[dim][0] for rank in self.ranks)
-
-    @cached_property
-    def primary(self) -> tuple[bool, ...]:
-        """For each rank of the group, whether it stands for its replicas."""
-        return tuple(self.layout.is_primary(rank) for rank in self.ranks)
-
-    def is_first_replica(self, rank: int, dim: int) -> bool:
-        """Return whether ``rank`` of the group is the first of those that share its interval of the other dim."""
-        coordinate = self.layout.mesh.coordinate(self.ranks[rank])
-        assert coordinate is not None
-        return all(at == 0 for at, spec in zip(coordinate, self._specs, strict=True) if spec == dim)
-
-    @cached_property
-    def _specs(self) -> tuple[int | None, ...]:
-        """The dim that each mesh axis cuts, counted from the front."""
-        return tuple(None if spec.dim is None else spec.dim % 2 for spec in self.layout.specs)
-
-    def placements(self, by_dim: dict[int, Placement], replicate: Placement) -> tuple[Placement, ...]:
-        """One placement for each mesh axis: ``by_dim[d]`` where it cuts dim ``d``, else ``replicate``."""
-        return tuple(replicate if dim is None else by_dim[dim] for dim in self._specs)
-
-    def exchange(self, group: dist.ProcessGroup, rows: tuple[int, ...], dim: int) -> RowExchange:
-        """The exchange between ``rows`` of the batch and the columns that ``dim`` of the weight meets.
-
-        Args:
-            group: The group.
-            rows: Rows of the batch by rank.
-            dim: Dim of the weight along which a row of the batch is cut.
-        """
-        intervals = self.rows if dim == 0 else self.columns
-        return RowExchange(group, rows, intervals, self.shape[dim], self.primary)
 
 
 class ShardedForward:
@@ -94,8 +29,8 @@ class ShardedForward:
     Attributes:
         module: The module whose forward it is.
         name: Its FQN, for errors.
-        context: What it shares with the other modules of one ``shard_module`` call.
-        sharding: How the weight lies, or None where only the bias is sharded.
+        rows: How local batches enter and leave.
+        sharded: Names of its sharded parameters.
     """
 
     original: ClassVar[Callable[..., Any]]
@@ -103,94 +38,46 @@ class ShardedForward:
     tensors: ClassVar[tuple[str, ...]]
     """The parameters that may be sharded under it."""
 
-    def __init__(self, module: nn.Module, name: str, context: ForwardContext, weight: Layout | None) -> None:
+    def __init__(self, module: nn.Module, name: str, rows: BatchRows, sharded: tuple[str, ...]) -> None:
         self.module = module
         self.name = name
-        self.context = context
-        rows, columns = module._parameters["weight"].shape  # type: ignore[union-attr]  # these modules have one
-        self.sharding = None if weight is None else WeightSharding(weight, (rows, columns), context.group.ranks)
+        self.rows = rows
+        self.sharded = sharded
 
     def __repr__(self) -> str:
-        layout = "replicated" if self.sharding is None else str(self.sharding.layout)
-        return f"{type(self).__name__}({self.name!r}, weight={layout})"
+        return f"{type(self).__name__}({self.name!r}, sharded={self.sharded})"
 
-    @property
-    def cut(self) -> WeightSharding:
-        """The sharding of a weight that is sharded."""
-        assert self.sharding is not None
-        return self.sharding
-
-    # ---- input ------------------------------------------------------------------------------------------------
-
-    def gather_input(self, tensor: torch.Tensor, problem: str) -> BatchMetadata:
-        """Gather what all ranks pass; a collective. See ``all_gather_input_metadata``."""
-        given = torch.empty(0, device=self.device) if problem else tensor
-        return all_gather_input_metadata(given, self.context, self.name, problem)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weight; not read before the ranks have compared their modules."""
-        found = next((each.device for each in self.module.parameters(recurse=False)), None)
-        return found or torch.device("cpu")
-
-    def whole_rows(self, rows: tuple[int, ...], width: int) -> RowExchange:
-        """The exchange that gives every rank all rows whole."""
-        size = self.context.group.size
-        primary = (True,) * size if self.sharding is None else self.sharding.primary
-        return RowExchange(self.context.group.group, rows, ((0, width),) * size, width, primary)
-
-    def gathered(self, tensor: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
-        """All ranks' rows of a tensor of any number of dims, on every rank; gradients are summed over the ranks."""
-        flat = tensor.unsqueeze(-1)
-        return gather_rows(flat, self.whole_rows(rows, 1)).squeeze(-1)
-
-    def global_input(self, value: DTensor) -> torch.Tensor:
-        """A DTensor input as a whole plain tensor on every rank; the ranks' gradients are parts of one sum.
+    def batch(self, input: object, least_dims: int, problem: Callable[[torch.Tensor], str]) -> DTensor:
+        """The full batch as a DTensor, from this rank's rows or from the module before.
 
         Raises:
-            PlanError: ``mesh-mismatch`` when it lies on other ranks than the weight.
-        """
-        ranks = sorted(value.device_mesh.mesh.flatten().tolist())
-        if ranks != sorted(self.context.group.ranks):
-            hint = "redistribute the input onto the ranks of the module's weight, or pass this rank's rows"
-            found = f"a DTensor on ranks {ranks}; the module is sharded over {sorted(self.context.group.ranks)}"
-            raise PlanError(Problem("mesh-mismatch", self.name, found=found, hint=hint))
-        counts = self.sharding is None or self.sharding.primary[self.context.group.rank]
-        return masked_identity(whole(value, parts=True), forward=True, backward=counts)
-
-    # ---- weight and output ------------------------------------------------------------------------------------
-
-    def local_weight(self) -> torch.Tensor:
-        """This rank's shard of the weight.
-
-        Raises:
-            PlanError: ``not-sharded`` when somebody replaced the sharded parameter.
+            PlanError: See `BatchRows.enter`; ``not-sharded`` where a full parameter took the place of the weight.
         """
         weight = self.module.weight
         if not isinstance(weight, DTensor):
-            hint = "undo the handle of shard_module before replacing parameters"
             found = f"a {type(weight).__qualname__} in place of the sharded weight"
+            hint = "undo the handle of shard_module before replacing parameters"
             raise PlanError(Problem("not-sharded", f"{self.name}.weight", found=found, hint=hint))
-        return unwrap(weight)
+        if isinstance(input, DTensor):
+            return on_mesh(input, weight.device_mesh, self.name)
+        wrong = rows_problem(input, weight.device, least_dims)
+        rows = input if isinstance(input, torch.Tensor) else torch.empty(0)
+        entered = self.rows.enter(rows, self.name, weight.device_mesh, wrong or problem(rows))
+        return on_mesh(entered, weight.device_mesh, self.name)
 
-    def global_output(self, local: torch.Tensor, cut_dim: int, width: int) -> DTensor:
-        """The outputs of the concatenated batch as a DTensor.
-
-        Args:
-            local: ``[total_rows, ..., my part of width]``.
-            cut_dim: The dim of the weight that becomes the last dim of the output; along axes that cut the other dim
-                the ranks hold parts of a sum.
-            width: Global size of the last dim.
-        """
-        weight = self.module.weight
-        assert isinstance(weight, DTensor)
-        placements = self.cut.placements({cut_dim: Shard(local.dim() - 1), 1 - cut_dim: Partial()}, Replicate())
-        return wrap(local, weight.device_mesh, placements, (*local.shape[:-1], width))
+    def parameter(self, name: str, mesh: DeviceMesh) -> DTensor | None:
+        """One of the module's parameters on ``mesh``, whether it is sharded or not."""
+        value = self.module._parameters[name]
+        if value is None or isinstance(value, DTensor):
+            return value if value is None else on_mesh(value, mesh, self.name)
+        # The gradient that DTensor forms is the sum already, and the hook of a plain parameter sums over the ranks.
+        first = masked_identity(value, forward=True, backward=self.rows.group.rank == 0)
+        return wrap(first, mesh, [Replicate()] * mesh.ndim, value.shape)
 
 
-def whole_parameter(value: torch.Tensor) -> torch.Tensor:
-    """A small parameter, sharded or not, whole on every rank; the ranks' gradients are parts of one sum."""
-    return whole(value, parts=True) if isinstance(value, DTensor) else value
+def along(weight: DTensor, by_dim: dict[int, Placement]) -> list[Placement]:
+    """One placement for each mesh axis: ``by_dim[d]`` where it shards dim ``d`` of the weight."""
+    return [by_dim[each.dim] if isinstance(each, Shard) else Replicate() for each in weight.placements]
 
 
 def rows_problem(value: object, device: torch.device, least_dims: int) -> str:
@@ -205,12 +92,9 @@ def rows_problem(value: object, device: torch.device, least_dims: int) -> str:
 
 
 class ShardedLinear(ShardedForward):
-    """Local rows in, the outputs of all rows out, as a DTensor.
+    """Local rows or a DTensor in; the outputs of all rows out, as a DTensor that lies as the weight has it.
 
-    A weight that is cut by its rows (output features) gets every rank's input whole and gives a part of the output's
-    last dim; one that is cut by its columns gets the columns it needs and gives a part of a sum. A DTensor input (from
-    the sharded module before it) is taken as it lies where it fits. With a whole weight and a sharded bias the output
-    is this rank's rows.
+    With a full weight and a sharded bias the output is this rank's rows.
     """
 
     original = nn.Linear.forward
@@ -219,136 +103,43 @@ class ShardedLinear(ShardedForward):
     @eager_only
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """``[my_rows, ..., in_features]`` (or a DTensor ``[total_rows, ..., in_features]``) to the output."""
-        module = self.module
-        assert isinstance(module, nn.Linear)
-        own = module._parameters["bias"]
-        if self.sharding is None:
-            return F.linear(input, module.weight, None if own is None else whole_parameter(own))
-        column_sharded = self._column_sharded_input(input, module.in_features)
-        bias = None if own is None else whole_parameter(own)
-        local = F.linear(column_sharded, self.local_weight(), None if bias is None else self._local_bias(bias))
-        return self.global_output(local, 0, module.out_features)
+        weight: Any = self.module.weight
+        bias: Any = self.module.bias
+        if "weight" not in self.sharded:
+            full = whole(bias, parts=True) if isinstance(bias, DTensor) else bias
+            return F.linear(input, weight, full)
+        x, mesh = self.batch(input, 2, self._features_problem), weight.device_mesh
+        last = Shard(x.dim() - 1)
+        # Columns of the input meet columns of the weight; rows of the weight meet all of them. The product is a local
+        # one: which layouts DTensor's own would redistribute on the way depends on their cost.
+        x = x.redistribute(placements=along(weight, {0: Replicate(), 1: last}))
+        x_local = unwrap(x, along(weight, {0: Partial(), 1: last}))
+        local = F.linear(x_local, unwrap(weight), self._local_bias(weight))
+        return wrap(local, mesh, along(weight, {0: last, 1: Partial()}), (*x.shape[:-1], weight.shape[0]))
 
-    def _column_sharded_input(self, input: torch.Tensor, in_features: int) -> torch.Tensor:
-        """All rows with the columns that this rank's shard of the weight meets."""
-        if isinstance(input, DTensor):
-            return self._from_dtensor(input)
-        problem = rows_problem(input, self.device, 2)
-        if not problem and input.shape[-1] != in_features:
-            problem = f"an input of shape {list(input.shape)} for {in_features} input features"
-        metadata = self.gather_input(input, problem)
-        self.context.note(metadata.rows)
-        if metadata.any_requires_grad and not input.requires_grad:
-            input = input.detach().requires_grad_()  # its backward communicates: all ranks have to run it
-        return gather_rows(input, self.cut.exchange(self.context.group.group, metadata.rows, 1))
+    def _local_bias(self, weight: DTensor) -> torch.Tensor | None:
+        """The bias of this rank's output features; of ranks that hold parts of one sum the first adds it."""
+        bias = self.parameter("bias", weight.device_mesh)
+        if bias is None:
+            return None
+        bias = bias.redistribute(placements=along(weight, {0: Shard(0), 1: Replicate()}))
+        coordinate = weight.device_mesh.get_coordinate()
+        assert coordinate is not None
+        adds = not any(at for at, each in zip(coordinate, weight.placements, strict=True) if each.is_shard(1))
+        local = unwrap(bias, along(weight, {0: Shard(0), 1: Partial()}))
+        return masked_identity(local, forward=adds, backward=adds)
 
-    def _from_dtensor(self, input: DTensor) -> torch.Tensor:
-        weight, cut = self.module.weight, self.cut
-        assert isinstance(weight, DTensor)
-        last = input.dim() - 1
-        if input.device_mesh == weight.device_mesh:
-            wanted = cut.placements({0: Replicate(), 1: Shard(last)}, Replicate())
-            grads = cut.placements({0: Partial(), 1: Shard(last)}, Replicate())
-            return unwrap(input.redistribute(placements=wanted), grads)
-        start, size = cut.columns[self.context.group.rank]
-        return self.global_input(input).narrow(last, start, size)
-
-    def _local_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """The part of the bias for this rank's output features: added once to each sum, counted once by replicas."""
-        cut, me = self.cut, self.context.group.rank
-        start, size = cut.rows[me]
-        adds = cut.is_first_replica(me, 1)
-        return masked_identity(bias.narrow(0, start, size), forward=adds, backward=adds and cut.primary[me])
-
-
-def look_up(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    rows: tuple[int, int],
-    num_embeddings: int,
-    padding_idx: int | None,
-    scale_grad_by_freq: bool = False,
-) -> torch.Tensor:
-    """The rows of this rank's shard of a table; zeros for ids that other ranks have.
-
-    Args:
-        ids: Any shape.
-        table: ``[size, my_columns]``.
-        rows: ``(start, size)``: which rows of the global table these are.
-        num_embeddings: Rows of the global table.
-        padding_idx: Row that gets no gradient.
-        scale_grad_by_freq: Divide gradients by how often an id is in ``ids``, which has to be all ranks' ids.
-
-    Returns:
-        ``[*ids.shape, my_columns]``.
-    """
-    start, size = rows
-    if size == 0:
-        nothing = table.new_zeros((*ids.shape, table.shape[1]))
-        return nothing + table.sum()  # zero, and it keeps the empty shard in the graph
-    inside = (ids >= start) & (ids < start + size)
-    elsewhere = torch.zeros_like(ids)
-    if ids.device.type != "cpu":
-        elsewhere = elsewhere.masked_fill((ids < 0) | (ids >= num_embeddings), size + 1)
-    local_padding = padding_idx - start if padding_idx is not None and start <= padding_idx < start + size else None
-    if scale_grad_by_freq:
-        # Ids of other ranks get a row of their own, so that they do not count as occurrences of row 0.
-        table = torch.cat([table, table.new_zeros(1, table.shape[1])])
-        elsewhere = torch.where(elsewhere == 0, size, elsewhere)
-    found = F.embedding(
-        torch.where(inside, ids - start, elsewhere), table, local_padding, scale_grad_by_freq=scale_grad_by_freq
-    )
-    return torch.where(inside.unsqueeze(-1), found, 0)
-
-
-def renormalize(
-    table: torch.Tensor,
-    ids: torch.Tensor,
-    cut: WeightSharding,
-    group: dist.ProcessGroup,
-    max_norm: float,
-    norm_type: float,
-) -> None:
-    """Scale the rows that ``ids`` names down to ``max_norm``, in place, as ``nn.Embedding(max_norm=)`` does.
-
-    Where the columns of a row lie on several ranks, their powers are summed in the group first.
-
-    Args:
-        table: This rank's shard, ``[my_rows, my_columns]``, taken under ``no_grad``, before the forward takes its own.
-        ids: All ranks' ids.
-    """
-    me = dist.get_rank(group)
-    start, size = cut.rows[me]
-    with torch.no_grad():
-        inside = (ids >= start) & (ids < start + size)
-        mine = torch.unique(ids[inside] - start)
-        if all(interval == (0, cut.shape[1]) for interval in cut.columns):
-            if mine.numel():
-                torch.embedding_renorm_(table.detach(), mine, max_norm, norm_type)
-            return
-        norms = _norms(table, cut, group, norm_type).narrow(0, start, size)[mine]
-        scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
-        table.detach()[mine] *= scale.to(table.dtype).unsqueeze(-1)
-
-
-def _norms(table: torch.Tensor, cut: WeightSharding, group: dist.ProcessGroup, norm_type: float) -> torch.Tensor:
-    """The norm of every row of the global table, on every rank."""
-    me = dist.get_rank(group)
-    start, size = cut.rows[me]
-    parts = torch.zeros(cut.shape[0], dtype=torch.float64 if table.dtype == torch.float64 else torch.float32)
-    parts = parts.to(table.device)
-    values = table.detach().abs().to(parts.dtype)
-    infinite = norm_type == float("inf")
-    if cut.primary[me] and table.numel():
-        parts.narrow(0, start, size).copy_(values.amax(1) if infinite else values.pow(norm_type).sum(1))
-    dist.all_reduce(parts, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-    return parts if infinite else parts.pow(1.0 / norm_type)
+    def _features_problem(self, rows: torch.Tensor) -> str:
+        features = self.module.in_features
+        wrong = rows.shape[-1] != features
+        return f"an input of shape {list(rows.shape)} for {features} input features" if wrong else ""
 
 
 class ShardedEmbedding(ShardedForward):
-    """This rank's ids in, this rank's rows out: every rank looks up all ids in its shard of the table.
+    """This rank's ids in, this rank's rows out; DTensor ids (of the full batch) give a DTensor.
 
-    DTensor ids (of the whole batch) give a DTensor of the whole batch.
+    Each rank looks all ids up in its shard of the table. DTensor's own lookup fails on a shard without rows, and forms
+    the gradient of the full table on every rank.
     """
 
     original = nn.Embedding.forward
@@ -357,38 +148,69 @@ class ShardedEmbedding(ShardedForward):
     @eager_only
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Ids ``[my_rows, ...]`` to ``[my_rows, ..., embedding_dim]``."""
-        if isinstance(input, DTensor):
-            return self.global_output(self.look_up(self.global_input(input)), 1, self.cut.shape[1])
-        problem = rows_problem(input, self.device, 1) or ids_problem(input)
-        metadata = self.gather_input(input, problem)
-        column_sharded = self.look_up(self.gathered(input, metadata.rows))
-        return scatter_rows(column_sharded, self.cut.exchange(self.context.group.group, metadata.rows, 1))
-
-    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """All ranks' ids in this rank's shard of the table: ``[*ids.shape, my_columns]``."""
-        table, cut, group = self.module, self.cut, self.context.group
+        table, entered = self.module, self.batch(input, 1, ids_problem)
         assert isinstance(table, nn.Embedding)
+        weight = table.weight
+        assert isinstance(weight, DTensor)
+        mesh = weight.device_mesh
+        ids = entered.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
         self._check_ids(ids, table.num_embeddings)
+        layout = Layout(MeshSpec.from_device_mesh(mesh), weight.placements)
+        ((start, size),) = layout.intervals(dist.get_rank(), tuple(weight.shape))[0]
         if table.max_norm is not None:
-            with torch.no_grad():
-                renormalize(self.local_weight(), ids, cut, group.group, table.max_norm, table.norm_type)
-        rows, by_freq = cut.rows[group.rank], table.scale_grad_by_freq
-        return look_up(ids, self.local_weight(), rows, table.num_embeddings, table.padding_idx, by_freq)
+            self._renormalize(table, weight, ids, start)
+        padding = table.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < start + size else None
+        local = look_up(ids, unwrap(weight), start, padding, by_freq=table.scale_grad_by_freq)
+        placements = along(weight, {0: Partial(), 1: Shard(ids.dim())})
+        out = wrap(local, mesh, placements, (*ids.shape, table.embedding_dim))
+        return out if isinstance(input, DTensor) else self.rows.leave(out, self.name)
 
-    def _check_ids(self, ids: torch.Tensor, num_embeddings: int) -> None:
-        """Raise for ids outside of the table, which otherwise no rank would look up.
-
-        Every rank sees all ids, so every rank raises. On an accelerator nothing is read back: there ``look_up`` lets
-        the embedding kernel trap.
+    def _check_ids(self, ids: torch.Tensor, count: int) -> None:
+        """Raise for ids outside of the table, which no rank would look up; every rank has all ids.
 
         Raises:
-            IndexError: As ``torch.nn.functional.embedding`` does.
+            IndexError: As ``torch.nn.functional.embedding`` does. On an accelerator nothing is read back: there the
+                kernel of the selection traps.
         """
-        if ids.device.type != "cpu" or not ids.numel():
-            return
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= num_embeddings:
-            raise IndexError(f"{self.name}: ids from {low} to {high} for a table of {num_embeddings} rows")
+        try:
+            torch.index_select(torch.zeros(1, device=ids.device).expand(count), 0, ids.reshape(-1))
+        except IndexError as error:
+            raise IndexError(f"{self.name}: ids outside of a table of {count} rows") from error
+
+    def _renormalize(self, table: nn.Embedding, weight: DTensor, ids: torch.Tensor, start: int) -> None:
+        """Scale the rows that ``ids`` names down to ``max_norm``, in place, as the module's own forward does."""
+        order, limit = table.norm_type, float(table.max_norm or 0)
+        local, infinite = weight.to_local().detach(), order == float("inf")
+        # Columns of a row may lie on several ranks; a shard without columns has no largest element.
+        powers = torch.linalg.vector_norm(local, order, dim=1) if local.numel() else local.new_zeros(len(local))
+        powers = powers if infinite else powers.pow(order)
+        placements = along(weight, {0: Shard(0), 1: Partial("max" if infinite else "sum")})
+        norms = dtensor_of(powers, weight.device_mesh, placements, weight.shape[:1]).full_tensor()
+        norms = norms if infinite else norms.pow(1 / order)
+        named = torch.zeros_like(norms, dtype=torch.bool).index_fill_(0, ids.reshape(-1).long(), True)
+        scale = torch.where(named & (norms > limit), limit / (norms + 1e-7), 1)
+        local.mul_(scale.narrow(0, start, len(local)).unsqueeze(1))
+
+
+def look_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding: int | None, *, by_freq: bool) -> torch.Tensor:
+    """The rows of a shard of a table; zeros for ids that other ranks have: ``[*ids.shape, my_columns]``.
+
+    Args:
+        ids: Ids of the full table, any shape.
+        table: Rows ``start`` to ``start + len(table)`` of it.
+        start: See ``table``.
+        padding: Row of the shard that gets no gradient.
+        by_freq: Divide gradients by how often an id is in ``ids``.
+    """
+    size, elsewhere = table.shape[0], 0
+    inside = (ids >= start) & (ids < start + size)
+    if by_freq or not size:
+        # A row of their own: ids of other ranks do not count as occurrences of row 0, which a shard may not even have.
+        table, elsewhere = torch.cat([table, table.new_zeros(1, table.shape[1])]), size
+    rows = F.embedding(torch.where(inside, ids - start, elsewhere), table, padding, scale_grad_by_freq=by_freq)
+    return torch.where(inside.unsqueeze(-1), rows, 0)
 
 
 def ids_problem(ids: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_spec import _torch_compat
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.tensors import TensorAction, read_tensors
 from shard_spec.distributed.parameter_format import choose_format, group_device, rank_problems, source_problems
@@ -78,9 +78,14 @@ def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
 
 def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
     """An option of the module that its sharded forward does not have."""
+    kind = type(module).__name__
+    weight = module._parameters["weight"]
+    if weight is not None and weight.is_complex() and not isinstance(module, nn.EmbeddingBag):
+        found, hint = f"a complex {kind}: DTensor's products are not right for all of them", "leave it replicated"
+        return Problem("unsupported-tensor", fqn, found=found, hint=hint)
     found = ""
     if getattr(module, "sparse", False):
-        found = f"{type(module).__name__}(sparse=True): a DTensor has no sparse gradient"
+        found = f"{kind}(sparse=True): a DTensor has no sparse gradient"
     return Problem("unsupported-option", fqn, found=found, hint="turn the option off") if found else None
 
 
@@ -187,6 +192,7 @@ def plan_module(
     problems += _sharder_problems(found, outputs, plan.return_local_tensor or ())
     device, more = device_of(module, plan, found, group)
     problems += more
+    raise_problems(dict.fromkeys(problems))
     forwards = _forwards(module, tensors)
     owners = [(path, module.get_submodule(path)) for path in forwards]
     return ExecutionPlan(
@@ -196,11 +202,9 @@ def plan_module(
         sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
         outputs=outputs,
         locals=tuple(plan.return_local_tensor or ()),
-        replicas=tuple(action.names[0] for action in tensors if action.layout is None and action.kind == "parameter"),
         everything=whole,
         src_rank=src_rank,
         device=device,
-        problems=tuple(dict.fromkeys(problems)),
     )
 
 
@@ -248,24 +252,17 @@ def _sharder_problems(found: Resolution, outputs: Mapping[str, object], local: t
     return problems
 
 
-def _forwards(module: nn.Module, tensors: tuple[TensorAction, ...]) -> dict[str, Layout | None]:
-    """The modules that get a sharded forward, each under one of its FQNs."""
-    forwards: dict[str, Layout | None] = {}
+def _forwards(module: nn.Module, tensors: tuple[TensorAction, ...]) -> dict[str, tuple[str, ...]]:
+    """The modules that get a sharded forward, each under one of its FQNs, and the names of what is sharded there."""
+    forwards: dict[str, tuple[str, ...]] = {}
     path_of: dict[nn.Module, str] = {}
-    for action in tensors:
-        if action.layout is None:
-            continue
-        for fqn in action.names:
-            path, _, name = fqn.rpartition(".")
-            owner = module.get_submodule(path)
-            forward = forward_for(owner)
-            if forward is None or name not in forward.tensors:
-                continue
-            path, earlier = path_of.setdefault(owner, path), owner.__dict__.get("forward")
-            if name == "weight":
-                forwards[path] = action.layout
-            elif isinstance(earlier, ShardedForward) and earlier.sharding is not None:
-                forwards.setdefault(path, earlier.sharding.layout)
-            else:
-                forwards.setdefault(path, None)
+    for fqn in (fqn for action in tensors if action.layout is not None for fqn in action.names):
+        path, _, name = fqn.rpartition(".")
+        owner = module.get_submodule(path)
+        forward = forward_for(owner)
+        if forward is not None and name in forward.tensors:
+            path = path_of.setdefault(owner, path)
+            earlier = owner.__dict__.get("forward")
+            names = forwards.get(path, earlier.sharded if isinstance(earlier, ShardedForward) else ())
+            forwards[path] = (*names, name)
     return forwards

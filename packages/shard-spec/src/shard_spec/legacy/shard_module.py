@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from shard_spec._shared.problems import Problem
-from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
+from shard_spec._shared.consensus import problems_of
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.gradients import summed_over
 from shard_spec.apply.handle import Placed, ShardHandle, irreversible, mark_replaced_stale, place, still_ours
 from shard_spec.apply.tensors import TensorAction, is_sharded, tensor_at
@@ -21,16 +21,15 @@ from shard_spec.distributed.exchange import broadcast_, scatter
 from shard_spec.distributed.mesh_cache import (
     GroupRef,
     MeshCache,
-    RankState,
-    capture_errors,
     group_or_default,
-    raise_on_all_ranks,
+    on_all_ranks,
 )
 from shard_spec.distributed.parameter_format import as_dtensor
 from shard_spec.layout.layout import Layout
-from shard_spec.legacy.module_tracker import ForwardContext, ModuleTracker
-from shard_spec.legacy.outputs import LocalRows, PostForwardHook, PreForwardHook, ReshardOutput
+from shard_spec.legacy.outputs import LocalRows, ReshardOutput
 from shard_spec.legacy.plan_module import forward_for, known_layout, plan_module
+from shard_spec.legacy.root import CompareAndHook, DTensorOutputHint
+from shard_spec.legacy.rows import BatchRows
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.torch_specs import unknown_spec
@@ -42,7 +41,7 @@ def install(
     actions: ExecutionPlan,
     staged: dict[str, torch.Tensor],
     replaced: dict[str, nn.Module],
-    context: ForwardContext,
+    rows: BatchRows,
     meshes: MeshCache,
     transaction: Transaction,
 ) -> ShardHandle:
@@ -61,16 +60,16 @@ def install(
     for path, new in replaced.items():
         install_module(module, path, new, transaction)
         checks.append(irreversible(path, actions.sharders[path]))
-    for path, layout in actions.forwards.items():
+    for path, sharded in actions.forwards.items():
         owner = module.get_submodule(path)
         kind = forward_for(owner)
         assert kind is not None
-        forward = kind(owner, path, context, layout)
+        forward = kind(owner, path, rows, sharded)
         removals.append(transaction.set_attribute(owner, "forward", forward))
         checks.append(still_ours(owner, "forward", forward, path))
         _register(owner.register_forward_pre_hook(KeepSlowPath()), transaction, removals)
-    _install_hooks(module, actions, context, meshes, transaction, removals)
-    return ShardHandle(plan, actions, module, context.group.group, placed, removals, checks)
+    _install_hooks(module, actions, rows, meshes, list(replaced.values()), transaction, removals)
+    return ShardHandle(plan, actions, module, rows.group.group, placed, removals, checks)
 
 
 def _install_whole(module: nn.Module, action: TensorAction, value: torch.Tensor, transaction: Transaction) -> None:
@@ -85,39 +84,26 @@ def _install_whole(module: nn.Module, action: TensorAction, value: torch.Tensor,
 def _install_hooks(
     module: nn.Module,
     actions: ExecutionPlan,
-    context: ForwardContext,
+    rows: BatchRows,
     meshes: MeshCache,
+    others: list[nn.Module],
     transaction: Transaction,
     removals: list[Callable[[], None]],
 ) -> None:
     for path, wanted in actions.outputs.items():
-        hook = ReshardOutput(path, wanted, context, meshes)
-        _register(module.get_submodule(path).register_forward_hook(hook), transaction, removals)
+        reshard = ReshardOutput(path, wanted, rows, meshes)
+        _register(module.get_submodule(path).register_forward_hook(reshard), transaction, removals)
     for path in actions.locals:
-        rows = LocalRows(path, context, path in actions.outputs)
-        _register(module.get_submodule(path).register_forward_hook(rows), transaction, removals)
-    names = actions.replicas or _siblings(module, actions)
-    tracker = ModuleTracker(context.group, module, names, everything=actions.everything)
-    transaction.on_rollback(tracker.remove)
-    removals.append(tracker.remove)
-    tracker.scan(module)
-    laid_out = "" in actions.outputs or "" in actions.locals or not actions.everything
-    _register(module.register_forward_pre_hook(PreForwardHook(context, tracker), prepend=True), transaction, removals)
-    _register(
-        module.register_forward_hook(PostForwardHook(context, is_laid_out=laid_out), always_call=True),
-        transaction,
-        removals,
-    )
-
-
-def _siblings(module: nn.Module, actions: ExecutionPlan) -> tuple[str, ...]:
-    """The replicated parameters of the modules that got a sharded forward."""
-    names = []
-    for path in actions.forwards:
-        for name, value in module.get_submodule(path)._parameters.items():
-            if value is not None and not isinstance(value, DTensor):
-                names.append(f"{path}.{name}" if path else name)
-    return tuple(names)
+        local = LocalRows(path, rows, path in actions.outputs)
+        _register(module.get_submodule(path).register_forward_hook(local), transaction, removals)
+    compare = CompareAndHook(rows, everything=actions.everything, others=others)
+    transaction.on_rollback(compare.remove)
+    removals.append(compare.remove)
+    compare.adopt(module)
+    # Before the user's own hooks: they may run modules that communicate.
+    _register(module.register_forward_pre_hook(compare, prepend=True), transaction, removals)
+    if actions.everything and "" not in (*actions.outputs, *actions.locals):
+        _register(module.register_forward_hook(DTensorOutputHint()), transaction, removals)
 
 
 class KeepSlowPath:
@@ -144,8 +130,8 @@ def shard_module(
     one rank raises the same error on all, and a call that fails leaves the module as it was.
 
     Parameters and buffers that the plan names become DTensors; tied ones stay tied, frozen ones frozen. The others get
-    the source's values. From then on each rank passes its own local batch, and the module computes what the unsharded
-    one does on all of them concatenated (in the order of the ranks):
+    the source's values. From then on each rank passes torch's chunk of the batch; other sizes are refused before the
+    forward runs. The module computes what the unsharded one does on all chunks, in the order of the ranks:
 
     - an ``nn.Linear`` with a sharded weight returns a DTensor, the outputs of the whole batch: cut in its last dim
       where the weight's rows are cut, partial sums where its columns are. The next sharded Linear takes it as it is.
@@ -220,14 +206,22 @@ def _act(
     check: Callable[[], list[Problem]] = list,
 ) -> ShardHandle:
     """``subject`` gives the module and the plan: what it raises on one rank, all ranks raise."""
-    actions, outcome = plan_on_all_ranks(lambda: plan_module(*subject(), group, src_rank, whole=whole))
-    extra, more = capture_errors(check)
-    raise_on_all_ranks(group, RankState(outcome.lines, (*outcome.problems, *(extra or ()), *more)), what)
-    assert actions is not None
-    module, plan = subject()
+
+    def planned() -> tuple[nn.Module, Any, ExecutionPlan]:
+        problems = check()
+        try:
+            module, plan = subject()
+            actions = plan_module(module, plan, group, src_rank, whole=whole)
+        except Exception as error:
+            raise PlanError((*problems_of(error), *problems)) from error
+        raise_problems(problems)
+        return module, plan, actions
+
+    module, plan, actions = on_all_ranks(group, what, planned, lambda made: made[2].lines)
     ref = GroupRef(group)
-    context, meshes = ForwardContext(ref), MeshCache(ref, actions.device.type)
+    meshes = MeshCache(ref, actions.device.type)
     meshes.prepare(_meshes_wanted(actions))
+    rows = BatchRows(ref, meshes.flat_mesh())
     if whole and ref.size > 1:
         _warn_of_batch_statistics(module)
     with Transaction() as transaction:
@@ -235,7 +229,7 @@ def _act(
         replaced = run_sharders(module, actions, group, transaction)
         if ref.size > 1:
             _warn_of_unsummed_gradients(replaced)
-        handle = install(module, plan, actions, staged, replaced, context, meshes, transaction)
+        handle = install(module, plan, actions, staged, replaced, rows, meshes, transaction)
     return mark_replaced_stale(handle)
 
 
