@@ -60,7 +60,7 @@ class Binding:
         built: How the modules were built when their tensors were last looked for.
         seen: The state of each parameter that was last found to lie as planned, by optimizer and name.
         state_shapes: Its global shapes.
-        is_unsharded: Whether the modules hold full plain parameters for a while (`plain.unsharded`).
+        is_unsharded: Whether the modules hold full plain parameters for a while, within `unsharded`.
     """
 
     def __init__(self, step_state: StepState, plan: PartitionPlan, mesh: DeviceMesh) -> None:
