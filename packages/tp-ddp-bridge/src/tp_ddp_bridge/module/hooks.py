@@ -31,18 +31,6 @@ class GradHooks:
         return grad
 
 
-def forward_hooks_to_leaf(parameter: torch.Tensor, leaf: torch.Tensor, layout: Layout) -> None:
-    """Let the hooks of a DTensor ``parameter`` run for its ``leaf``."""
-    if hooks := getattr(parameter, GRAD_HOOKS):
-        leaf.register_hook(GradHooks(hooks, layout))
-
-
-def return_hooks(leaf: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Give a DTensor ``parameter`` the hooks back that run for ``leaf``."""
-    for each in (getattr(leaf, GRAD_HOOKS) or {}).values():
-        setattr(parameter, GRAD_HOOKS, each.hooks)
-
-
 def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
     """Yield a problem if hooks of a DTensor cannot run for a leaf, or those of a leaf not for a DTensor."""
     on_grad = (getattr(tensor, GRAD_HOOKS) or {}).values()
