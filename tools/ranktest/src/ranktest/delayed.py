@@ -49,9 +49,7 @@ class Delayed:
         self.works.append(work)
         _alive.append(work)
         boxed = compat.box_work(work)
-        if isinstance(result, tuple):
-            return call.arguments[call.operator.writes], boxed
-        return boxed
+        return (call.arguments[call.operator.writes], boxed) if isinstance(result, tuple) else boxed
 
     def finish(self) -> None:
         """End the block.
