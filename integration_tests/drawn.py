@@ -136,7 +136,8 @@ def outcome(model: Any, mesh: DeviceMesh, way: str, wanted: list[float], folder:
     except Exception as error:
         return f"failed: {type(error).__name__}: {str(error).splitlines()[0]:.80}"
     worst = max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=False))  # rank 0 alone has the last
-    return "right" if worst < 1e-7 else f"wrong: losses differ by {worst:.1e}"
+    # Norms of some types compute in float32 whatever they get: two steps of Gemma 2 end 1.0e-7 apart.
+    return "right" if worst < 1e-6 else f"wrong: losses differ by {worst:.1e}"
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and torch's own

@@ -75,15 +75,29 @@ MARKERS: dict[str, Callable[[DeviceMesh], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("calls", ["tp_styles", "tp_ddp_bridge"])
+def _unscaled(parameter: torch.Tensor) -> None:
+    scaler = tp_ddp_bridge.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
+
+
+READERS: dict[str, tuple[ModuleType, Callable[[torch.Tensor], Any]]] = {
+    "tp_styles.clip_grad_norm_": (tp_styles, lambda parameter: tp_styles.clip_grad_norm_([parameter], 1.0)),
+    "clip_grad_norm_": (tp_ddp_bridge, lambda parameter: tp_ddp_bridge.clip_grad_norm_([parameter], 1.0)),
+    "grad_norm": (tp_ddp_bridge, lambda parameter: tp_ddp_bridge.grad_norm([parameter])),
+    "GradScaler": (tp_ddp_bridge, _unscaled),
+}
+
+
+@pytest.mark.parametrize("reads", READERS)
 @pytest.mark.parametrize("marks", MARKERS)
-def test_a_gradient_that_another_package_marked(ranks: Ranks, calls: str, marks: str) -> None:
-    caller, marker = PACKAGES[calls], PACKAGES[marks]
+def test_a_gradient_that_another_package_marked(ranks: Ranks, reads: str, marks: str) -> None:
+    (caller, read), marker = READERS[reads], PACKAGES[marks]
     parameter = MARKERS[marks](init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     with pytest.raises(marker.PlanError, match="parameter-replaced"):
         _ = parameter.grad
     with pytest.raises(caller.PlanError) as caught:
-        caller.clip_grad_norm_([parameter], 1.0)
+        read(parameter)
     assert [problem.code for problem in caught.value.problems] == ["parameter-replaced"]
 
 

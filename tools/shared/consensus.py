@@ -29,11 +29,8 @@ HEADER_BYTES = 64
 
 
 def ranks_of(where: Where) -> list[int]:
-    """Return the global ranks of a group or mesh, in the order of gathers."""
-    if isinstance(where, DeviceMesh):
-        ranks: list[int] = where.mesh.flatten().tolist()
-        return ranks
-    return dist.get_process_group_ranks(where)
+    """Return the global ranks of a group or mesh, in the order in which they are gathered."""
+    return list(where.mesh.flatten().tolist()) if isinstance(where, DeviceMesh) else dist.get_process_group_ranks(where)
 
 
 def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
@@ -63,6 +60,7 @@ def _ranks_along(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
 
 
 NOTHING_CHANGED = "nothing was changed on any rank"
+_COMPARING = "got no answer while ranks compared what they are about to do,"
 
 
 def all_gather_header(where: Where, payload: bytes, subject: str, state: str = NOTHING_CHANGED) -> list[bytes]:
@@ -85,8 +83,8 @@ def all_gather_header(where: Where, payload: bytes, subject: str, state: str = N
     rows = torch.tensor([list(payload.ljust(HEADER_BYTES, b"\0"))], dtype=torch.uint8)  # 1 x 64
     for group in _groups(where):
         mine = rows.to(_message_device(group))
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]  # rows of all ranks so far
-        with _answered(subject, state):
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        with named_collective(subject, state, _COMPARING):
             dist.all_gather(gathered, mine, group=group)
         rows = torch.cat(gathered).cpu()  # ranks so far x 64
     return [bytes(row) for row in rows.tolist()]
@@ -101,7 +99,7 @@ def all_gather_objects(where: Where, value: Any, subject: str) -> list[Any]:
     values = [value]
     for group in _groups(where):
         rows: list[Any] = [None] * dist.get_world_size(group)
-        with _answered(subject):
+        with named_collective(subject, NOTHING_CHANGED, _COMPARING):
             dist.all_gather_object(rows, values, group=group)
         values = [one for row in rows for one in row]  # row-major, axis by axis
     return values
@@ -229,26 +227,19 @@ def device_types(backends: str) -> frozenset[str]:
     return frozenset(map(str, dist.BackendConfig(dist.Backend(backends)).get_device_backend_map()))
 
 
-@contextmanager
-def _answered(subject: str, state: str = NOTHING_CHANGED) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        found = f"{subject}: rank {dist.get_rank()} got no answer while ranks compared what they are about to do"
-        raise RuntimeError(f"{found}; another rank died, or made no such call; {state}") from error
-
-
 _calls: collections.Counter[str] = collections.Counter()
 
 
 @contextmanager
-def named_collective(subject: str) -> Iterator[None]:
-    """Name the rank and the call number in a collective's error: a peer died or made no such call."""
+def named_collective(
+    subject: str,
+    state: str = "gradients and parameters may be partially updated: restore from a checkpoint",
+    failed: str = "failed",
+) -> Iterator[None]:
+    """Name the rank and the number of the call where a collective fails because a peer died or made no such call."""
     _calls[subject] += 1
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{subject}, call {_calls[subject]}, failed on rank {dist.get_rank()}: another rank died, or made no such "
-            "call. Gradients and parameters may be partially updated; restore from a checkpoint"
-        ) from error
+        call = f"{subject}, call {_calls[subject]}, {failed} on rank {dist.get_rank()}"
+        raise RuntimeError(f"{call}: another rank died, or made no such call; {state}") from error

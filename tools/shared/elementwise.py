@@ -38,18 +38,13 @@ def elementwise_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tenso
     for each in inner or [optimizer]:
         if getattr(each, "is_elementwise", None) is True:  # stated by the author
             continue
-        for group in each.param_groups:
-            sharded = [parameter for parameter in group["params"] if is_sharded(parameter)]
-            if reason := _first_reason(each, group, sharded):
-                hint = "use an elementwise optimizer for them (SGD, Adam, AdamW, ...); if it is one all the same, set "
-                hint += "optimizer.is_elementwise = True"
-                name, found = f"optimizer: {type(each).__name__}", f"it holds local shards, and {reason}"
-                problems.append(Problem("not-elementwise", name, found=found, hint=hint))
-                break
+        groups = [(group, [x for x in group["params"] if is_sharded(x)]) for group in each.param_groups]
+        if reason := next(filter(None, (_first_reason(each, *group) for group in groups)), ""):
+            hint = "use an elementwise optimizer for them (SGD, Adam, AdamW, ...); if it is one all the same, set "
+            hint += "optimizer.is_elementwise = True"
+            name, found = f"optimizer: {type(each).__name__}", f"it holds local shards, and {reason}"
+            problems.append(Problem("not-elementwise", name, found=found, hint=hint))
     return problems
-
-
-# ---- the trial ---------------------------------------------------------------------------------------------------
 
 
 def _first_reason(optimizer: Optimizer, group: dict[str, Any], sharded: list[torch.Tensor]) -> str:

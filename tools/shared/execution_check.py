@@ -20,8 +20,6 @@ import torch
 
 from ._torch_compat import TorchDispatchMode
 
-# ---- random numbers and precision -----------------------------------------------------------------------------------
-
 
 class RandomState:
     """States of all generators of a run: torch's, Python's, NumPy's and given ones.
@@ -110,9 +108,6 @@ class Precision(TorchDispatchMode):
         return result
 
 
-# ---- measure --------------------------------------------------------------------------------------------------------
-
-
 def relative_error(
     got: torch.Tensor,
     want: torch.Tensor,
@@ -165,9 +160,6 @@ def as_double(value: torch.Tensor) -> torch.Tensor:
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
     return value.to(torch.float64)
-
-
-# ---- counts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass

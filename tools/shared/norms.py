@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,15 +95,15 @@ def grad_norm(
 
     # Gradients of one layout are summed together; the carrier is the mesh of the reduction.
     meshes = _Meshes()
-    layouts: dict[_Layout, list[torch.Tensor]] = {}
+    layouts: dict[tuple[frozenset[Axis], frozenset[Axis]], list[torch.Tensor]] = {}
     for parameter in unique:
         layouts.setdefault(meshes.layout(parameter), []).extend(_counted(parameter))
     sums: dict[frozenset[Axis], list[torch.Tensor]] = {}
-    for layout, gradients in layouts.items():
-        carrier = meshes.carrier(layout.axes)
-        # Of ranks with equal elements only the first of each axis contributes. So all ranks add the same
-        # numbers, and get the same bits, even if replicas differ by rounding.
-        is_first = all(dist.get_rank() == axis[0] for axis in carrier - layout.sharded)
+    for (axes, sharded), gradients in layouts.items():
+        carrier = meshes.carrier(axes)
+        # Of the ranks that hold equal elements only the first of each axis contributes. So all ranks add the same
+        # numbers, and get the same bits, also where replicas differ by rounding.
+        is_first = all(dist.get_rank() == axis[0] for axis in carrier - sharded)
         terms = _powers(gradients, order) if is_first else []
         sums.setdefault(carrier, []).append(_combined([term.to(device, dtype) for term in terms], order, device, dtype))
 
@@ -129,13 +128,6 @@ def grad_norm(
     return found
 
 
-class _Layout(NamedTuple):
-    """Axes of a parameter's mesh, and those with different elements along them."""
-
-    axes: frozenset[Axis]
-    sharded: frozenset[Axis]
-
-
 class _Meshes:
     """Axes of all meshes of a list of parameters, in their order of appearance."""
 
@@ -144,28 +136,26 @@ class _Meshes:
         self.known: dict[int, tuple[DeviceMesh, tuple[Axis | None, ...]]] = {}  # the mesh too: keys are ids
         self.carriers: dict[frozenset[Axis], None] = {}
 
-    def layout(self, parameter: torch.Tensor) -> _Layout:
-        """Return the layout of a parameter; no axes for a plain tensor."""
+    def layout(self, parameter: torch.Tensor) -> tuple[frozenset[Axis], frozenset[Axis]]:
+        """Return all axes of a parameter's mesh, none for a plain tensor, and those along which elements differ."""
         placed = _placed(parameter)
         if placed is None:
-            return _Layout(frozenset(), frozenset())
+            return frozenset(), frozenset()
         mesh, placements = placed
         axes = self._axes(mesh)
         # Every placement other than a replica is a shard here: `_StridedShard` (TP beside FSDP2) is no `Shard`.
         sharded = [a for a, p in zip(axes, placements, strict=True) if a is not None and not p.is_replicate()]
-        return _Layout(frozenset(a for a in axes if a is not None), frozenset(sharded))
+        return frozenset(a for a in axes if a is not None), frozenset(sharded)
 
     def _axes(self, mesh: DeviceMesh) -> tuple[Axis | None, ...]:
         if id(mesh) not in self.known:
-            found: list[Axis | None] = []
-            for dim in range(mesh.ndim):
-                group = mesh.get_group(dim) if mesh.size(dim) > 1 else None
-                axis = None if group is None else tuple(dist.get_process_group_ranks(group))
-                if axis is not None and group is not None:
-                    self.groups.setdefault(axis, group)
-                found.append(axis)
-            self.known[id(mesh)] = mesh, tuple(found)
-            self.carriers.setdefault(frozenset(axis for axis in found if axis is not None))
+            axes: list[Axis | None] = [None] * mesh.ndim
+            for dim in (dim for dim in range(mesh.ndim) if mesh.size(dim) > 1):
+                group = mesh.get_group(dim)
+                axes[dim] = axis = tuple(dist.get_process_group_ranks(group))
+                self.groups.setdefault(axis, group)
+            self.known[id(mesh)] = mesh, tuple(axes)
+            self.carriers.setdefault(frozenset(axis for axis in axes if axis is not None))
         return self.known[id(mesh)][1]
 
     def carrier(self, axes: frozenset[Axis]) -> frozenset[Axis]:

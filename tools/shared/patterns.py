@@ -88,23 +88,17 @@ def _bad(text: str, why: str) -> PlanError:
 
 
 def _expand(text: str) -> tuple[str, ...]:
-    """Write out ``{a,b}``, leftmost first."""
-    done: list[str] = []
-    waiting = [text]
-    while waiting:
-        current = waiting.pop(0)
-        opening = current.find("{")
-        if opening < 0:
-            done.append(current)
-            continue
-        closing = current.find("}", opening)
-        if closing < 0 or "{" in current[opening + 1 : closing]:
+    """Write out ``{a,b}``, the rightmost first: what follows an opening brace has no other."""
+    globs, head = [""], text
+    while "{" in head:
+        head, _, inner = head.rpartition("{")
+        choices, closing, between = inner.partition("}")
+        if not closing:
             raise _bad(text, "braces that do not pair; they cannot be nested")
-        choices = current[opening + 1 : closing].split(",")
-        waiting += [current[:opening] + choice + current[closing + 1 :] for choice in choices]
-        if len(waiting) + len(done) > _MAX_ALTERNATIVES:
+        globs = [choice + between + glob for choice in choices.split(",") for glob in globs]
+        if len(globs) > _MAX_ALTERNATIVES:
             raise _bad(text, f"more than {_MAX_ALTERNATIVES} alternatives")
-    return tuple(done)
+    return tuple(head + glob for glob in globs)
 
 
 def _check_glob(glob: str, text: str) -> None:

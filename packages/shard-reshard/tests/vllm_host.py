@@ -43,7 +43,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1, "tie_word_embeddings": False},  # copied where sharded
     "qwen2": {"model_type": "qwen2", "hidden_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    # Norms around both halves of a layer, capped logits, embeddings tied and scaled.
+    "gemma2": {"model_type": "gemma2", "num_key_value_heads": 2, "query_pre_attn_scalar": 32, "sliding_window": 64},
+    "phi3": {"model_type": "phi3", "hidden_size": 128, "num_key_value_heads": 2},  # fused in the checkpoint as well
+    "olmo2": {"model_type": "olmo2", "hidden_size": 128, "num_key_value_heads": 2},  # norms of all heads together
+    "granite": {"model_type": "granite", "hidden_size": 128, "num_key_value_heads": 2, "embedding_multiplier": 2.0},
+    "starcoder2": {"model_type": "starcoder2", "hidden_size": 128, "num_key_value_heads": 2},  # biases, no gate
+    "smollm3": {"model_type": "smollm3", "hidden_size": 128, "num_key_value_heads": 2},  # layers without positions
+    "mixtral": {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+SIX = ("gemma2", "phi3", "olmo2", "granite", "starcoder2", "smollm3")
 
 
 def new_model(kind: str) -> Any:
@@ -85,6 +94,7 @@ class Client:
 
 def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int], pipe: Any) -> None:
     """Train on one rank, send after each step, compare what vLLM generates."""
+    from shard_reshard import PlanError
     from shard_reshard.engines.vllm import ShardedSource, TrainerInit, register
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -104,6 +114,12 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
     register()
     init = TrainerInit("127.0.0.1", ports[1], workers, 300.0, rank=rank)
     engine: Any
+    if layout == "refused":
+        with pytest.raises(RuntimeError if not rank else PlanError, match="not-recordable"):  # rank 0 hears vLLM first
+            WeightTransferTrainerFactory.trainer_init(init, client=Client(pipe), source=ShardedSource(model))
+        if not rank:
+            Client(pipe).call("result", {"bytes": 0, "m2n": 0, "collectives": 1})
+        return
     if layout == "trl":
         engine, send_weights = sync_of_trl(model, rank, ports, Client(pipe))
     else:
@@ -115,7 +131,8 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
     ids = torch.arange(24).view(2, 12) * 7 % 90
     different: set[str] = set()
     off = 0.0
-    for step in range(STEPS):
+    steps = 5 if kind in SIX else STEPS
+    for step in range(steps):
         optimizer.zero_grad()
         model(ids, labels=ids).loss.backward()
         optimizer.step()
@@ -137,9 +154,9 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
     total = [torch.tensor(before)]
     dist.all_reduce(total[0])
     if not rank:
-        assert len(different) > 5, different  # the weights had changed
+        assert len(different) > steps // 4, different  # the weights had changed
         total[0] += sum(engine.client.call("collective_rpc", bytes_of))
-        assert int(total[0]) == (STEPS + (layout == "trl")) * plan.wire_bytes
+        assert int(total[0]) == (steps + (layout == "trl")) * plan.wire_bytes
         described = [(meta.name, str(meta.dtype), meta.shape) for meta in engine.source.metadata()]
         m2n = engine.client.call("collective_rpc", m2n_bytes, described)
         engine.client.call(
@@ -156,7 +173,7 @@ def outlive(rank: int, engine: Any) -> None:
     dist.barrier()
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"failed on rank|got no answer|left the group"):
+    with pytest.raises(RuntimeError, match=r"failed on rank|got no answer"):
         engine.send_weights()
     assert engine.client.call("generate", PROMPTS) == before
     engine.client.call("result", {"bytes": 0, "m2n": 0, "collectives": 1})
@@ -268,6 +285,10 @@ def m2n_bytes(worker: Any, weights: list[tuple[str, str, tuple[int, ...]]]) -> i
         ("llama", "trl", 1),
         ("llama", "killed", 1),
         ("llama", "killed", 2),
+        ("mixtral", "refused", 1),
+        *((kind, "fsdp2", 2) for kind in SIX),
+        # Last: for some types vLLM changes transformers' own class in this process, where one worker runs.
+        *((kind, "tp", 1) for kind in SIX),
     ],
 )
 def test_tokens_after_each_sync(
@@ -291,8 +312,9 @@ def test_tokens_after_each_sync(
         trainer.start()
     theirs.close()
     results: list[dict[str, Any]] = []
-    config = new_model(kind).config
-    config.architectures = [f"{kind.capitalize()}ForCausalLM"]
+    model = new_model(kind)
+    config = model.config
+    config.architectures = [type(model).__name__]
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     llm = LLM(
         str(tmp_path), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
@@ -331,7 +353,7 @@ def test_tokens_after_each_sync(
     (found,) = results
     print(f"\n{kind}, {layout} on {TRAINERS} -> {workers} workers: {found}")
     assert found["collectives"] == 1
-    assert found["bytes"] < found["m2n"] if workers > 1 else found["bytes"] <= found["m2n"]
+    assert found["bytes"] < found["m2n"] if found["bytes"] and workers > 1 else found["bytes"] <= found["m2n"]
 
 
 def free_ports() -> tuple[int, int]:

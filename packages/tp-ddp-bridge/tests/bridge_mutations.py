@@ -36,8 +36,8 @@ MUTATIONS = [
     Mutation(
         "localise only the first name of a tie",
         "module/transform.py",
-        "    for registration in surveyed.registrations:\n        _register(registration, surveyed.kind, leaf)\n",
-        "    for registration in surveyed.registrations[:1]:\n        _register(registration, surveyed.kind, leaf)\n",
+        "    for owner, name, _ in surveyed.registrations:\n",
+        "    for owner, name, _ in surveyed.registrations[:1]:\n",
         "module/test_transform.py::test_ties_frozen_integers_and_attributes",
     ),
     Mutation(

@@ -83,6 +83,9 @@ def test_arguments_that_do_not_fit(ranks: Ranks) -> None:
             wrap_ddp(model)
         with pytest.raises(ValueError, match="conflicting-arguments"):
             wrap_ddp(model, mesh=mesh, group=mesh["dp"].get_group())
+        for wrong in ({"group": mesh["dp"]}, {"group": "dp"}, {"mesh": "dp"}, {"mesh": mesh["dp"].get_group()}):
+            with pytest.raises(PlanError, match=r"wrong-type.*mesh\.get_group\('dp'\)"):
+                wrap_ddp(model, **wrong)
         with pytest.raises(TypeError, match="device_mesh="):
             wrap_ddp(model, mesh=mesh, device_mesh=mesh["dp"])
         with pytest.raises(ValueError, match="missing-mesh"):

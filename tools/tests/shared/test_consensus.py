@@ -54,5 +54,5 @@ def test_differing_lines_are_named_with_their_ranks(ranks: Ranks) -> None:
 def test_a_peer_that_never_comes_is_an_error_with_the_call(ranks: Ranks) -> None:
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"load weights: rank 0 got no answer .* another rank died"):
+        with pytest.raises(RuntimeError, match=r"load weights, call 1, got no answer .* on rank 0: another rank died"):
             consensus.assert_consistent(group, "load weights", ["same"])

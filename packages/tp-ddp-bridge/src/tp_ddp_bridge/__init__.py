@@ -16,7 +16,7 @@ from tp_ddp_bridge._shared.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from tp_ddp_bridge._shared.norms import clip_grad_norm_, grad_norm
     from tp_ddp_bridge._shared.problems import PlanError, Problem
-    from tp_ddp_bridge.api import _pre_dp_module_transform, pre_dp_module_transform, wrap_ddp
+    from tp_ddp_bridge.api import _pre_dp_module_transform, dp_bridge, pre_dp_module_transform, wrap_ddp
     from tp_ddp_bridge.consistency.replicas import check_replicas
     from tp_ddp_bridge.module.transform import is_bridged, undo_dp_transform
     from tp_ddp_bridge.optim.repoint import check_optimizer
@@ -27,6 +27,7 @@ __all__ = [
     "pre_dp_module_transform",
     "_pre_dp_module_transform",
     "undo_dp_transform",
+    "dp_bridge",
     "wrap_ddp",
     "is_bridged",
     "clip_grad_norm_",
@@ -46,7 +47,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "_shared.norms": ("clip_grad_norm_", "grad_norm"),
         "_shared.problems": ("PlanError", "Problem"),
-        "api": ("_pre_dp_module_transform", "pre_dp_module_transform", "wrap_ddp"),
+        "api": ("_pre_dp_module_transform", "dp_bridge", "pre_dp_module_transform", "wrap_ddp"),
         "consistency.replicas": ("check_replicas",),
         "module.transform": ("is_bridged", "undo_dp_transform"),
         "optim.repoint": ("check_optimizer",),

@@ -38,17 +38,11 @@ def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor
     return wrapped
 
 
-def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for a functional collective's result and return the plain tensor."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        arrived: torch.Tensor = tensor.wait()
-        return arrived
-    return tensor
-
-
 def local_of(tensor: DTensor) -> torch.Tensor:
     """Return the local tensor of ``tensor``, waited for; no autograd."""
-    return waited(tensor._local_tensor)
+    local: Any = tensor._local_tensor
+    arrived: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return arrived
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from tp_ddp_bridge._torch_compat import flatten_axes
 from tp_ddp_bridge.consistency.axes import data_axes, mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
-    named_tensors,
     raise_on_all_ranks,
     replica_problems,
     replicas_in,
@@ -63,6 +63,17 @@ def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Opti
 _pre_dp_module_transform = pre_dp_module_transform  # its name in torch
 
 
+@contextmanager
+def dp_bridge(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = ()) -> Iterator[M]:
+    """Bridge ``module`` for the length of a ``with`` block, also one that raises; arguments as above."""
+    listed = as_list(optimizers)
+    pre_dp_module_transform(module, optimizers=listed)
+    try:
+        yield module
+    finally:
+        undo_dp_transform(module, optimizers=listed)
+
+
 def wrap_ddp(
     module: nn.Module,
     *,
@@ -104,13 +115,16 @@ def wrap_ddp(
         raise_problems(problems if data_group is None else (), "no data-parallel group")
         scope = [cast(dist.ProcessGroup, data_group), *tensor_groups(module.parameters())]
 
-    # In this order: all ranks make every exchange, because the one before has shown that they can.
-    raise_on_all_ranks(scope, "wrap_ddp", problems, [*_settings(ddp_kwargs), *structure_lines(module)])
+    # In this order: every exchange is one that all ranks make, because the one before has shown that they can.
+    settings = sorted(item for item in ddp_kwargs.items() if isinstance(item[1], int | float | str | None))
+    lines = [f"{name}={value!r}" for name, value in settings]  # buckets are cut by them
+    raise_on_all_ranks(scope, "wrap_ddp", problems, [*lines, *structure_lines(module)])
     assert data_group is not None  # else there were problems
     raise_on_all_ranks(scope, "wrap_ddp", shard_problems(module, data_group))
     differences = []
     for tensor_group in tensor_groups(module.parameters()):
-        replicas = replicas_in(named_tensors(module), dist.get_process_group_ranks(tensor_group))
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        replicas = replicas_in(tensors, dist.get_process_group_ranks(tensor_group))
         differences += replica_problems(replicas, tensor_group)
     raise_on_all_ranks(scope, "wrap_ddp", differences)
 
@@ -126,7 +140,7 @@ def wrap_ddp(
     return ddp
 
 
-def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, ddp_kwargs: dict[str, Any]) -> None:
+def _check_arguments(mesh: Any, group: Any, ddp_kwargs: dict[str, Any]) -> None:
     for name in ("process_group", "device_mesh"):
         if name in ddp_kwargs:
             raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
@@ -134,20 +148,14 @@ def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, d
         code, both = ("missing-mesh", "neither") if mesh is None else ("conflicting-arguments", "both")
         hint = "name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them"
         raise PlanError(Problem(code, "mesh, group", found=f"{both} of them given", hint=hint))
+    if not isinstance(mesh, DeviceMesh | None) or not isinstance(group, dist.ProcessGroup | None):
+        hint = "mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it"
+        raise PlanError(Problem("wrong-type", "mesh, group", found=f"{mesh or group!r:.100}", hint=hint))
     if mesh is not None and mesh.get_coordinate() is None:
         reason = f"rank {dist.get_rank()} is not in it"
         raise PlanError(
             Problem("rank-outside-mesh", "mesh", found=reason, hint="call wrap_ddp on the mesh's ranks only")
         )
-
-
-def _settings(ddp_kwargs: dict[str, Any]) -> list[str]:
-    """Return the DDP arguments to compare between ranks, as text: buckets depend on them."""
-    return [
-        f"{name}={value!r}"
-        for name, value in sorted(ddp_kwargs.items())
-        if value is None or isinstance(value, bool | int | float | str)
-    ]
 
 
 def _data_group(

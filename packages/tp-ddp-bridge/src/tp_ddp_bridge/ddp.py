@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import skip_init
 
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters
@@ -90,17 +91,6 @@ def _hook_problems(group: dist.ProcessGroup, hook: Any, state: object) -> Iterat
             yield Problem("mesh-mismatch", f"{name} of {getattr(hook, '__name__', 'hook')}", found=reason, hint=hint)
 
 
-class _Probe(nn.Module):
-    """One parameter; its gradient is the input."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(8, device=device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
-
-
 def _trial_problems(ddp: DistributedDataParallel, hook: Any, state: object) -> list[Problem]:
     """Return deviations of a user's hook from the average over DDP's group, on a small bucket; a collective.
 
@@ -113,7 +103,8 @@ def _trial_problems(ddp: DistributedDataParallel, hook: Any, state: object) -> l
         for name, value in values.items():  # each one: PowerSGDState leaves its group out of copies
             setattr(state, name, copy.copy(value) if isinstance(value, dict | list | set | torch.Tensor) else value)
     group, device = ddp.process_group, next(ddp.module.parameters()).device
-    probe = DistributedDataParallel(_Probe(device), process_group=group)
+    # The gradient of its weight is its input, whatever the weight: nothing random is drawn for it.
+    probe = DistributedDataParallel(skip_init(nn.Linear, 8, 1, bias=False, device=device), process_group=group)
     probe.register_comm_hook(state, hook)
     ranks, world = dist.get_process_group_ranks(group), dist.get_world_size()
     ramp = torch.arange(1.0, 9.0, device=device)

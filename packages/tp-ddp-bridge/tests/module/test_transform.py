@@ -12,7 +12,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
-from tp_ddp_bridge import PlanError, is_bridged, pre_dp_module_transform, undo_dp_transform
+from tp_ddp_bridge import PlanError, dp_bridge, is_bridged, pre_dp_module_transform, undo_dp_transform
 from tp_ddp_bridge import _pre_dp_module_transform as seed_name
 from tp_ddp_bridge.module.survey import survey
 
@@ -99,6 +99,21 @@ def test_undo_gives_back_what_there_was(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_block_that_raises_is_undone(ranks: Ranks) -> None:
+    model = models.parallelize_mlp(models.MLP(), ranks.mesh((2,), ("tp",)))
+
+    def fail_inside() -> None:
+        with dp_bridge(model) as inside:
+            assert inside is model and is_bridged(model)
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail_inside()
+    assert not is_bridged(model)
+    assert isinstance(next(model.parameters()), DTensor)
+
+
+@pytest.mark.ranks(2)
 def test_ties_frozen_integers_and_attributes(ranks: Ranks) -> None:
     # The seed failed on ties and integers, and made frozen parameters trainable.
     mesh = ranks.mesh((2,), ("tp",))
@@ -141,7 +156,7 @@ def test_ties_frozen_integers_and_attributes(ranks: Ranks) -> None:
     surveyed = survey(model).bridgeable
     assert surveyed[0].name == "codes"
     tied = next(each for each in surveyed if len(each.registrations) > 1)
-    assert [each.fqn for each in tied.registrations] == ["a.weight", "b.weight"]
+    assert [fqn for _, _, fqn in tied.registrations] == ["a.weight", "b.weight"]
     names = [name for name, _ in model.named_parameters()]
     assert names == ["codes", "a.weight", "items.0", "items.1", "named.scale"]
     assert model.codes.dtype == torch.int64 and not dict(model.named_parameters())["codes"].requires_grad

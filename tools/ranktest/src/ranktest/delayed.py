@@ -49,9 +49,7 @@ class Delayed:
         self.works.append(work)
         _alive.append(work)
         boxed = compat.box_work(work)
-        if isinstance(result, tuple):
-            return call.arguments[call.operator.writes], boxed
-        return boxed
+        return (call.arguments[call.operator.writes], boxed) if isinstance(result, tuple) else boxed
 
     def finish(self) -> None:
         """End the block.
@@ -183,15 +181,7 @@ class Work(compat.Work):
             self.deliver()
         return self.delivered
 
-    def is_success(self) -> bool:
-        """Whether the result was delivered."""
-        return self.delivered
-
     def synchronize(self) -> None:
-        """Same as `wait`."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
         """Same as `wait`."""
         self.wait()
 
@@ -228,9 +218,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.numel() == 0:
-        return True
-    return torch.equal(_bytes(left), _bytes(right))
+    return left.numel() == 0 or torch.equal(_bytes(left), _bytes(right))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

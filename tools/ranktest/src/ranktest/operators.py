@@ -42,6 +42,7 @@ OPERATORS = {
     "broadcast_": Operator("broadcast", "tensors", "tensors", rooted="either"),
     "reduce_": Operator("reduce", "tensors", "tensors", rooted="writes"),
     "gather_": Operator("gather", "input_tensors", "output_tensors", rooted="writes"),
+    "gather_into_tensor_": Operator("gather", "input_tensor", "output_tensor", rooted="writes"),  # from torch 2.15 on
     "scatter_": Operator("scatter", "input_tensors", "output_tensors", rooted="reads"),
     "send": Operator("send", "tensors", ""),
     "recv_": Operator("recv", "", "tensors"),

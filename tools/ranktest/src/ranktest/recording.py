@@ -116,7 +116,7 @@ def _reduce(call: Call) -> list[int]:
 
 
 def _gather(call: Call) -> list[int]:
-    return _to(call, call.arguments["root_rank"], num_bytes(call.arguments["input_tensors"]))
+    return _to(call, call.arguments["root_rank"], num_bytes(call.arguments[call.operator.reads]))
 
 
 def _scatter(call: Call) -> list[int]:

@@ -25,7 +25,7 @@ KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered
 
 _COPYING = (collectives.all_reduce.default, collectives.all_reduce_coalesced.default)  # they send their result's memory
 
-# Gloo's own copy, while it gathers (torch 2.13), and rows it has received for a pending sum (`on_gloo`).
+# Gloo's own copy, while it gathers (torch 2.13), and what it receives to sum where that is awaited (`backends.gloo`).
 _GLOO_COPIES = ("all_gather", "reduce_scatter")
 
 _PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer", "arg": "batch"}

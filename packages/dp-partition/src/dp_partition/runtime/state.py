@@ -60,7 +60,7 @@ class Binding:
         built: Structure of the modules when their tensors were last indexed.
         seen: State of each parameter when last found in its planned layout, by optimizer and name.
         state_shapes: Its global shapes.
-        is_unsharded: The modules hold full plain parameters for a while (`plain.unsharded`).
+        is_unsharded: Whether the modules hold full plain parameters for a while, within `unsharded`.
     """
 
     def __init__(self, step_state: StepState, plan: PartitionPlan, mesh: DeviceMesh) -> None:

@@ -90,7 +90,7 @@ def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: b
 
 
 class _Walk:
-    """State of one propagation."""
+    """One walk over the nodes of a graph, which places each and collects problems."""
 
     def __init__(self, graph: fx.Graph, homes: StoragePlacements, world: int, local: bool) -> None:
         self.homes, self.world, self.local = homes, world, local

@@ -97,7 +97,7 @@ def save_safetensors(
     Args:
         state_dict: As in `reshard_state_dict`.
         folder: Where to write, on a file system that all ranks share; made if need be. It holds no safetensors files.
-        src_layouts: As in `reshard_state_dict`, and so are `shapes` and `key_map`.
+        src_layouts: As in `reshard_state_dict`, and so are ``shapes`` and ``key_map``.
         max_file_bytes: A file ends before the tensor that would make it larger; several files have an index.
         bucket_bytes: About how many bytes a rank exchanges and writes at a time.
         group: The ranks that save; None is the default group.

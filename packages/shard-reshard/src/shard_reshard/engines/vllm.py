@@ -83,12 +83,19 @@ class WorkerEngine(SyncEnd, base.WeightTransferEngine[WorkerInit, base.WeightTra
         """Join the trainer, record the model's loader and agree on one plan."""
         if self.device.type != init_info.device:
             raise ValueError(f"the trainer's tensors are on {init_info.device}, the worker's on {self.device}")
+        kinds = {name: [kind.__name__ for kind in type(layer).__mro__] for name, layer in self.model.named_modules()}
+        packed = [name for name, bases in kinds.items() if "RoutedExperts" in bases]
         parallel = self.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + parallel.rank
         group = init_info.join(init_info.num_trainer_ranks + place)
         with _checkpoint_format(self.model, self.model_config):
             self.recorded = record_layouts(self.model, init_info.weights(), group=group, strict=True)
-            if problems := _packed_once(self.model, init_info.device) + _unfilled(self.model, self.recorded):
+            problems = _unfilled(self.model, self.recorded)
+            if init_info.device == "cpu" and packed:
+                # vLLM packs these weights once, after the first load, and skips it later: old values would answer.
+                hint = "sync expert layers on GPUs; on a CPU start vLLM anew from files"
+                problems.append(Problem("not-recordable", packed[0], found="expert layers on a CPU", hint=hint))
+            if problems:
                 raise_on_all_ranks(group_info(group), PlanError(problems))
             out = self.recorded.out
             # Tensors that vLLM leaves off meta (biases) are live memory: change them after all have arrived.

@@ -318,7 +318,7 @@ def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: 
 
 
 def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
-    """Return in how many parts a box is fetched from its owners; one where the result is not above 1."""
+    """Return the number of owners that each send a part of a box; 0 and 1 mean that one owner sends all of it."""
     return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shard_spec._shared.page import cards, human_bytes, legend, note, page, rect, stacked_bars, svg, table, text
+from shard_spec._shared.page import human_bytes, page_parts
 from shard_spec.formatting import human_count, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
@@ -52,23 +51,21 @@ def html_report(
         limit: Bytes of memory of one rank.
         title: Heading of the page.
     """
-    found = examine(plan, module)
-    parts = [
-        note(_summary(plan, found)),
-        *([] if limit is None else [note(memory.verdict(limit), "note" if memory.max_bytes <= limit else "bad")]),
-        _cards(found, memory, communication),
-        _problems(found),
-        "<h2>Who holds what</h2>",
-        _picture(found),
-        "<h2>Memory on each rank</h2>",
-        _memory(memory),
-    ]
+    found, html = examine(plan, module), page_parts()
+    parts = [html.note([_summary(plan, found)])]
+    if limit is not None:
+        parts.append(html.note([memory.verdict(limit)], "note" if memory.max_bytes <= limit else "bad"))
+    parts.append(html.cards(_cards(found, memory, communication)))
+    if found.problems:
+        parts += [html.heading(f"{len(found.problems)} problem(s)", "bad"), html.bullets(found.problems, "bad")]
+    parts += [html.heading("Who holds what"), *_picture(html, found)]
+    parts += [html.heading("Memory on each rank"), *_memory(html, memory)]
     if communication is not None:
-        parts += ["<h2>Bytes that each rank sends in a step</h2>", _communication(communication)]
+        heading = html.heading("Bytes that each rank sends in a step")
+        parts += [heading, *_communication(html, communication)]
     tensors = tensor_table(found)
-    rows = [[f"<code>{escape(cell)}</code>" for cell in row] for row in tensors.rows]
-    parts += ["<h2>Tensors</h2>", table(tensors.head, rows, numbers=tensors.right)]
-    return page(title, parts)
+    parts += [html.heading("Tensors"), html.table(tensors.head, tensors.rows, tensors.right)]
+    return str(html.page(title, parts))
 
 
 def _summary(plan: PlanContent, found: Resolution) -> str:
@@ -76,7 +73,8 @@ def _summary(plan: PlanContent, found: Resolution) -> str:
     return f"{len(found.metadata.parameters)} parameters, {numel:,} elements; plan {plan.digest[:12]}"
 
 
-def _cards(found: Resolution, memory: Memory, communication: Communication | None) -> str:
+def _cards(found: Resolution, memory: Memory, communication: Communication | None) -> list[tuple[str, str]]:
+    """The numbers that people ask for first."""
     numel = sum(tensor.numel for tensor in found.metadata.parameters)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found.mesh.axes.items()) if found.mesh else "several"
     entries = [
@@ -99,7 +97,7 @@ def _cards(found: Resolution, memory: Memory, communication: Communication | Non
             entries.append(
                 (f"{sum(communication.seconds.values()) * 1e3:,.0f} ms", "of collectives, one after another")
             )
-    return cards(entries)
+    return entries
 
 
 def _local_numel(found: Resolution, memory: Memory) -> int:
@@ -110,17 +108,10 @@ def _local_numel(found: Resolution, memory: Memory) -> int:
     )
 
 
-def _problems(found: Resolution) -> str:
-    if not found.problems:
-        return ""
-    items = "".join(f"<li>{escape(str(problem))}</li>" for problem in found.problems)
-    return f'<h2 class="bad">{len(found.problems)} problem(s)</h2><ul class="bad">{items}</ul>'
-
-
 # ---- the picture of the plan ----------------------------------------------------------------------------------------
 
 
-def _picture(found: Resolution) -> str:
+def _picture(html: Any, found: Resolution) -> list[str]:
     axes = list(dict.fromkeys(axis for layout in found.layouts.values() for axis in layout.mesh.axis_names))
     hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}  # one hue per axis, for the full page
     ranks = list(found.ranks)[:_MAX_RANKS]  # larger worlds: the pattern repeats
@@ -128,66 +119,71 @@ def _picture(found: Resolution) -> str:
     rows = list(groups.items())[:_MAX_ROWS]  # a page that browsers can draw
     left, width, height, top = 350, max(7, min(30, 480 // max(1, len(ranks)))), 20, 22
     right = left + len(ranks) * width + 12
-    shapes = [text(0, 14, "rank", kind="soft"), text(right, 14, "layout", kind="soft")]
+    shapes = [html.text(0, 14, "rank", "soft"), html.text(right, 14, "layout", "soft")]
     for at, rank in enumerate(ranks):
-        if len(ranks) <= 16 or at % 8 == 0:  # no room for every number
-            shapes.append(text(left + at * width + 2, 14, str(rank), kind="soft"))
+        if len(ranks) <= 16 or at % 8 == 0:
+            shapes.append(html.text(left + at * width + 2, 14, rank, "soft"))
     for row, ((stem, stem_layout, *_), tensors) in enumerate(rows):
         y = top + row * height
         name = stem if len(stem) <= 44 else "…" + stem[-43:]
         times = f" ×{len(tensors)}" if len(tensors) > 1 else ""
-        shapes.append(text(0, y + 13, name + times, kind="mono"))
+        shapes.append(html.text(0, y + 13, name + times, "mono"))
         said = stem_layout if len(stem_layout) <= 44 else stem_layout[:43] + "…"
-        shapes.append(text(right, y + 13, said, kind="mono soft"))
+        shapes.append(html.text(right, y + 13, said, "mono soft"))
         layout = found.layouts.get(tensors[0].name)
         for at, rank in enumerate(ranks):
-            shapes += _cell(layout, tensors[0], rank, hues, (left + at * width, y, width - 1, height - 3))
+            shapes += _cell(html, layout, tensors[0], rank, hues, (left + at * width, y, width - 1, height - 3))
     colours = [(f"hsl({hue} 55% 50%)", f"sharded along {axis}") for axis, hue in hues.items()]
-    key = legend([*colours, ("#c9cfd8", "replicated"), ("none", "nothing")])
+    key = html.legend([*colours, ("#c9cfd8", "replicated"), ("none", "nothing")])
     remark = "One column is one rank. Ranks of one shade along an axis hold the same shard."
     if len(found.ranks) > len(ranks):
         remark += f" The first {len(ranks)} of {len(found.ranks)} ranks are shown."
     if len(groups) > len(rows):
         remark += f" The first {len(rows)} of {len(groups)} kinds of tensors are shown."
-    return key + svg("plan", right + 310, top + len(rows) * height + 4, shapes) + note(remark)
+    return [key, html.svg("plan", right + 310, top + len(rows) * height + 4, shapes), html.note([remark])]
 
 
 def _cell(
-    layout: Layout | None, tensor: TensorMetadata, rank: int, hues: dict[str, int], place: tuple[int, int, int, int]
+    html: Any,
+    layout: Layout | None,
+    tensor: TensorMetadata,
+    rank: int,
+    hues: dict[str, int],
+    place: tuple[int, int, int, int],
 ) -> list[str]:
     """Draw one stripe for each sharding axis, shaded by the rank's coordinate; an outline if it is empty."""
     x, y, width, height = place
     coordinate = None if layout is None else layout.mesh.coordinate(rank)
     if layout is None or coordinate is None:
-        return [rect(x, y, width, height, "none", extra=' stroke="#bbb"')]
+        return [html.rect(x, y, width, height, "none")]
     boxes = layout.boxes(rank, tensor.shape)
     places = " + ".join(str([f"{s.start}:{s.stop}" for s in box.slices()]).replace("'", "") for box in boxes[:4])
     tip = f"{tensor.name} on rank {rank}: {places or 'nothing'}"
-    if not boxes:  # empty on this rank
-        return [rect(x, y, width, height, "none", tip, ' stroke="#bbb"')]
+    if not boxes:
+        return [html.rect(x, y, width, height, "none", tip)]
     colours = []
     for at, (axis, size) in enumerate(layout.mesh.axes.items()):
         if layout.specs[at].dim is not None and size > 1:
             shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
             colours.append(f"hsl({hues[axis]} 55% {shade}%)")
-    step = height / max(1, len(colours))  # several axes: stripes
-    return [rect(x, y + at * step, width, step, each, tip) for at, each in enumerate(colours or ["#c9cfd8"])]
+    step = height / max(1, len(colours))
+    return [html.rect(x, y + at * step, width, step, each, tip) for at, each in enumerate(colours or ["#c9cfd8"])]
 
 
 # ---- bars -----------------------------------------------------------------------------------------------------------
 
 
-def _memory(memory: Memory) -> str:
-    groups = memory.groups()  # equal ranks share a bar
+def _memory(html: Any, memory: Memory) -> list[str]:
+    groups = memory.groups()
     rows = [(_ranks_text(ranks), list(sizes.items())) for ranks, sizes in groups[:32]]
-    drawn = stacked_bars("memory", rows, _PART_COLOURS)
+    drawn = html.stacked_bars("memory", rows, _PART_COLOURS, human_bytes)
     remark = "Exact for the tensors themselves; activations and collectives' buffers come on top."
     if memory.moment:
         remark = f"State is exact; activations, logits and loss are an estimate at the peak ({memory.moment})."
         remark += "".join(f" {line[0].upper()}{line[1:]}." for line in memory.notes)
     if len(groups) > len(rows):
         remark += f" The first {len(rows)} of {len(groups)} different fillings are shown."
-    return drawn + note(remark)
+    return [drawn, html.note([remark])]
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -195,10 +191,10 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return "rank " + listed if len(ranks) == 1 else f"ranks {listed if len(listed) < 28 else listed[:26] + '…'}"
 
 
-def _communication(found: Communication) -> str:
+def _communication(html: Any, found: Communication) -> list[str]:
     rows = [(axis, [(kind, round(size)) for kind, size in kinds.items()]) for axis, kinds in found.by_axis().items()]
-    drawn = stacked_bars("communication", rows, _PART_COLOURS)
+    parts = [html.stacked_bars("communication", rows, _PART_COLOURS, human_bytes)]
     if found.seconds is not None:
         times = ", ".join(f"{axis} {seconds * 1e3:.1f} ms" for axis, seconds in found.seconds.items())
-        drawn += f"<p>Time of the collectives, one after another: {escape(times)}.</p>"
-    return drawn + f'<p class="note">{"<br>".join(escape(line) for line in found.assumptions)}</p>'
+        parts.append(html.note([f"Time of the collectives, one after another: {times}."]))
+    return [*parts, html.note(found.assumptions)]

@@ -34,7 +34,7 @@ class ChunkShardingSpec(ShardingSpec):
             order of the chunks. Torch's remote devices are accepted. The sequence is copied.
 
     Raises:
-        PlanError: ``invalid-layout``, ``missing-argument`` or ``invalid-layout``, all of them at once.
+        PlanError: ``invalid-layout`` or ``missing-argument``, all of them at once.
     """
 
     dim: int

@@ -88,7 +88,7 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
         PlanError: On all ranks of the group alike: the different tensors with their ranks, or different
             modules.
     """
-    replicas = replicas_in(named_tensors(module), ranks_of(group))
+    replicas = replicas_in((*module.named_parameters(), *module.named_buffers()), ranks_of(group))
     raise_problems(replica_problems(replicas, group), "replicas differ")
     return len(replicas)
 
@@ -153,7 +153,7 @@ def shard_problems(module: nn.Module, group: dist.ProcessGroup) -> list[Problem]
         The same problems on all ranks of ``group``.
     """
     lines = []
-    for name, tensor in named_tensors(module):
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         layout = None if is_replicated_tag(tensor) else layout_of(tensor)
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
         place = "" if layout is None else layout.mesh.get_coordinate()
@@ -196,11 +196,7 @@ def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two int64 numbers that depend on every bit of ``tensor`` and its place; computed on its device.
-
-    Args:
-        tensor: Any strided tensor, of any dtype.
-    """
+    """Return two int64 numbers that depend on every bit of a strided tensor and its place; computed where it is."""
     flat = tensor.detach().contiguous().flatten()
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat).flatten()
@@ -213,12 +209,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         mixed = mixed ^ (mixed >> 29)
         total += torch.stack([mixed.sum(), (mixed * (2 * place + 1)).sum()])
     return total
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _partition(values: Sequence[object], ranks: Sequence[int]) -> str:

@@ -31,18 +31,6 @@ class GradHooks:
         return grad
 
 
-def forward_hooks_to_leaf(parameter: torch.Tensor, leaf: torch.Tensor, layout: Layout) -> None:
-    """Run the hooks of a DTensor ``parameter`` for its ``leaf``."""
-    if hooks := getattr(parameter, GRAD_HOOKS):
-        leaf.register_hook(GradHooks(hooks, layout))  # one for all: the dict may still change
-
-
-def return_hooks(leaf: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Return the hooks of ``leaf`` to a DTensor ``parameter``."""
-    for each in (getattr(leaf, GRAD_HOOKS) or {}).values():
-        setattr(parameter, GRAD_HOOKS, each.hooks)
-
-
 def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
     """Yield a problem for hooks that cannot move between a DTensor and its leaf."""
     on_grad = (getattr(tensor, GRAD_HOOKS) or {}).values()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tp_ddp_bridge.module.view import View
+from tp_ddp_bridge.module.view import View, leaf_of
 
 
 class ShardingStateDict(dict[str, Any]):
@@ -43,9 +43,7 @@ class ShardingStateDict(dict[str, Any]):
         name = self.names.get(key)
         if name is None or not isinstance(value, torch.Tensor):
             return value
-        leaf: torch.Tensor | None = self.module._parameters.get(name)
-        if leaf is None:
-            leaf = self.module._buffers.get(name)
+        leaf = leaf_of(self.module, name)
         if leaf is None or isinstance(leaf, DTensor):
             return value
         self.before[name] = leaf

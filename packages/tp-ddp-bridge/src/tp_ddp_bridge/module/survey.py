@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -19,14 +19,6 @@ from tp_ddp_bridge.layout import Layout, is_replicated_tag, layout_of
 from tp_ddp_bridge.module.view import View
 
 
-class Registration(NamedTuple):
-    """One place of a tensor: ``owner._parameters[name]`` or ``owner._buffers[name]``."""
-
-    owner: nn.Module
-    name: str
-    fqn: str
-
-
 @dataclass(eq=False)
 class SurveyedTensor:
     """One DTensor or leaf with all its registrations.
@@ -36,19 +28,16 @@ class SurveyedTensor:
         layout: Its layout.
         kind: ``"parameter"`` or ``"buffer"``.
         is_leaf: ``tensor`` is a leaf already.
-        registrations: All of them, in the module's order; several for a tie.
+        name: Its first FQN.
+        registrations: Each owner, the tensor's name in it and its FQN, in the module's order; several for a tie.
     """
 
     tensor: torch.Tensor
     layout: Layout
     kind: str
     is_leaf: bool
-    registrations: list[Registration] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The first FQN."""
-        return self.registrations[0].fqn
+    name: str
+    registrations: list[tuple[nn.Module, str, str]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -84,8 +73,8 @@ def survey(module: nn.Module) -> Survey:
             if layout is None and name in views:
                 layout = views[name].layout
             if layout is not None:
-                entry = SurveyedTensor(tensor, layout, kind, is_leaf=not isinstance(tensor, DTensor))
-                bridgeable.setdefault(id(tensor), entry).registrations.append(Registration(owner, name, fqn))
+                entry = SurveyedTensor(tensor, layout, kind, not isinstance(tensor, DTensor), fqn)
+                bridgeable.setdefault(id(tensor), entry).registrations.append((owner, name, fqn))
             elif kind == "parameter":
                 layout = None if is_replicated_tag(tensor) else layout_of(tensor)
                 if layout is None:
@@ -110,7 +99,7 @@ def _module_problems(module: nn.Module) -> Iterator[Problem]:
     is_bridged = any("_dp_views" in part.__dict__ for part in module.modules())
     for name, submodule in module.named_modules():
         if isinstance(submodule, DistributedDataParallel):
-            hint = "bridge its .module before wrapping it"
+            hint = "pass its .module; a model is bridged before DDP wraps it"
             yield Problem("already-applied", name, found="a DistributedDataParallel", hint=hint)
         if isinstance(submodule, torch.jit.ScriptModule):
             yield Problem("unsupported-wrapper", name, found="a ScriptModule", hint="use the module as plain PyTorch")

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale, mark_stale
-from tp_ddp_bridge._torch_compat import local_of
+from tp_ddp_bridge._torch_compat import GRAD_HOOKS, local_of
 from tp_ddp_bridge.layout import LEAF_TAGS, Layout, is_local_shard, untag_replicated
-from tp_ddp_bridge.module.hooks import forward_hooks_to_leaf, hook_problems, refuse_gradients, return_hooks
-from tp_ddp_bridge.module.survey import Registration, Survey, SurveyedTensor, survey
+from tp_ddp_bridge.module.hooks import GradHooks, hook_problems, refuse_gradients
+from tp_ddp_bridge.module.survey import Survey, SurveyedTensor, survey
 from tp_ddp_bridge.module.view import View
-from tp_ddp_bridge.module.view_class import BridgedModule, LeafTable, restore_class, set_views, tag_after_load, tag_all
+from tp_ddp_bridge.module.view_class import BridgedModule, LeafTable, restore_class, set_views, tag_all
 from tp_ddp_bridge.optim.repoint import as_list, repoint, repointing_problems
 
 M = TypeVar("M", bound=nn.Module)
@@ -69,7 +69,8 @@ def _bridge(surveyed: SurveyedTensor) -> None:
         leaf = nn.Parameter(leaf, requires_grad=tensor.requires_grad)
     leaf.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != "_is_param"})
     if is_parameter:
-        forward_hooks_to_leaf(tensor, leaf, layout)
+        if hooks := getattr(tensor, GRAD_HOOKS):
+            leaf.register_hook(GradHooks(hooks, layout))
         leaf.grad = None if tensor.grad is None else layout.localize(tensor.grad)
         reason = "a local leaf took its place when the module was bridged for data parallelism"
         hint = (
@@ -78,17 +79,16 @@ def _bridge(surveyed: SurveyedTensor) -> None:
         )
         mark_stale(tensor, Problem("parameter-replaced", surveyed.name, found=reason, hint=hint), leaf)
         refuse_gradients(tensor, surveyed.name)
-    for registration in surveyed.registrations:
-        _register(registration, surveyed.kind, leaf)
-        view = View(layout, surveyed.kind, registration.fqn, leaf.shape)
-        set_views(registration.owner, {registration.name: view})
+    _register(surveyed, leaf)
+    for owner, name, fqn in surveyed.registrations:
+        set_views(owner, {name: View(layout, surveyed.kind, fqn, leaf.shape)})
 
 
-def _register(registration: Registration, kind: str, tensor: torch.Tensor) -> None:
+def _register(surveyed: SurveyedTensor, tensor: torch.Tensor) -> None:
     # Not by setattr: nn.Module.__setattr__ refuses to exchange some of them, and hooks of users would run.
-    owner = registration.owner
-    table: dict[str, Any] = owner._parameters if kind == "parameter" else owner._buffers
-    table[registration.name] = tensor
+    for owner, name, _ in surveyed.registrations:
+        table: dict[str, Any] = owner._parameters if surveyed.kind == "parameter" else owner._buffers
+        table[name] = tensor
 
 
 def _make_root(module: nn.Module, surveyed: Survey) -> None:
@@ -98,8 +98,8 @@ def _make_root(module: nn.Module, surveyed: Survey) -> None:
     if not surveyed.meshes:
         return
     if "_dp_replicated_on" not in module.__dict__:
-        module.register_load_state_dict_post_hook(tag_after_load)
-    mesh = max(surveyed.meshes, key=lambda mesh: mesh.size())  # the most ranks to hold equal values
+        module.register_load_state_dict_post_hook(tag_all)  # `assign=True` registers new parameters
+    mesh = max(surveyed.meshes, key=lambda mesh: mesh.size())
     module.__dict__["_dp_replicated_on"] = Layout(mesh, (Replicate(),) * mesh.ndim, torch.Size(), ())
     tag_all(module)
     for submodule in module.modules():
@@ -144,7 +144,8 @@ def _unbridge(surveyed: SurveyedTensor) -> None:
     dtensor: torch.Tensor = layout.wrap(leaf)  # the same memory
     if surveyed.kind == "parameter":
         dtensor = nn.Parameter(dtensor, requires_grad=leaf.requires_grad)
-        return_hooks(leaf, dtensor)
+        for each in (getattr(leaf, GRAD_HOOKS) or {}).values():
+            setattr(dtensor, GRAD_HOOKS, each.hooks)
         dtensor.grad = None if leaf.grad is None else layout.wrap(leaf.grad)
     dtensor.__dict__.update({key: value for key, value in leaf.__dict__.items() if key not in LEAF_TAGS})
     if surveyed.kind == "parameter":
@@ -154,5 +155,4 @@ def _unbridge(surveyed: SurveyedTensor) -> None:
             "done later, too); bridge the module and wrap it again to go on with data parallelism"
         )
         mark_stale(leaf, Problem("parameter-replaced", surveyed.name, found=reason, hint=hint), dtensor)
-    for registration in surveyed.registrations:
-        _register(registration, surveyed.kind, dtensor)
+    _register(surveyed, dtensor)

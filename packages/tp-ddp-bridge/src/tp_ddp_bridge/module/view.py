@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_ddp_bridge._torch_compat import DTensorSpec, local_of, make_spec, top_saved_tensors_hooks, wrap
@@ -139,6 +140,12 @@ class View:
 
     def __reduce__(self) -> tuple[Any, ...]:  # the specs are built again
         return View, (self.layout, self.kind, self.name, self.local_shape)
+
+
+def leaf_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return what stands in a module under the name of a parameter or buffer."""
+    parameter = module._parameters.get(name)
+    return module._buffers.get(name) if parameter is None else parameter
 
 
 class _Forward(threading.local):

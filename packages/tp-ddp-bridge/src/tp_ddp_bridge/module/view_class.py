@@ -21,7 +21,7 @@ from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge.layout import Layout, bridge_tag, is_local_shard, tag_leaf, tag_replicated
 from tp_ddp_bridge.module.eager import eager_view
 from tp_ddp_bridge.module.loading import ShardingStateDict, run_pre_hooks_first
-from tp_ddp_bridge.module.view import ForwardScope, View, in_forward
+from tp_ddp_bridge.module.view import ForwardScope, View, in_forward, leaf_of
 
 _scope = ForwardScope()
 _classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = weakref.WeakValueDictionary()
@@ -176,7 +176,7 @@ def restore_class(module: nn.Module) -> None:
         del module.__dict__["_dp_views"]
         if module.__dict__.pop("_dp_replicated_on", None) is not None:
             hooks = module._load_state_dict_post_hooks
-            for key in [key for key, hook in hooks.items() if hook is tag_after_load]:
+            for key in [key for key, hook in hooks.items() if hook is tag_all]:
                 del hooks[key]
 
 
@@ -192,36 +192,26 @@ def tag_leaves(module: nn.Module) -> None:
     """Tag every leaf of one module with its layout."""
     views: dict[str, View] = module.__dict__.get("_dp_views", {})
     for name, view in views.items():
-        leaf: torch.Tensor | None = module._parameters.get(name)
-        if leaf is None:
-            leaf = module._buffers.get(name)
+        leaf = leaf_of(module, name)
         if leaf is not None and not isinstance(leaf, DTensor) and leaf.shape == view.local_shape:
             tag_leaf(leaf, view.layout)
 
 
-def tag_all(module: nn.Module) -> None:
-    """Set the tags of one module again, and those of all plain parameters below a root."""
+def tag_all(module: nn.Module, incompatible_keys: Any = None) -> None:
+    """Set the tags of one module again, and those of all plain parameters below a root; a load-state-dict hook too."""
     tag_leaves(module)
     on: Layout | None = module.__dict__.get("_dp_replicated_on")
     if on is not None:
         tag_replicated(module.parameters(), on)
 
 
-def tag_after_load(module: nn.Module, incompatible_keys: Any) -> None:
-    """Load-state-dict post-hook of a root: ``assign=True`` has registered new parameters."""
-    tag_all(module)
-
-
 def _read(name: str, self: nn.Module) -> Any:
-    own = self.__dict__
-    value = own["_parameters"].get(name)
+    value = leaf_of(self, name)
     if value is None:
-        value = own["_buffers"].get(name)
-        if value is None:
-            if name in own["_parameters"] or name in own["_buffers"]:
-                return None
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-    view: View = own["_dp_views"][name]
+        if name in self._parameters or name in self._buffers:
+            return None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    view: View = self.__dict__["_dp_views"][name]
     if torch.compiler.is_compiling():
         return view.read(value)
     try:

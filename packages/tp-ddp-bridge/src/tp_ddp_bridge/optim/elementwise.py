@@ -42,12 +42,7 @@ def is_zero_optimizer(optimizer: Optimizer) -> bool:
 
 
 def shard_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tensor], bool]) -> list[Problem]:
-    """Return all reasons against ``optimizer`` on local shards.
-
-    Args:
-        optimizer: Any optimizer, ``ZeroRedundancyOptimizer`` included.
-        is_sharded: True for a parameter that is, or becomes, a local shard.
-    """
+    """Return everything that keeps ``optimizer`` from working on parameters that are, or become, local shards."""
     problems: list[Problem] = []
     if is_zero_optimizer(optimizer):
         problems += _zero_group_problems(optimizer)

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import current_parameter, is_stale
-from tp_ddp_bridge._torch_compat import local_of
-from tp_ddp_bridge.layout import is_local_shard, layout_of
+from tp_ddp_bridge.layout import is_local_shard
 from tp_ddp_bridge.optim.elementwise import is_zero_optimizer, parameters_of, shard_problems
+from tp_ddp_bridge.optim.state import as_global, as_local
 
 
 def as_list(optimizers: Iterable[Optimizer] | Optimizer) -> list[Optimizer]:
@@ -35,12 +35,7 @@ def repointing_problems(
     is_replaced: Callable[[torch.Tensor], bool],
     is_sharded: Callable[[torch.Tensor], bool],
 ) -> list[Problem]:
-    """Return all problems of optimizers with parameters to exchange.
-
-    Args:
-        is_replaced: True for a parameter about to be exchanged, or already exchanged.
-        is_sharded: True for a parameter that is, or becomes, a local shard.
-    """
+    """Return all problems of optimizers whose parameters are about to be exchanged, or already were."""
     problems: list[Problem] = []
     for optimizer in optimizers:
         if is_zero_optimizer(optimizer) and any(map(is_replaced, parameters_of(optimizer))):
@@ -69,19 +64,10 @@ def repoint(optimizer: Optimizer) -> None:
 
 
 def _state_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state value in the layout of ``parameter``: local for a leaf, a DTensor for a DTensor parameter.
-
-    Only tensors of the parameter's shape are converted; step counters and other values stay as they are.
-    """
-    layout = layout_of(parameter)
-    if layout is None or not isinstance(value, torch.Tensor):
-        return value
+    """Return a state value laid out as ``parameter``: a DTensor for a DTensor parameter, local for a leaf."""
     if isinstance(parameter, DTensor):
-        is_local = not isinstance(value, DTensor) and value.shape == local_of(parameter).shape and value.dim() > 0
-        return layout.wrap(value) if is_local else value
-    if not isinstance(value, DTensor):
-        return value
-    return layout.localize(value) if value.shape == layout.shape else value.full_tensor()
+        return as_global(parameter, value)
+    return as_local(parameter, value, copies=False) if isinstance(value, DTensor) else value
 
 
 def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:

@@ -32,12 +32,7 @@ class GradScaler(LocalGradScaler):
             super().unscale_(optimizer)
 
     def _reduce_found_inf(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
-        """Give every rank the verdict of all shards.
-
-        Args:
-            optimizer: Optimizer with unscaled gradients; the same parameters on all ranks.
-            found_inf: For each device a 0-dim float, 1.0 for an infinity or NaN; changed in place.
-        """
+        """Let every rank take the verdict of all shards; ``found_inf`` is changed in place."""
         parameters = list(parameters_of(optimizer))
         groups = tensor_groups(parameters, sharded=True)
         if not groups:

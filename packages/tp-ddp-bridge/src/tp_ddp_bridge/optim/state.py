@@ -53,7 +53,7 @@ def optimizer_state_to_dtensor(module: nn.Module, optimizer: Optimizer, *, templ
         unused = [each for each in parameters_of(optimizer) if each not in states and each.requires_grad]
         states.update(_first_states(optimizer, unused))
     state = {
-        names[parameter][0]: {key: _globally(parameter, value) for key, value in states[parameter].items()}
+        names[parameter][0]: {key: as_global(parameter, value) for key, value in states[parameter].items()}
         for parameter in parameters_of(optimizer)
         if parameter in states
     }
@@ -102,7 +102,7 @@ def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict
             states[index] = saved[fqn]
     raise_problems(problems, "the optimizer state does not fit")  # before any change
     local = {
-        index: {key: _locally(parameters[index], value) for key, value in values.items()}
+        index: {key: as_local(parameters[index], value) for key, value in values.items()}
         for index, values in states.items()
     }
     optimizer.load_state_dict({"state": local, "param_groups": _numbered(optimizer, state_dict["param_groups"])})
@@ -132,8 +132,8 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
     return names
 
 
-def _globally(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state value in checkpoint form; scalars and replicated plain tensors as they are."""
+def as_global(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a state value as a checkpoint wants it; scalars and replicated plain tensors as they are."""
     layout = layout_of(parameter)
     if layout is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
@@ -143,19 +143,21 @@ def _globally(parameter: torch.Tensor, value: Any) -> Any:
     return SectionedTensor.of(value, layout) if layout.sections else layout.wrap(value)
 
 
-def _locally(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a loaded value in the form of ``parameter``'s optimizer: a copy, so optimizers share no memory."""
+def as_local(parameter: torch.Tensor, value: Any, copies: bool = True) -> Any:
+    """Return a state value as ``parameter``'s optimizer keeps it; by default no memory of ``value`` is shared."""
     if not isinstance(value, torch.Tensor):
         return value
     layout = layout_of(parameter)
-    if isinstance(value, SectionedTensor):
-        if layout == value._layout:
-            return value.local().clone()  # the same layout: no gather
+    if isinstance(value, SectionedTensor) and layout != value._layout:
         value = value.full_tensor()
-    if layout is None or value.shape != layout.shape or value.dim() == 0:
-        return value.full_tensor() if isinstance(value, DTensor) else value.clone()
-    local = layout.localize(value) if isinstance(value, DTensor) else layout.shard(value)
-    return layout.wrap(local.clone()) if isinstance(parameter, DTensor) else local.clone()
+    if isinstance(value, SectionedTensor):
+        local = value.local()
+    elif layout is None or value.shape != layout.shape or value.dim() == 0:
+        local, layout = value.full_tensor() if isinstance(value, DTensor) else value, None
+    else:
+        local = layout.localize(value) if isinstance(value, DTensor) else layout.shard(value)
+    local = local.clone() if copies else local
+    return layout.wrap(local) if layout is not None and isinstance(parameter, DTensor) else local
 
 
 def _shape_problems(fqn: str, parameter: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Problem]:
