@@ -270,8 +270,8 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     """Return torch's own decomposition of an operator, if there is one."""
     from torch._decomp import get_decompositions
 
-    found = get_decompositions([op])
-    return found.get(op)
+    decompositions = get_decompositions([op])
+    return decompositions.get(op)
 
 
 def inductor_problem(device_type: str) -> str | None:

@@ -34,17 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
-        found = _estimate(options)
+        estimated = _estimate(options)
     except UsageError as error:
         print(f"dp-partition: {error}", file=sys.stderr)
         return USAGE
-    if isinstance(found, Exception):
-        problems: Any = getattr(found, "problems", ())
+    if isinstance(estimated, Exception):
+        problems: Any = getattr(estimated, "problems", ())
         if options.json:
             print(json.dumps({"problems": [vars(problem) for problem in problems]}, indent=1))
-        print(found, file=sys.stderr)  # stdout is for the JSON
+        print(estimated, file=sys.stderr)  # stdout is for the JSON
         return PROBLEMS
-    return _show(found, options)
+    return _show(estimated, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,14 +127,14 @@ def _load(where: str, what: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{what}: {error}") from None  # the user's import error is enough
-    if not callable(found):
+    if not callable(target):
         raise UsageError(f"{what}: {where} is no function")
-    return found
+    return target
 
 
 def _show(found: Any, options: argparse.Namespace) -> int:
@@ -148,8 +148,8 @@ def _show(found: Any, options: argparse.Namespace) -> int:
     try:
         print(found.to_json() if options.json else found.explain(options.name))
     except KeyError:
-        known = ", ".join(param.info.name for param in found.plan.params[:5])
-        print(f"dp-partition: no parameter {options.name!r}; there are {known}, ...", file=sys.stderr)
+        reason = ", ".join(param.info.name for param in found.plan.params[:5])
+        print(f"dp-partition: no parameter {options.name!r}; there are {reason}, ...", file=sys.stderr)
         return USAGE
     return GOOD
 

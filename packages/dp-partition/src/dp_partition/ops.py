@@ -45,17 +45,17 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the input nodes with memory written by the operator."""
     if not is_op(node):
         return []
-    found = []
+    mutated = []
     fused_reads = "_fused_" in str(node.target) and node.kwargs.get("grad_scale") is None
     for argument, value in arguments(node):
         if fused_reads and argument.name == "grads":
             continue  # a fused optimizer writes gradients only to divide them by a scale
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += nodes_in(value)
+            mutated += nodes_in(value)
     if node.target in _RUNNING_STATISTICS and len(node.args) > 5 and node.args[5]:
         for position in _RUNNING_STATISTICS[node.target]:
-            found += nodes_in(node.args[position])
-    return found
+            mutated += nodes_in(node.args[position])
+    return mutated
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:

@@ -187,8 +187,8 @@ class Runner:
         if style in (DataParallelStyle.DEFAULT, DataParallelStyle.ZERO1, DataParallelStyle.ZERO2):
             reason = f"{reason} ({style.name.lower()} runs as fully_shard)"
         bucket = self.settings.comm.bucket_bytes
-        made = (self.original, self.mesh, self.name, bucket, reason)
-        eager = EagerStep(*made, is_sharded=is_sharded, full=self.settings.full, roots=roots)
+        arguments = (self.original, self.mesh, self.name, bucket, reason)
+        eager = EagerStep(*arguments, is_sharded=is_sharded, full=self.settings.full, roots=roots)
         try:
             return eager(args, kwargs)
         finally:
@@ -240,9 +240,9 @@ class Runner:
     @contextmanager
     def guarded(self, program: Program, inputs: list[Any]) -> Iterator[None]:
         """Run the block without autograd and autocast; undo the writes of a failure."""
-        kept = {label: inputs[position] for label, position in program.labels(("param", "state"))}
+        originals = {label: inputs[position] for label, position in program.labels(("param", "state"))}
         buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
-        with torch.no_grad(), without_autocast(), guarded(self.subject, kept, buffers):
+        with torch.no_grad(), without_autocast(), guarded(self.subject, originals, buffers):
             yield
 
     @property
@@ -437,9 +437,9 @@ class Runner:
         """Raise if running the step changed what it reads, or a counter of an object: its graph would not."""
         if before != after or changes:
             names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
-            found = f"running it changes Python values that it reads: {names}"
+            reason = f"running it changes Python values that it reads: {names}"
             hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
-            raise PlanError(Problem("python-state", self.name, found=found, hint=hint))
+            raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
 
     # ---- later calls ------------------------------------------------------------------------------------------------
 
@@ -510,11 +510,11 @@ class Runner:
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
 
-        made, error = capture_errors(attempt)
-        if made is not None and not made[1].is_new:
-            return made
+        attempted, error = capture_errors(attempt)
+        if attempted is not None and not attempted[1].is_new:
+            return attempted
         self.has_agreed = self.mesh.size() == 1
-        facts = {} if made is None else self.facts(binding.plan, made[1], made[0].leaves)
+        facts = {} if attempted is None else self.facts(binding.plan, attempted[1], attempted[0].leaves)
         if not self.has_agreed:
             announce(self.trace_label, dist.get_rank())
             self.has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
@@ -524,16 +524,16 @@ class Runner:
                 if error is not None:
                     raise error
                 if self.has_agreed and self.reads_new_values():
-                    found = f"{self.num_traces} traces: it reads a Python value that is another one in most calls"
-                    raise PlanError(Problem("python-state", self.name, found=found, hint="pass it in a tensor"))
+                    reason = f"{self.num_traces} traces: it reads a Python value that is another one in most calls"
+                    raise PlanError(Problem("python-state", self.name, found=reason, hint="pass it in a tensor"))
                 return None, facts
 
             agree_on(self.mesh, self.name, outcome)
             self.agreed += [facts] if facts not in self.agreed else []
-        if made is None:
+        if attempted is None:
             assert error is not None
             raise error
-        return made
+        return attempted
 
     def reads_new_values(self) -> bool:
         """Return whether many traces were taken for few shapes, of a step that may run eagerly."""
@@ -552,13 +552,13 @@ class Runner:
         foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
         if foreign or step_state.optimizers:
             hint = "pass the model of the step it shares with, and no optimizer"
-            found = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
-            raise PlanError(Problem("model-changed", self.name, found=found, hint=hint))
+            reason = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
+            raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
 
     def check_step_state(self, binding: Binding, leaves: list[Any]) -> None:
         """Raise if this step was placed for another model or optimizer."""
-        given = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)}
-        if not given <= binding.owner_ids if binding.step_state.is_reached else given != binding.owner_ids:
+        passed = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)}
+        if not passed <= binding.owner_ids if binding.step_state.is_reached else passed != binding.owner_ids:
             hint = "call release() on the step first, or compile a step of its own"
             raise PlanError(
                 Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)

@@ -107,10 +107,10 @@ def declared_layouts(values: Sequence[Any]) -> list[object]:
     """Return the declared layouts of tensors: a DTensor's spec, a local parameter's ``_sharding_info``, or None."""
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
-    said = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
-    meshes = {id(mesh): mesh for entry in said if (mesh := getattr(entry, "mesh", None)) is not None}
+    declared = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
+    meshes = {id(mesh): mesh for entry in declared if (mesh := getattr(entry, "mesh", None)) is not None}
     groups = {key: mesh_groups(mesh) for key, mesh in meshes.items()}
-    return [entry and (entry, groups.get(id(getattr(entry, "mesh", None)))) for entry in said]
+    return [entry and (entry, groups.get(id(getattr(entry, "mesh", None)))) for entry in declared]
 
 
 def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:

@@ -38,9 +38,9 @@ class GroupInfo(NamedTuple):
     def to_group(self, rank: int) -> int:
         """The group's number for a global rank."""
         if rank not in self.global_ranks:
-            found = f"global rank {rank}, the group has the global ranks {list(self.global_ranks)}"
+            reason = f"global rank {rank}, the group has the global ranks {list(self.global_ranks)}"
             hint = "pass a group= that holds every rank of both layouts"
-            raise PlanError(Problem("rank-outside-mesh", "group", found=found, hint=hint))
+            raise PlanError(Problem("rank-outside-mesh", "group", found=reason, hint=hint))
         return self.global_ranks.index(rank)
 
 

@@ -30,18 +30,18 @@ def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:
         PlanError: ``shape-mismatch`` and ``dtype-mismatch`` for shards that contradict the source layout.
     """
     world_size = max(plan.world_size, len(shards))
-    given = [as_list(shards[rank] if rank < len(shards) else None) for rank in range(world_size)]
-    problems = [p for rank in range(world_size) for p in local_problems(plan, rank, given[rank])]
+    sources = [as_list(shards[rank] if rank < len(shards) else None) for rank in range(world_size)]
+    problems = [p for rank in range(world_size) for p in local_problems(plan, rank, sources[rank])]
     if problems:
         raise PlanError(problems)
     mail = _Mail(world_size)
     outs, running = [], []
-    device = next((tensor.device for tensors in given for tensor in tensors), torch.device("cpu"))
+    device = next((tensor.device for tensors in sources for tensor in tensors), torch.device("cpu"))
     with torch.no_grad():
         for rank in range(world_size):
             exchange = Exchange(build_program((plan,), rank, world_size))
             outs.append(exchange.allocate(device))
-            call = exchange.prepare(given[rank], outs[rank], device)
+            call = exchange.prepare(sources[rank], outs[rank], device)
             running.append(call.steps(mail.collective(rank)))
         waiting = running
         while waiting:

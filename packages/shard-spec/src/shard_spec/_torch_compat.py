@@ -28,8 +28,8 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     """Create DTensor's strided shard: the dim has ``split_factor`` sections and each one is sharded."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    made: Any = _StridedShard(dim, split_factor=split_factor)
-    return made  # type: ignore[no-any-return]  # the class is untyped in torch
+    placement: Any = _StridedShard(dim, split_factor=split_factor)
+    return placement  # type: ignore[no-any-return]  # the class is untyped in torch
 
 
 # ---- torch.distributed._shard: specs and sharders of the caller -------------------------------------------------
@@ -99,8 +99,8 @@ def new_ordered_group(members: list[int], everybody: bool) -> Any:
     import torch.distributed as dist
 
     ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}  # torch sorts by default
-    made = dist.new_group(members, use_local_synchronization=not everybody, **ordered)
-    return made if isinstance(made, dist.ProcessGroup) else None
+    group = dist.new_group(members, use_local_synchronization=not everybody, **ordered)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def mesh_without_groups(device_type: str, ranks: Any, names: tuple[str, ...]) -> Any:

@@ -70,14 +70,14 @@ def memory_parts(memory: Memory) -> Parts:
         for ranks, sizes in groups
     ]
     shown = rows if len(rows) <= 16 else [*rows[:15], [f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
-    said: Parts = [Table(["ranks", *parts, "total"], shown, range(1, len(parts) + 2))]
-    said.append(f"optimizer: {memory.optimizer.name}")
+    parts_of_page: Parts = [Table(["ranks", *parts, "total"], shown, range(1, len(parts) + 2))]
+    parts_of_page.append(f"optimizer: {memory.optimizer.name}")
     if memory.moment:
-        said.append(f"peak: {memory.moment}; activations, logits and loss are an estimate")
-    said += [f"- {note}" for note in memory.notes]
+        parts_of_page.append(f"peak: {memory.moment}; activations, logits and loss are an estimate")
+    parts_of_page += [f"- {note}" for note in memory.notes]
     if memory.uncounted:
-        said.append(f"not counted (sharded by a Sharder): {', '.join(memory.uncounted)}")
-    return said
+        parts_of_page.append(f"not counted (sharded by a Sharder): {', '.join(memory.uncounted)}")
+    return parts_of_page
 
 
 def communication_parts(found: Communication) -> Parts:
@@ -89,8 +89,8 @@ def communication_parts(found: Communication) -> Parts:
         entry[1] += transfer.sent_bytes
     rows = [[*key, str(int(count)), human_bytes(sent)] for key, (count, sent) in sums.items()]
     head = ["axis", "what", "collective", "count", "sent by each rank"]
-    said: Parts = [Table(head, rows, (3, 4)) if rows else "nothing moves"]
+    parts: Parts = [Table(head, rows, (3, 4)) if rows else "nothing moves"]
     if found.seconds is not None:
         times = ", ".join(f"{axis} {seconds * 1e3:.2f} ms" for axis, seconds in found.seconds.items())
-        said.append(f"time of the collectives, one after another: {times}")
-    return [*said, *(f"- {line}" for line in found.assumptions)]
+        parts.append(f"time of the collectives, one after another: {times}")
+    return [*parts, *(f"- {line}" for line in found.assumptions)]

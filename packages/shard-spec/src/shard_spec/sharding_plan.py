@@ -399,11 +399,11 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each such style, ``unmatched-pattern`` for each unused entry.
         """
-        known = as_mesh(mesh)
-        assert known is not None
+        mesh_spec = as_mesh(mesh)
+        assert mesh_spec is not None
         from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
 
-        return cls._of(from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
+        return cls._of(from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
 
     @classmethod
     def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:

@@ -28,15 +28,15 @@ def validate(
     optimizer: Any = "adamw",
 ) -> tuple[Problem, ...]:
     """Return every problem of ``plan`` for ``module``; see ``ShardingPlan.validate``."""
-    found = examine(plan, module)
-    problems = list(found.problems)
-    problems += _output_problems(plan, found.metadata)
-    problems += _local_problems(plan, found.metadata)
-    if world_size is not None and found.ranks and found.ranks[-1] >= world_size:
-        text = f"the plan names ranks up to {found.ranks[-1]}, there are {world_size} ranks"
+    resolution = examine(plan, module)
+    problems = list(resolution.problems)
+    problems += _output_problems(plan, resolution.metadata)
+    problems += _local_problems(plan, resolution.metadata)
+    if world_size is not None and resolution.ranks and resolution.ranks[-1] >= world_size:
+        text = f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks"
         problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
     if memory_limit is not None:
-        problems += _memory_problems(found, memory_limit, optimizer)
+        problems += _memory_problems(resolution, memory_limit, optimizer)
     return tuple(dict.fromkeys(problems))  # once each, in order
 
 
@@ -56,8 +56,8 @@ def _output_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem
         try:
             layout = to_layout(value, plan.mesh)
             if plan.mesh is not None and layout.mesh != plan.mesh:
-                found = f"its layout is on {layout.mesh!r}, the plan on {plan.mesh!r}"
-                problems.append(Problem("mesh-mismatch", f"output_plan[{path!r}]", found=found, hint="use one mesh"))
+                reason = f"its layout is on {layout.mesh!r}, the plan on {plan.mesh!r}"
+                problems.append(Problem("mesh-mismatch", f"output_plan[{path!r}]", found=reason, hint="use one mesh"))
         except PlanError as error:
             problems += [replace(problem, name=f"output_plan[{path!r}]") for problem in error.problems]
     return problems
@@ -70,8 +70,8 @@ def _local_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem]
         problems += [_module_not_found("return_local_tensor", name) for name in names if name not in metadata.modules]
     for name, count in Counter(names).items():
         if count > 1:
-            found = f"return_local_tensor names it {count} times"
-            problems.append(Problem("duplicate-name", name, found=found, hint="name it once"))
+            reason = f"return_local_tensor names it {count} times"
+            problems.append(Problem("duplicate-name", name, found=reason, hint="name it once"))
     return problems
 
 

@@ -102,17 +102,17 @@ def apply_staged(
         _compare(decided, arguments, model, axis, fault)
     elif fault is not None:
         raise fault
-    modules = {found.name: model.get_submodule(found.name) for found in decided.modules}
+    modules = {planned.name: model.get_submodule(planned.name) for planned in decided.modules}
     # Everything that communicates or may fail comes first, without changes of the model.
-    made = _new_parameters(decided, modules, axis, src_data_rank, compares)
+    new_parameters = _new_parameters(decided, modules, axis, src_data_rank, compares)
     changes: list[ModuleChange] = []
     checker = None
     try:
-        for found in decided.modules:
-            if found.spec.compute == "foreign":
-                changes += apply_torch_style(found, modules[found.name], axis.mesh, src_data_rank)
+        for planned in decided.modules:
+            if planned.spec.compute == "foreign":
+                changes += apply_torch_style(planned, modules[planned.name], axis.mesh, src_data_rank)
             else:
-                changes += _apply_own(found, modules[found.name], axis, made)
+                changes += _apply_own(planned, modules[planned.name], axis, new_parameters)
         for one in model.modules():
             if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers
                 changes.append(ModuleChange(one, removers=_stand_in(one)))
@@ -212,18 +212,18 @@ def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool)
         PlanError: With every such parameter.
     """
     problems = list(_not_sharded_elsewhere(model, plan, axis, is_staged))
-    for found in plan.modules:
+    for planned in plan.modules:
         try:
-            module = model.get_submodule(found.name)  # of the model now, not of the planned one
-            parameters = list(parameters_of(found, module))
+            module = model.get_submodule(planned.name)  # of the model now, not of the planned one
+            parameters = list(parameters_of(planned, module))
         except (AttributeError, KeyError):
-            problems.append(_other_model(found.name, "it has no such module or parameter"))
+            problems.append(_other_model(planned.name, "it has no such module or parameter"))
             continue
         for name, parameter, _ in parameters:
-            info = found.info.parameter(name)
+            info = planned.info.parameter(name)
             if info is not None and tuple(parameter.shape) != info.shape:
                 problems.append(
-                    _other_model(found.info.where(name), f"shape {tuple(parameter.shape)}, not {info.shape}")
+                    _other_model(planned.info.where(name), f"shape {tuple(parameter.shape)}, not {info.shape}")
                 )
     if problems:
         raise PlanError(problems)
@@ -238,13 +238,13 @@ def _other_model(name: str, found: str) -> Problem:
 def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
     """Yield weights sharded by an earlier call in another module, unless this one shards them alike."""
     hint = "apply one plan to a module that holds both"
-    found = "the weight was sharded in another module, which does not share it any more"
+    reason = "the weight was sharded in another module, which does not share it any more"
     specs = {f.info.where(name): spec for f in plan.modules for name, spec in f.spec.parameters} if is_staged else {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_stale(parameter) and not (is_staged and name not in specs):
             if name in specs and is_shard(current_parameter(parameter), specs[name].split, axis.mesh):
                 continue  # the tie is kept: both modules will hold the one shard
-            yield Problem("tied-weights", name, found=found, hint=hint)
+            yield Problem("tied-weights", name, found=reason, hint=hint)
 
 
 def _compare(
@@ -254,9 +254,9 @@ def _compare(
     if fault is not None:
         assert_consistent(axis.group, CALL, error=fault)
     parameters = [
-        f"{found.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}"
-        for found in plan.modules
-        for name, p, _ in parameters_of(found, model.get_submodule(found.name))
+        f"{planned.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}"
+        for planned in plan.modules
+        for name, p, _ in parameters_of(planned, model.get_submodule(planned.name))
     ]
     plan_lines = [*comparable_lines(plan), f"digest of the plan: {plan.digest}"]
     hint = "compare apply_plan's arguments, and plan_styles(...).to_json() of both"
@@ -267,23 +267,23 @@ def _new_parameters(
     plan: TPPlan, modules: dict[str, nn.Module], axis: TPGroup, src_data_rank: int | None, compares: bool
 ) -> dict[int, nn.Parameter]:
     """Map each original parameter (by id) to this rank's shard; tied ones once."""
-    made: dict[int, nn.Parameter] = {}
+    created: dict[int, nn.Parameter] = {}
     unequal: list[str] = []
-    for found in plan.modules:
-        for name, original, spec in parameters_of(found, modules[found.name]):
-            if id(original) in made:
+    for planned in plan.modules:
+        for name, original, spec in parameters_of(planned, modules[planned.name]):
+            if id(original) in created:
                 continue
             if is_stale(original):  # sharded in the same way by a staged call in another module
-                made[id(original)] = current_parameter(original)  # type: ignore[assignment]  # a parameter's is one
+                created[id(original)] = current_parameter(original)  # type: ignore[assignment]  # a parameter's is one
                 continue
             if compares and src_data_rank is None and spec.split.is_replicated and not original.is_meta:
                 same = _is_same_everywhere(original.detach(), axis)
-                unequal += [] if same else [found.info.where(name)]
-            made[id(original)] = make_parameter(original, spec, axis, src_data_rank)
+                unequal += [] if same else [planned.info.where(name)]
+            created[id(original)] = make_parameter(original, spec, axis, src_data_rank)
     if unequal:
         text, hint = "other values than on rank 0 of the group", "src_data_rank=0 broadcasts them"
         raise PlanError(Problem("replicas-differ", name, found=text, hint=hint) for name in unequal)
-    return made
+    return created
 
 
 def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:

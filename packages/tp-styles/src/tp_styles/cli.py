@@ -45,10 +45,10 @@ def _load(where: str, what: str) -> Any:
     if not colon or not module or not name:
         raise ValueError(f"{what}: {where!r} is not MODULE:NAME")
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _explain(model: Any, plan: Any, options: argparse.Namespace) -> int:

@@ -65,12 +65,12 @@ class TPHandle:
             fault = PlanError(Problem("already-applied", found="undo() a second time", hint=hint))
         same = "every rank needs the same parameters in the same places"
         assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=same)
-        whole: dict[int, nn.Parameter] = {}
+        full: dict[int, nn.Parameter] = {}
         restored = [
             (
                 change.module,
                 name,
-                _whole(change.module._parameters.get(name), change.splits.get(name), self._axis, whole),
+                _whole(change.module._parameters.get(name), change.splits.get(name), self._axis, full),
             )
             for change in self._changes
             for name in change.replaced
@@ -80,9 +80,9 @@ class TPHandle:
             part, path = module._parameters.get(name), names.get(module, "")
             module._parameters[name] = parameter
             if part is not None:
-                found = "undo() gave the module a full parameter; an optimizer still holds the shard"
+                reason = "undo() gave the module a full parameter; an optimizer still holds the shard"
                 fqn = f"{path}.{name}" if path else name
-                mark_stale(part, Problem("parameter-replaced", fqn, found=found, hint="build the optimizer again"))
+                mark_stale(part, Problem("parameter-replaced", fqn, found=reason, hint="build the optimizer again"))
         take_back(self._changes)
         self._changes = []  # a second undo() raises
         return self.model

@@ -58,7 +58,7 @@ def messages_of(graph: fx.Graph, world: int) -> tuple[Message, ...]:
 def _message(node: fx.Node, world: int, positions: dict[fx.Node, int], phase: str) -> Message:
     target: Any = node.target
     name = target._schema.name.split("::")[-1]
-    kind = next((known for known in _KINDS if name.startswith(known)), name)  # coalesced and in-place ones too
+    kind = next((pattern for pattern in _KINDS if name.startswith(pattern)), name)  # coalesced and in-place ones too
     payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     mine = sum(num_bytes(tensor) for tensor in payload)
     world = int(meta_of(node).get("ranks", world))

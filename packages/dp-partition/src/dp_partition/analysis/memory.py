@@ -143,8 +143,8 @@ def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]
                     sent.last = max(sent.last, waited)
             kind, copied = _copied_bytes(node)
             if copied and on_cpu:
-                kept = late or kind == "reduce_scatter"
-                blocks[node] = _Block("collectives", copied, position, waited if kept else position)
+                stays = late or kind == "reduce_scatter"
+                blocks[node] = _Block("collectives", copied, position, waited if stays else position)
     return blocks
 
 

@@ -44,10 +44,10 @@ class Lowered:
 
     def explain(self) -> str:
         """Return a line on compiled operators and others."""
-        kept = ", ".join(f"{count} {name}" for name, count in sorted(self.kept.items())) or "nothing"
+        eager_ops = ", ".join(f"{count} {name}" for name, count in sorted(self.kept.items())) or "nothing"
         return (
             f"inductor: {self.num_nodes} operators compiled in {self.num_compiled} pieces between collectives; "
-            f"as they are run: {kept}"
+            f"as they are run: {eager_ops}"
         )
 
 
@@ -158,17 +158,17 @@ def _compile(piece: fx.GraphModule, name: str) -> Callable[..., Any]:
     try:
         call = inductor_compile(piece, [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"])
     except Exception as error:
-        found = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         where = f"nodes {next(iter(piece.graph.nodes)).name} to {wanted[-1].name}"
         hint = 'use backend="eager"'
-        raise PlanError(Problem("compile-failed", where, found=found, hint=hint), f"{name}: inductor") from error
+        raise PlanError(Problem("compile-failed", where, found=reason, hint=hint), f"{name}: inductor") from error
 
     def run(*inputs: Any) -> Any:
         results = call(*inputs)
         for value, (node, dtype) in zip(results, expected, strict=True):
             if value.dtype is not dtype:
-                found = f"is {value.dtype}, and {dtype} in the trace"
-                raise PlanError(Problem("compile-failed", f"node {node}", found=found, hint='use backend="eager"'))
+                reason = f"is {value.dtype}, and {dtype} in the trace"
+                raise PlanError(Problem("compile-failed", f"node {node}", found=reason, hint='use backend="eager"'))
         return results[0] if is_one else results
 
     return run

@@ -101,8 +101,8 @@ def check_arguments(name: str, optimizers: list[Optimizer], leaves: list[Any]) -
         PlanError: ``unsupported-argument``, if the step trains.
     """
     if optimizers and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
-        found = "a tensor with a grad_fn, whose backward would go on into what made it, outside the step"
-        raise _refused(name, found, "pass tensor.detach(), or run what makes it in the step")
+        reason = "a tensor with a grad_fn, whose backward would go on into what made it, outside the step"
+        raise _refused(name, reason, "pass tensor.detach(), or run what makes it in the step")
 
 
 def _open_leaves(name: str, leaves: list[Any], spec: Any) -> Any:
@@ -115,8 +115,8 @@ def _open(name: str, leaf: Any) -> Any:
     if is_array(leaf):
         raise _refused(name, f"a {type(leaf).__name__}", "pass torch.as_tensor(array)")
     if isinstance(leaf, Iterator):
-        found = f"{type(leaf).__name__}: the step would take its next value once, while it is traced"
-        raise _refused(name, found, "call next() outside, and pass what it gives")
+        reason = f"{type(leaf).__name__}: the step would take its next value once, while it is traced"
+        raise _refused(name, reason, "call next() outside, and pass what it gives")
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         keys = tuple(field.name for field in dataclasses.fields(leaf))
         values = [getattr(leaf, key) for key in keys]
@@ -126,8 +126,8 @@ def _open(name: str, leaf: Any) -> Any:
         tokens = () if callable(leaf) else fingerprint([leaf, *_slots(leaf)])
         if any(isinstance(one, ById) and isinstance(one.held, torch.Tensor) for one in tokens):
             hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
-            found = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
-            raise _refused(name, found, hint)
+            reason = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
+            raise _refused(name, reason, hint)
         return leaf
     empty = copy.copy(leaf)
     for key in keys:

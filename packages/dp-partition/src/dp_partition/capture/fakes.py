@@ -93,14 +93,14 @@ def make_fakes(
         for group in optimizer.param_groups:
             for param in group["params"]:
                 fqn = fqn_of[id(param)]
-                known = optimizer.state.get(param)
-                if not has_state(known) and not param.requires_grad:
+                state = optimizer.state.get(param)
+                if not has_state(state) and not param.requires_grad:
                     continue
-                if not has_state(known):
+                if not has_state(state):
                     with mode:
-                        known = initial_state(optimizer, group, params[fqn])
+                        state = initial_state(optimizer, group, params[fqn])
                 # Fresh fakes only: one made by torch.tensor() keeps its value and would be burnt in.
-                states[number, fqn] = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in known.items()}
+                states[number, fqn] = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     numbers = {Hyperparameter(*place): value for place, value in read_optimizers(step_state.optimizers).values.items()}
     return Fakes(
         params,
@@ -180,11 +180,11 @@ def _untraced_type(kind: type) -> type:
 def _untraced(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
     """Refuse within the block any use of a parameter instead of its fake."""
     marked = [(fqn, parameter) for fqn, parameter in parameters if not is_stale(parameter)]
-    found = "it is reached through a list or an attribute that the step does not get as an argument"
+    reason = "it is reached through a list or an attribute that the step does not get as an argument"
     hint = "ask the module that is passed to the step: model.parameters()"
     for fqn, parameter in marked:
         kind = type(parameter)
-        mark_stale(parameter, Problem("parameter-in-closure", fqn, found=found, hint=hint))
+        mark_stale(parameter, Problem("parameter-in-closure", fqn, found=reason, hint=hint))
         parameter.__class__ = _untraced_type(kind)
     try:
         yield
@@ -241,5 +241,5 @@ def check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[
     hint = "write in place: param.data.mul_(...), param.data.copy_(...)"
     moved = [e for e, t, (_, key) in zip(inputs, tensors, memory, strict=True) if storage_key(t) != key]
     if moved:
-        found = "the step puts other memory in place with .data ="
-        raise PlanError([Problem("parameter-replaced", entry.label, found=found, hint=hint) for entry in moved])
+        reason = "the step puts other memory in place with .data ="
+        raise PlanError([Problem("parameter-replaced", entry.label, found=reason, hint=hint) for entry in moved])

@@ -224,16 +224,16 @@ def _contents(cell: types.CellType) -> Any:
 def names_used(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of globals and attributes in a function's code."""
     try:
-        found = inspect.getclosurevars(function)
+        closure = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # no Python function, or a cell is empty
         return frozenset()
-    return frozenset([*found.globals, *found.builtins, *found.unbound, *found.nonlocals])
+    return frozenset([*closure.globals, *closure.builtins, *closure.unbound, *closure.nonlocals])
 
 
 def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
     """Return the names in a module's `forward` and in the methods and functions called by it."""
     if owner not in _forward_names:
-        found: set[str] = set()
+        names_read: set[str] = set()
         seen: set[int] = set()
         todo: list[Any] = [owner.forward]
         while todo:
@@ -247,10 +247,10 @@ def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
             todo += map(_contents, function.__closure__ or ())
             if (function.__module__ or "").split(".")[0] != "torch" or function is owner.forward:
                 names = names_used(function)
-                found |= names
+                names_read |= names
                 todo += [inspect.getattr_static(owner, name, None) for name in names]
                 todo += [function.__globals__.get(name) for name in names]
-        _forward_names[owner] = frozenset(found)
+        _forward_names[owner] = frozenset(names_read)
     return _forward_names[owner]
 
 
@@ -364,8 +364,8 @@ def attributes_restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[No
                 same = old is None or (isinstance(old, PLAIN) and old == new)
                 if not same and isinstance(old, (*PLAIN, torch.Tensor)):
                     kind = "a tensor" if isinstance(old, torch.Tensor) else f"the Python value {old!r}"
-                    found = f"the step replaces {kind}, and a graph would not"
-                    problems.append(Problem("python-state", f"{base}.{key}" if base else key, found=found, hint=hint))
+                    reason = f"the step replaces {kind}, and a graph would not"
+                    problems.append(Problem("python-state", f"{base}.{key}" if base else key, found=reason, hint=hint))
     if problems:
         raise PlanError(problems, "the step changes attributes of its modules")
 

@@ -59,13 +59,13 @@ class OptimizerReads:
 
 def states_by_id(optimizers: list[Optimizer]) -> list[dict[int, Any]]:
     """Return the state of every parameter by its ``id``, for each optimizer."""
-    found = []
+    by_id = []
     for optimizer in optimizers:
         states = {}
         for param, state in optimizer.state.items():
             states[id(param)] = state
-        found.append(states)
-    return found
+        by_id.append(states)
+    return by_id
 
 
 def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | None = None) -> OptimizerReads:
@@ -74,10 +74,10 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
     values: dict[tuple[Any, ...], float] = {}
     parts: list[Any] = []  # flat: compared in every call
     for number, optimizer in enumerate(optimizers):
-        known = states[number]
+        optimizer_states = states[number]
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                parts += (id(param), _names(tuple(known.get(id(param), ()))))
+                parts += (id(param), _names(tuple(optimizer_states.get(id(param), ()))))
             for key in sorted(group):
                 value = group[key]
                 if key == "params" or key == "param_names" or key in _OF_SCHEDULERS:
@@ -119,19 +119,19 @@ def _static(value: Any) -> Any:
 
 def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
     """Return hooks, and attributes of custom optimizer classes. torch's schedulers write private ones."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for key, value in vars(optimizer).items():
         if key[0] != "_" and isinstance(value, bool | int | float | str):
-            found += (key, value)
+            parts += (key, value)
         elif isinstance(value, list | tuple | dict | set):
             if key not in _OF_OPTIMIZERS and not key.startswith(_HOOK_TABLES):
-                found += (key, fingerprint([value]))
+                parts += (key, fingerprint([value]))
         elif callable(value) and getattr(value, "__wrapped__", None) is not getattr(type(optimizer), key, None):
-            found += (key, id(value), value)  # a `step` in place of the class's, but not a scheduler's counter
+            parts += (key, id(value), value)  # a `step` in place of the class's, but not a scheduler's counter
     for table in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         for hook in table.values():
-            found += (id(hook), hook)  # held, so its id is not reused
-    return tuple(found)
+            parts += (id(hook), hook)  # held, so its id is not reused
+    return tuple(parts)
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def param_groups_unchanged(optimizers: list[Optimizer]) -> Iterator[None]:
     for number, (optimizer, table) in enumerate(zip(optimizers, tables, strict=True)):
         if [*map(id, optimizer.param_groups)] != [*map(id, table)]:
             optimizer.param_groups[:] = table
-            found = "the step adds or removes a group"
-            problems.append(Problem("hyperparameter-changed", f"optim{number}", found=found, hint=hint))
+            reason = "the step adds or removes a group"
+            problems.append(Problem("hyperparameter-changed", f"optim{number}", found=reason, hint=hint))
     if problems:
         raise PlanError(problems, "the step changes hyperparameters")

@@ -68,8 +68,8 @@ def erase_full_slices(graph: fx.Graph) -> None:
         if not backward and node.target is not aten.slice.Tensor:
             continue
         source: Any = node.args[0]
-        given: list[Any] = [*node.args[2 + backward :], *(None, None, 1)[len(node.args) - 2 - backward :]]
-        start, _, step = given
+        bounds: list[Any] = [*node.args[2 + backward :], *(None, None, 1)[len(node.args) - 2 - backward :]]
+        start, _, step = bounds
         if start in (None, 0) and step == 1 and _shape(node) == _shape(source):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -92,9 +92,9 @@ def use_first_sizes(graph: fx.Graph, mode: FakeTensorMode) -> None:
             return value
         with mode, torch.no_grad():
             shape, stride = map(first, value.shape), map(first, value.stride())
-            made = torch.empty_strided(tuple(shape), tuple(stride), dtype=value.dtype, device=value.device)
-            made = made.conj() if value.is_conj() else made
-            return torch._neg_view(made) if value.is_neg() else made
+            filled = torch.empty_strided(tuple(shape), tuple(stride), dtype=value.dtype, device=value.device)
+            filled = filled.conj() if value.is_conj() else filled
+            return torch._neg_view(filled) if value.is_neg() else filled
 
     for node in graph.nodes:
         if "val" in node.meta:

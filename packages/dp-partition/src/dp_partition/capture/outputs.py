@@ -60,8 +60,8 @@ class Returned:
 
     def everything(self, values: Sequence[Any]) -> list[Any]:
         """Return the result's leaves, and the values to install."""
-        kept = [value for value, entry in zip(values, self.outputs, strict=True) if entry.kind != "user"]
-        return self.leaves(values) + kept
+        values_out = [value for value, entry in zip(values, self.outputs, strict=True) if entry.kind != "user"]
+        return self.leaves(values) + values_out
 
 
 def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
@@ -79,8 +79,8 @@ def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Ph
             leaves[position] = _Position(len(values))  # filled in after each run
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
-    kept = chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), _argument_gradients(fakes))
-    for value, output in kept:
+    entries = chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), _argument_gradients(fakes))
+    for value, output in entries:
         values.append(value.detach())
         outputs.append(output)
     return values, Returned(outputs, leaves, spec)
@@ -125,5 +125,5 @@ def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Ten
                         yield value, Output("state", fqn, key, number)
                 elif value != old and not (old is None and value is None):
                     hint = "keep counters in tensors, as torch.optim does"
-                    found = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
-                    raise PlanError(Problem("python-state", fqn, found=found, hint=hint))
+                    reason = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
+                    raise PlanError(Problem("python-state", fqn, found=reason, hint=hint))

@@ -61,11 +61,11 @@ class RandomReplay(TorchDispatchMode):
             stack.enter_context(self)
             try:
                 yield
-                if any(self.position[device] < len(known) for device, known in self.drawn.items()):
+                if any(self.position[device] < len(values) for device, values in self.drawn.items()):
                     raise self._refused("puts a generator back to where it was before it drew")
             finally:
-                for known in self.drawn.values():
-                    known.clear()  # keeps nothing of a finished step alive
+                for values in self.drawn.values():
+                    values.clear()  # keeps nothing of a finished step alive
 
     def _get(self, device: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: _Position(device, self.position[device])
@@ -84,16 +84,16 @@ class RandomReplay(TorchDispatchMode):
         if not is_random(func, args, kwargs) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         device = _device(args, kwargs)
-        known, position = self.drawn[device], self.position[device]
+        drawn, position = self.drawn[device], self.position[device]
         self.position[device] += 1
         signature = _signature(args, kwargs)
-        if position < len(known):
-            if (known[position].op, known[position].signature) != (func, signature):
-                raise self._refused(f"draws {func} where {known[position].op} was drawn from the same state")
-            return self._again(known[position], args)
+        if position < len(drawn):
+            if (drawn[position].op, drawn[position].signature) != (func, signature):
+                raise self._refused(f"draws {func} where {drawn[position].op} was drawn from the same state")
+            return self._again(drawn[position], args)
         result = func(*args, **kwargs)
         # A copy: the step may write to its draw; without a second draw the copy is dead code.
-        known.append(_Draw(func, signature, pytree.tree_map_only(torch.Tensor, aten.clone.default, result)))
+        drawn.append(_Draw(func, signature, pytree.tree_map_only(torch.Tensor, aten.clone.default, result)))
         return result
 
     def _again(self, draw: _Draw, args: Any) -> Any:

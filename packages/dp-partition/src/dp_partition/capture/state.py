@@ -72,15 +72,15 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     for name, leaf in _named_leaves(function, args, kwargs):
         if isinstance(leaf, torch.jit.ScriptModule):
             raise PlanError(Problem("not-traceable", name, found="is TorchScript", hint="pass the plain module"))
-        if isinstance(leaf, nn.Module) and all(leaf is not known for _, known in modules):
+        if isinstance(leaf, nn.Module) and all(leaf is not seen for _, seen in modules):
             modules.append((name, leaf))
-        if isinstance(leaf, Optimizer) and all(leaf is not known for known in optimizers):
+        if isinstance(leaf, Optimizer) and all(leaf is not seen for seen in optimizers):
             optimizers.append(leaf)
     is_reached = not modules
     if is_reached:
         reach = Reach(function, args, kwargs)
         modules = [(f"{type(module).__name__}{number}", module) for number, module in enumerate(reach.modules)]
-        optimizers += [one for one in reach.optimizers if all(one is not known for known in optimizers)]
+        optimizers += [one for one in reach.optimizers if all(one is not seen for seen in optimizers)]
     if not modules:
         hint = "pass the model as an argument of the train step"
         raise PlanError(
@@ -123,18 +123,18 @@ def index_tensors(step_state: StepState) -> None:
 
 
 def _check_optimizers(step_state: StepState) -> None:
-    known = {id(param) for param in step_state.params.values()}
+    in_models = {id(param) for param in step_state.params.values()}
     problems = keyless_state(step_state.optimizers)
     for number, optimizer in enumerate(step_state.optimizers):
         inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
         if inner:
             # Its state would be rebound to no placed parameter, and start again in each call.
-            found = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
+            reason = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
             hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
-            problems.append(Problem("not-traceable", f"optimizer {number}", found=found, hint=hint))
+            problems.append(Problem("not-traceable", f"optimizer {number}", found=reason, hint=hint))
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
-                if id(param) not in known:
+                if id(param) not in in_models:
                     problems.append(
                         Problem(
                             "parameter-not-in-module",
@@ -237,9 +237,9 @@ def check_traceable(step_state: StepState) -> None:
 def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:
     """Return a problem for each parameter with gradient hooks."""
     hint = "remove the hook, and change p.grad in the step, between backward() and optim.step()"
-    found = "has a gradient hook, which no trace sees"
+    reason = "has a gradient hook, which no trace sees"
     return [
-        Problem("parameter-hooks", name, found=found, hint=hint)
+        Problem("parameter-hooks", name, found=reason, hint=hint)
         for name, param in params.items()
         if param._backward_hooks or param._post_accumulate_grad_hooks
     ]
@@ -255,10 +255,10 @@ def shared_memory(tensors: dict[str, Any]) -> list[Problem]:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.storage_offset() * tensor.element_size()
         end = start + (last + 1) * tensor.element_size()
-        known = owners.setdefault(tensor.untyped_storage()._cdata, [])
-        for other, from_, to in known:
+        owners_of_storage = owners.setdefault(tensor.untyped_storage()._cdata, [])
+        for other, from_, to in owners_of_storage:
             if start < to and from_ < end:
                 hint = "tie them by assigning the same Parameter, or give one of them a copy"
                 problems.append(Problem("shared-memory", name, found=f"shares memory with {other}", hint=hint))
-        known.append((name, start, end))
+        owners_of_storage.append((name, start, end))
     return problems

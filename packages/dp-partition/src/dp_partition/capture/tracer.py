@@ -83,9 +83,9 @@ class Capture:
     def drop_argument_gradients(self) -> None:
         """Leave no gradients on arguments: micro-batches are the graph's own tensors."""
         (output,) = [node for node in self.module.graph.nodes if node.op == "output"]
-        kept = sum(entry.kind != "argument" for entry in self.outputs)  # they are the last
-        output.args = (list(output.args[0])[:kept],)
-        del self.outputs[kept:]
+        num_outputs = sum(entry.kind != "argument" for entry in self.outputs)  # they are the last
+        output.args = (list(output.args[0])[:num_outputs],)
+        del self.outputs[num_outputs:]
 
 
 class _Tracing:
@@ -240,8 +240,8 @@ def trace_step(
     except Exception as error:
         problem = trace_problem(tracing.name, error, tracing.phases.stepping)
         raise PlanError(problem, "the train step could not be traced") from error
-    made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
-    capture = Capture(module, *made, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
+    parts = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
+    capture = Capture(module, *parts, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
     capture.groups = _groups(step_state)  # for fused kernels, which take plain floats
     for name, param in tracing.fakes.params.items():
         if param.requires_grad != step_state.params[name].requires_grad:
@@ -332,8 +332,8 @@ def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
     text = f"{type(error).__name__}: {error}".strip().splitlines()
     if optimizer:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
-        found = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
-        return Problem("not-traceable", name, found=found, hint=hint)
+        reason = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
+        return Problem("not-traceable", name, found=reason, hint=hint)
     hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
     if not asks_for_values(error):
         hint = "see the error: the step gets model, optimizer and batch, and must run on tensors without values there"
@@ -404,7 +404,7 @@ def _check_constants(module: fx.GraphModule) -> None:
         tensor = getattr(module, str(node.target))
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not isinstance(tensor, FakeTensor):
             hint = "pass the module that holds it as an argument of the train step"
-            found = f"a tensor of shape {tuple(tensor.shape)} that requires grad is reached through a closure"
-            problems.append(Problem("parameter-in-closure", str(node.target), found=found, hint=hint))
+            reason = f"a tensor of shape {tuple(tensor.shape)} that requires grad is reached through a closure"
+            problems.append(Problem("parameter-in-closure", str(node.target), found=reason, hint=hint))
     if problems:
         raise PlanError(problems)

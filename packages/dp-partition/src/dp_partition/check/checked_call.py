@@ -162,23 +162,23 @@ class CheckedCall:
 
     def conclude(self, ended: Ended, result: Any, draws_alike: bool) -> None:
         """Compare, and raise on every rank what any rank found."""
-        found: list[Difference] = []
+        mismatches: list[Difference] = []
         if ended.outcome is not None:
             graph = live_outcome(self.binding, self.arguments, result, self.before.local)
             graph.add_gradients(self.gradients)
-            found = differences(graph, ended.outcome)
+            mismatches = differences(graph, ended.outcome)
             if not draws_alike:
-                found.append(Difference("random numbers", math.inf, "generators stand elsewhere after the graph"))
+                mismatches.append(Difference("random numbers", math.inf, "generators stand elsewhere after the graph"))
             self.count_gradients(ended.outcome)
-        rows = self.gather((ended.unchecked, len(found)))
+        rows = self.gather((ended.unchecked, len(mismatches)))
         reason = next((text for text, _ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
             self.program.is_checked = True  # another check of it would end in the same way
             return
         if any(count for _, count in rows):
-            found = self.judged(found, ended.outcome)  # communicates: all ranks take part
-        self.raise_mismatch(found)
+            mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
+        self.raise_mismatch(mismatches)
         self.program.is_checked = True
         self.runner.num_checked += 1
 
@@ -231,7 +231,7 @@ class CheckedCall:
         hint = "report it with the step; check='never' trains on without this check"
         for rank, row in enumerate(rows):
             for name, text, noise in row:
-                if all(name != known.name for known in problems):
+                if all(name != problem.name for problem in problems):
                     right = f" (right results lie {noise:.0e} apart)" if noise else ""
                     where = f"rank {rank}, " if self.communicates else ""
                     problems.append(Problem("check-mismatch", name, found=f"{where}{text}{right}", hint=hint))
@@ -259,7 +259,7 @@ class CheckedCall:
         """Copy the step, with gradients left by earlier calls for it to clear."""
         copied = copy_step(self.runner.function, self.arguments, self.binding, transform)
         if self.runner.schedule.calls > 1:
-            programs = [one for known in self.runner.programs.values() for one in known]
+            programs = [one for same_key in self.runner.programs.values() for one in same_key]
             for name in {name for one in programs for name in one.capture.left}:
                 # The graph leaves no gradients: existing ones must not matter to the step.
                 copied.step_state.params[name].grad = torch.ones_like(copied.step_state.params[name])
@@ -327,7 +327,7 @@ class CheckedCall:
         """Return True if some rank has traced a graph not yet run by a check."""
         if not self.is_shared:
             return False
-        programs = [one for known in self.runner.programs.values() for one in known]
+        programs = [one for same_key in self.runner.programs.values() for one in same_key]
         return any(self.gather(any(not one.is_checked for one in programs)))
 
     def not_checkable(self) -> str:

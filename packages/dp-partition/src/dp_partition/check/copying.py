@@ -148,9 +148,9 @@ class Copier:
         return {name: table[name] for name in names_used(function) if name in table and id(table[name]) in self.owned}
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
-        known = self.replaced.get(id(value))
-        if known is not None:
-            return known
+        replacement = self.replaced.get(id(value))
+        if replacement is not None:
+            return replacement
         source = local_tensor(value) if type(value) is not torch.Tensor else value
         copied = self.transform(source.detach().clone())
         if isinstance(value, torch.nn.Parameter):
@@ -182,8 +182,8 @@ class _Pickler(pickle.Pickler):
             own = self.copier.owned_globals(obj)
             names = (obj.__module__, obj.__qualname__, obj.__doc__)
             state = (obj.__defaults__, obj.__kwdefaults__, vars(obj), *names, own)
-            made = (obj.__code__, obj.__globals__, obj.__name__, obj.__closure__, bool(own))
-            return _make_function, made, state, None, None, _fill_function
+            arguments = (obj.__code__, obj.__globals__, obj.__name__, obj.__closure__, bool(own))
+            return _make_function, arguments, state, None, None, _fill_function
         if kind is types.MethodType:
             return types.MethodType, (obj.__func__, obj.__self__)
         if isinstance(obj, weakref.ref) and not isinstance(obj, weakref.WeakMethod):
@@ -210,10 +210,10 @@ class _Nothing:
 
 def is_importable(function: types.FunctionType) -> bool:
     """Return True for a function under its name in a module, or without state."""
-    found: Any = sys.modules.get(function.__module__ or "")
+    target: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is function or (function.__closure__ is None and not function.__defaults__ and not vars(function))
+        target = getattr(target, part, None)
+    return target is function or (function.__closure__ is None and not function.__defaults__ and not vars(function))
 
 
 def _contents(cell: types.CellType) -> tuple[Any, ...]:

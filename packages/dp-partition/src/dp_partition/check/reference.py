@@ -109,9 +109,9 @@ def copy_step(
         raise CannotCopyError(f"{_first_uncopied(function, args, kwargs, replaced)}: {error}") from error
     for optimizer in optimizers:
         choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
-    made = StepState(modules, optimizers)
-    index_tensors(made)  # the names of the live step
-    return StepCopy(new_function, new_args, new_kwargs, made)
+    copied_state = StepState(modules, optimizers)
+    index_tensors(copied_state)  # the names of the live step
+    return StepCopy(new_function, new_args, new_kwargs, copied_state)
 
 
 def full_copy(placed: torch.Tensor) -> torch.Tensor:
@@ -163,8 +163,8 @@ def run_reference(
     except PeerStoppedError:
         if average.stopped == OUT_OF_MEMORY:
             return Ended(unchecked="out of memory on another rank")
-        found = "raises on another rank" if average.stopped == FAILED else "runs other backward passes on other ranks"
-        return Ended(unchecked=f"the eager run {found}")
+        text = "raises on another rank" if average.stopped == FAILED else "runs other backward passes on other ranks"
+        return Ended(unchecked=f"the eager run {text}")
     except NotComparableError as reason:
         _tell(average, FINISHED)  # peers may wait in an average
         return Ended(unchecked=f"the step {reason}")
@@ -303,11 +303,11 @@ def _generator_states() -> list[torch.Tensor]:
 
 def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> dict[str, torch.Tensor]:
     """Return this rank's shards of a copy's tensors."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def enter(name: str, tensor: torch.Tensor, like: torch.Tensor | None) -> None:
         part = shard_like(tensor.detach(), like, binding)
-        found[name] = part.clone() if clone else part
+        tensors[name] = part.clone() if clone else part
 
     for fqn, param in step_state.params.items():
         enter(fqn, param, binding.params[fqn])
@@ -331,7 +331,7 @@ def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> 
             for place, value in enumerate(pytree.tree_leaves(entries)):
                 if not isinstance(owner, torch.Tensor) and isinstance(value, torch.Tensor):
                     enter(f"optim{number} state {index}.{place} under no parameter", value, None)
-    return found
+    return tensors
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor | None, binding: Binding) -> torch.Tensor:
@@ -383,8 +383,8 @@ def argument_values(arguments: Any, rows: Callable[[torch.Tensor], torch.Tensor]
 def argument_gradients(arguments: Any, rows: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's rows of the gradients of tensor arguments, by name."""
     leaves = enumerate(pytree.tree_leaves(arguments))
-    found = {index: leaf.grad for index, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf}
-    return {f"argument {index}": rows(gradient) for index, gradient in found.items() if _is_dense(gradient)}
+    gradients = {index: leaf.grad for index, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf}
+    return {f"argument {index}": rows(gradient) for index, gradient in gradients.items() if _is_dense(gradient)}
 
 
 def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
@@ -394,18 +394,18 @@ def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 def numbers_of(step_state: StepState) -> dict[str, Any]:
     """Return plain values of optimizers, and modes of modules and parameters, by name."""
-    found: dict[str, Any] = {f"{name} requires_grad": p.requires_grad for name, p in step_state.params.items()}
+    numbers: dict[str, Any] = {f"{name} requires_grad": p.requires_grad for name, p in step_state.params.items()}
     for prefix, root in step_state.modules:
-        found |= {f"{path}.training": module.training for path, module in root.named_modules(prefix=prefix)}
+        numbers |= {f"{path}.training": module.training for path, module in root.named_modules(prefix=prefix)}
     names = {id(param): fqn for fqn, param in step_state.params.items()}
     states = states_by_id(step_state.optimizers)
     for number, optimizer in enumerate(step_state.optimizers):
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, bool | int | float | str | tuple):
-                    found[f"optim{number}.param_groups[{index}][{key!r}]"] = value
+                    numbers[f"optim{number}.param_groups[{index}][{key!r}]"] = value
         for param, state in states[number].items():
             for entry, value in state.items():
                 if isinstance(value, bool | int | float | str) and param in names:
-                    found[state_name(number, names[param], entry)] = value
-    return found
+                    numbers[state_name(number, names[param], entry)] = value
+    return numbers

@@ -42,22 +42,22 @@ class Difference:
 
 def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
     """Return values with differences beyond usual rounding; results first."""
-    found = _result_differences(graph, reference)
+    mismatches = _result_differences(graph, reference)
     largest = _largest_changes(reference)
     for name, want in reference.tensors.items():
         if name not in graph.tensors:
-            found.append(Difference(name, math.inf, "the graph makes no such state"))
+            mismatches.append(Difference(name, math.inf, "the graph makes no such state"))
             continue
         got, before = graph.tensors[name], reference.before.get(name)
         # Rounding of other values that cancel to (nearly) nothing here, for example in the gradient of a centred bias.
         floor = _ROUNDING.get(want.dtype, 1.2e-7) * largest.get(_kind(name), 0.0) * math.sqrt(want.numel())
         error = relative_error(got, want, before=before, noise=floor)
         if error > tolerance(want):
-            found.append(Difference(name, error, first_difference(got, want)))
+            mismatches.append(Difference(name, error, first_difference(got, want)))
     for name, number in reference.numbers.items():
         if name in graph.numbers and not _equal(graph.numbers[name], number):
-            found.append(Difference(name, math.inf, f"{graph.numbers[name]!r}, expected {number!r}"))
-    return found
+            mismatches.append(Difference(name, math.inf, f"{graph.numbers[name]!r}, expected {number!r}"))
+    return mismatches
 
 
 def _kind(name: str) -> str:
@@ -80,16 +80,16 @@ def _result_differences(graph: Outcome, reference: Outcome) -> list[Difference]:
     if len(graph.leaves) != len(reference.leaves):
         counts = f"{len(graph.leaves)} values, expected {len(reference.leaves)}"
         return [Difference("result", math.inf, counts)]
-    found = []
+    mismatches = []
     for index, (got, want) in enumerate(zip(graph.leaves, reference.leaves, strict=True)):
         name = "result" if len(graph.leaves) == 1 else f"result {index}"
         if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
             error = relative_error(got, want)
             if error > tolerance(want):
-                found.append(Difference(name, error, first_difference(got, want)))
+                mismatches.append(Difference(name, error, first_difference(got, want)))
         elif not _equal(got, want):
-            found.append(Difference(name, _number_error(got, want), f"{got!r:.80}, expected {want!r:.80}"))
-    return found
+            mismatches.append(Difference(name, _number_error(got, want), f"{got!r:.80}, expected {want!r:.80}"))
+    return mismatches
 
 
 def measure(name: str, one: Outcome, reference: Outcome) -> float:

@@ -142,12 +142,12 @@ class GradientReducer:
         runs, ends, fails = row.tolist()
         self.has_raised = bool(fails or (runs and ends))
         if fails:
-            found = f"another rank raised in call {self.calls}"
-            raise PlanError(Problem("rank-failed", self.name, found=found, hint="see the traceback of that rank"))
+            reason = f"another rank raised in call {self.calls}"
+            raise PlanError(Problem("rank-failed", self.name, found=reason, hint="see the traceback of that rank"))
         if runs and ends:
-            found = "ranks run different numbers of backward passes, so their gradients do not belong together"
+            reason = "ranks run different numbers of backward passes, so their gradients do not belong together"
             hint = "decide on values that are equal on all ranks, for example after dist.all_reduce"
-            raise PlanError(Problem("ranks-diverge", self.name, found=found, hint=hint))
+            raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
 
     def _leave(self, error: Exception) -> None:
         """Meet the peers once more, at their next exchange, to make them raise too."""
@@ -281,8 +281,8 @@ class GradientReducer:
     def _raise_if_failed(self, failed: bool) -> None:
         if failed:
             self.has_raised = True
-            found = f"another rank raised in backward pass {self.index} of call {self.calls}"
-            raise PlanError(Problem("rank-failed", self.name, found=found, hint="see the traceback of that rank"))
+            reason = f"another rank raised in backward pass {self.index} of call {self.calls}"
+            raise PlanError(Problem("rank-failed", self.name, found=reason, hint="see the traceback of that rank"))
 
     # ---- first runs of a pass ---------------------------------------------------------------------------------------
 

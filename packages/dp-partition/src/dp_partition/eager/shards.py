@@ -140,8 +140,8 @@ def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
     """Return the updates of each parameter by steps of a copy, from random gradients."""
     copied = object.__new__(type(optimizer))
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    kept = {k: v for k, v in vars(optimizer).items() if k != "step"}  # a scheduler's wrapper would step the live one
-    vars(copied).update(copy.deepcopy({k: v for k, v in kept.items() if k not in hooks}))
+    state = {k: v for k, v in vars(optimizer).items() if k != "step"}  # a scheduler's wrapper would step the live one
+    vars(copied).update(copy.deepcopy({k: v for k, v in state.items() if k not in hooks}))
     vars(copied).update({name: collections.OrderedDict() for name in hooks})
     generator = torch.Generator().manual_seed(0)
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
@@ -239,9 +239,9 @@ def _retire(name: str, parameter: nn.Parameter) -> None:
 
 
 def _raise_retired(name: str) -> NoReturn:
-    found = "shards have replaced it, where an object holds it that the step's arguments and globals do not name"
+    reason = "shards have replaced it, where an object holds it that the step's arguments and globals do not name"
     hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
-    raise PlanError(Problem("parameter-replaced", name, found=found, hint=hint))
+    raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
 
 
 def placement_of(mesh: DeviceMesh) -> Place:
@@ -263,8 +263,8 @@ def _refuse_writes(unit: FSDPModule) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and versions.get((module, name), parameter._version) != parameter._version:
                 hint = 'use style="replicate", or write the parameter outside of forward'
-                found = "a forward writes a gathered parameter"
-                raise PlanError(Problem("parameter-replaced", name, found=found, hint=hint))
+                reason = "a forward writes a gathered parameter"
+                raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
 
     for module in unit.modules():  # type: ignore[attr-defined]  # an FSDPModule is a module
         module.register_load_state_dict_pre_hook(place_loaded)
@@ -327,12 +327,12 @@ class ClosedTraps(TorchFunctionMode):
                 return _set_data(*args)
             elif func in self._HOOKS and isinstance(args[0], nn.Parameter):
                 hint = 'use register_post_accumulate_grad_hook, or style="replicate"'
-                found = "a gradient hook on a parameter in shards would never run"
-                raise PlanError(Problem("parameter-hooks", found=found, hint=hint))
+                reason = "a gradient hook on a parameter in shards would never run"
+                raise PlanError(Problem("parameter-hooks", found=reason, hint=hint))
             name = getattr(func, "__name__", "")
             if is_written(name) and (name == "__setitem__" or args[0] in self.views):
-                found, hint = f"a view of shards is written ({name})", 'write full tensors, or use style="replicate"'
-                raise PlanError(Problem("parameter-replaced", found=found, hint=hint))
+                reason, hint = f"a view of shards is written ({name})", 'write full tensors, or use style="replicate"'
+                raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
             result = func(*args, **(kwargs or {}))
             if name in self._VIEWS:
                 self.views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
@@ -343,7 +343,7 @@ class ClosedTraps(TorchFunctionMode):
 def _set_data(parameter: DTensor, value: torch.Tensor) -> None:
     if not isinstance(value, DTensor):
         hint = 'write in place under torch.no_grad(), or use style="replicate"'
-        found = "`.data =` with a plain tensor, where the parameter lies in shards"
-        raise PlanError(Problem("parameter-replaced", found=found, hint=hint))
+        reason = "`.data =` with a plain tensor, where the parameter lies in shards"
+        raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
     with torch.no_grad():
         parameter.detach().copy_(value)

@@ -164,8 +164,8 @@ class EagerStep:
         assert self.reducer is not None
         self.reducer.remove()  # shards are reduced by FSDP2
         self.parameters = shard(reach, self.parameters, self.units, self.mesh)
-        kept = {name: p for name, p in self.parameters.items() if name in self.units.full}
-        self.reducer = GradientReducer(kept, flat_group(self.mesh), self.bucket_bytes, self.name)
+        full = {name: p for name, p in self.parameters.items() if name in self.units.full}
+        self.reducer = GradientReducer(full, flat_group(self.mesh), self.bucket_bytes, self.name)
         take = partial(shards.place_loaded_state, layout)  # full state of a checkpoint
         self.handles = [one.register_load_state_dict_post_hook(take) for one in self.optimizers]
         self.is_placed = True
@@ -177,7 +177,7 @@ class EagerStep:
         if self.full == "refuse":
             hint = 'full="keep" trains with them full'
             rows = [(names[0], f"{len(names)}: {why}") for why, names in causes.items()]
-            raise PlanError([Problem("full-parameters", name, found=found, hint=hint) for name, found in rows])
+            raise PlanError([Problem("full-parameters", name, found=row, hint=hint) for name, row in rows])
         why, names = next(iter(causes.items()))
         text = f"{len(self.units.full)} of {len(self.parameters)} parameters stay full on every rank"
         warnings.warn(f"{self.name}: {text}: {names[0]} {why}", stacklevel=5)
@@ -205,11 +205,11 @@ class EagerStep:
             text = "in FSDP2's shards after this call" if self.is_sharded else "parameters replicated"
             warnings.warn(f"{self.name} runs eagerly, {text}: {self.reason}", stacklevel=4)
         group = flat_group(self.mesh)
-        known = {id(p) for p in self.parameters.values()}
+        ids = {id(p) for p in self.parameters.values()}
         buffers = [buffer for module in reach.modules for buffer in module.buffers()]
         with torch.no_grad():
             for tensor in [*parameters.values(), *buffers]:
-                if id(tensor) not in known and self.mesh.size() > 1:
+                if id(tensor) not in ids and self.mesh.size() > 1:
                     _broadcast(tensor, group)
         self.parameters, self.modules = parameters, reach.modules
         self.reducer = GradientReducer(parameters, group, self.bucket_bytes, self.name)
@@ -228,9 +228,9 @@ class EagerStep:
         self.num_compared += 1
         names = [name for name in sums if any(row.get(name) != sums[name] for row in rows)]
         if names:
-            found = f"{len(names)} of {len(sums)} parameters differ between ranks after call {self.num_calls}"
+            reason = f"{len(names)} of {len(sums)} parameters differ between ranks after call {self.num_calls}"
             hint = "write the same values on every rank: reduce what a rank computes from its own batch first"
-            raise PlanError([Problem("ranks-diverge", name, found=found, hint=hint) for name in names[:8]])
+            raise PlanError([Problem("ranks-diverge", name, found=reason, hint=hint) for name in names[:8]])
 
     @contextmanager
     def unsharded(self, *, writeback: bool = True) -> Iterator[None]:
@@ -310,16 +310,16 @@ class EagerStep:
 
     def _has_new_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if a module has new parameters, or a call brings another module."""
-        known = {id(p) for p in self.parameters.values()}
-        given = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
-        return any(id(p) not in known for module in (*self.modules, *given) for p in module.parameters())
+        ids = {id(p) for p in self.parameters.values()}
+        modules = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
+        return any(id(p) not in ids for module in (*self.modules, *modules) for p in module.parameters())
 
 
 def _problems(name: str, reach: Reach, parameters: dict[str, nn.Parameter], is_first: bool) -> list[Problem]:
     problems: list[Problem] = []
     if not parameters:
-        found, hint = "no model in its arguments, closure or globals", "pass the model to the step"
-        problems.append(Problem("wrong-type", name, found=found, hint=hint))
+        reason, hint = "no model in its arguments, closure or globals", "pass the model to the step"
+        problems.append(Problem("wrong-type", name, found=reason, hint=hint))
     for module in (inner for root in reach.modules for inner in root.modules()):
         if isinstance(module, nn.parallel.DistributedDataParallel):
             hint = "pass the model inside it; the step averages gradients itself"

@@ -98,10 +98,10 @@ class Watch(TorchFunctionMode):
 
     def _note_outside(self, name: str, tensors: list[torch.Tensor], result: Any) -> None:
         """Follow values computed from parameters: combined with a plain tensor, they would fail on shards."""
-        known = [self.origins[x] for x in tensors if x in self.origins]
-        if not known:
+        origins = [self.origins[x] for x in tensors if x in self.origins]
+        if not origins:
             return
-        names = frozenset[str]().union(*known)
+        names = frozenset[str]().union(*origins)
         if name in ("numpy", "__array__") or any(x not in self.origins and x.numel() > 1 for x in tensors):
             reason = f"is combined with a plain tensor ({name})" if len(tensors) > 1 else "is read as an array"
             self.reasons = dict.fromkeys(names, reason) | self.reasons

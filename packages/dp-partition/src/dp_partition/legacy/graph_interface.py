@@ -361,9 +361,9 @@ def _batch_placement(node: fx.Node, value: torch.Tensor, batch_dim: int, world: 
     if value.ndim <= batch_dim:
         return Replicate()
     if value.shape[batch_dim] % world:
-        found = f"global batch of {value.shape[batch_dim]} rows over {world} ranks"
+        reason = f"global batch of {value.shape[batch_dim]} rows over {world} ranks"
         hint = "every rank must have as many rows as the others"
-        raise PlanError(Problem("uneven-shards", node.name, dim=batch_dim, found=found, hint=hint))
+        raise PlanError(Problem("uneven-shards", node.name, dim=batch_dim, found=reason, hint=hint))
     return Shard(batch_dim)
 
 

@@ -98,8 +98,8 @@ class _Timing:
         self.writes: dict[fx.Node, list[int]] = {}
         for position, node in enumerate(nodes):
             for written in mutated_inputs(node):
-                for known in {written, root_of(written)}:
-                    self.writes.setdefault(known, []).append(position)
+                for written_node in {written, root_of(written)}:
+                    self.writes.setdefault(written_node, []).append(position)
 
     def first_use(self, move: Move) -> int:
         """Return the position of the result's first use."""

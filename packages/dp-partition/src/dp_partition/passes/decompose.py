@@ -61,8 +61,8 @@ def _splice(module: GraphModule, node: fx.Node, recipe: Callable[..., Any], mode
     sources = list(node.all_input_nodes)
 
     def run(*values: Any) -> Any:
-        known = dict(zip(sources, values, strict=True))
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
+        env = dict(zip(sources, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: env[n])
         result = recipe(*args, **kwargs)
         return tuple(result) if isinstance(result, tuple) else result  # a plain tuple: fx would record a named one
 

@@ -151,8 +151,8 @@ class Inserter:
             return
         if not isinstance(plan.output, Placement):
             hint = "draw the numbers with torch.rand_like or dropout of a tensor that carries the batch"
-            found = "draws numbers that all ranks share, and returns several tensors"
-            raise PlanError(Problem("random-replay", f"node {node.name} ({node.target})", found=found, hint=hint))
+            reason = "draws numbers that all ranks share, and returns several tensors"
+            raise PlanError(Problem("random-replay", f"node {node.name} ({node.target})", found=reason, hint=hint))
         with self.module.graph.inserting_after(node):
             shared = self.mover.call(aten.copy_.default, node, node)  # the source is set below
         with self.module.graph.inserting_before(shared):
@@ -165,27 +165,27 @@ class Inserter:
         """Return the node with ``source`` at the wanted placement, moved if needed."""
         if not self.versions[source]:
             self.versions[source] = {self.native[source]: self.take_again(source, before)}
-        known = self.versions[source]
+        versions = self.versions[source]
         phase = meta_of(before).get("phase")
         again = "gather_again" in meta_of(source) and wanted == Replicate() and phase == "backward"
-        if wanted in known and not (again and self.gathered.get(source) == "forward"):
-            return known[wanted]
+        if wanted in versions and not (again and self.gathered.get(source) == "forward"):
+            return versions[wanted]
         if again:
-            known.pop(Replicate(), None)  # forward's copy must not live on
-        origin = _best_origin(known, wanted)
+            versions.pop(Replicate(), None)  # forward's copy must not live on
+        origin = _best_origin(versions, wanted)
         if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
-            return known[origin]  # each rank's own values: nothing to move
+            return versions[origin]  # each rank's own values: nothing to move
         if isinstance(origin, Partial) and isinstance(wanted, Shard) and self.plans[source].reduce_whole:
-            known[Replicate()] = self.version(source, Replicate(), before)
+            versions[Replicate()] = self.version(source, Replicate(), before)
             origin = Replicate()
         shape = tuple(source.meta["val"].shape)
         with self.module.graph.inserting_before(before):
-            start = known[origin]
+            start = versions[origin]
             result = self.mover.move(start, origin, wanted, shape)
         self.describe(start, result, source, before)
         kind, like = meta_of(source).get("node_type"), source.meta["val"]
         self.moves.append(Move(start, result, origin, wanted, shape, kind, before, like))
-        known[wanted] = result
+        versions[wanted] = result
         self.gathered[source] = str(phase)
         return result
 
@@ -206,16 +206,16 @@ class Inserter:
         memory = root_of(self.version(source, placement, node))
         root = self.roots.get(source, source)
         for relative in self.family.get(root, ()):
-            known = {
+            versions = {
                 lies: one
                 for lies, one in self.versions[relative].items()
                 if root_of(one) is memory and (isinstance(lies, Shard) or not isinstance(placement, Shard))
             }
             if relative in self.homes and root_of(self.homes[relative][1]) is not memory:
-                known = self.write_back(node, relative, known)
-            elif not known and relative not in self.taken and any(node < user for user in relative.users):
+                versions = self.write_back(node, relative, versions)
+            elif not versions and relative not in self.taken and any(node < user for user in relative.users):
                 raise self.lost(node, relative)
-            self.versions[relative] = known
+            self.versions[relative] = versions
 
     def write_back(self, node: fx.Node, source: fx.Node, known: dict[Placement, fx.Node]) -> dict[Placement, fx.Node]:
         """Copy the rank's shard of a written full copy back to the tensor."""
@@ -231,8 +231,8 @@ class Inserter:
         return {placement: home, Replicate(): full}
 
     def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
-        found = f"writes a copy of {source.name}, which is used later where it was"
-        return PlanError(Problem("shared-memory", f"node {node.name} ({node.target})", found=found))
+        reason = f"writes a copy of {source.name}, which is used later where it was"
+        return PlanError(Problem("shared-memory", f"node {node.name} ({node.target})", found=reason))
 
     def take_again(self, view: fx.Node, before: fx.Node) -> fx.Node:
         """Take a view of its base again: it was a view of another copy than the written one."""
@@ -273,9 +273,9 @@ def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placemen
 def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return gradients by node, if it is the parameter's only one in the step: several are incomplete until summed."""
     means = {node: str(meta_of(node)["mean_gradient"]) for node in graph.nodes if "mean_gradient" in meta_of(node)}
-    found = means or {node: gradient_name(node) for node in graph.nodes if is_gradient(node)}
-    counts = Counter(found.values())
-    return {node: name for node, name in found.items() if name and counts[name] == 1}
+    gradients = means or {node: gradient_name(node) for node in graph.nodes if is_gradient(node)}
+    counts = Counter(gradients.values())
+    return {node: name for node, name in gradients.items() if name and counts[name] == 1}
 
 
 def erase_tags(graph: fx.Graph) -> None:

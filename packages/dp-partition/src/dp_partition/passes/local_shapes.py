@@ -18,9 +18,9 @@ class _Recorder(fx.Interpreter):
         try:
             value = super().run_node(n)
         except Exception as error:
-            found = f"{type(error).__name__}: {error}".splitlines()[0][:400]
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:400]
             hint = "this is a defect of dp-partition's rule for the operator"
-            raise PlanError(Problem("shape-mismatch", f"node {n.name} ({n.target})", found=found, hint=hint)) from error
+            raise PlanError(Problem("shape-mismatch", f"node {n.name} ({n.target})", found=text, hint=hint)) from error
         n.meta["val"] = value
         n.meta.pop("tensor_meta", None)  # of the global value
         return value

@@ -59,7 +59,7 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
 
 def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
     """Return values passed from the repeated part to the optimizer or the caller; refuse those without a mean."""
-    found, problems = [], []
+    crossing, problems = [], []
     for node in body:
         users = [user for user in node.users if user in rest]
         if not users:
@@ -67,7 +67,7 @@ def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
         value = node.meta.get("val")
         scalar = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 0
         if node.target is TAG_GRAD or _copies_gradient(node) or (scalar and all(user.op == "output" for user in users)):
-            found.append(node)
+            crossing.append(node)
         elif node.op != "get_attr":
             hint = "return scalar results only, and use nothing but gradients after backward"
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -76,15 +76,15 @@ def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
             )
     if problems:
         raise PlanError(problems, "the step cannot be run on micro-batches")
-    return found
+    return crossing
 
 
 def _copies_gradient(node: fx.Node) -> bool:
     """Return True if autograd copies a gradient here: a view gets memory with its parameter's strides."""
     written = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
     sources = [user.args[1] for user in written]
-    made = node.target in (aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default)
-    return made and len(sources) == 1 and _is_view_of_gradient(sources[0])
+    is_new = node.target in (aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default)
+    return is_new and len(sources) == 1 and _is_view_of_gradient(sources[0])
 
 
 def _is_view_of_gradient(node: Any) -> bool:

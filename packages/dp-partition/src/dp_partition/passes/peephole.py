@@ -31,8 +31,8 @@ def _only_source(row: fx.Node) -> fx.Node | None:
     while len(node.users) == 1:
         base = base_of(node)
         if base is None:
-            made = (is_op(node) or node.target is operator.getitem) and not mutated_inputs(node)
-            return node if made else None
+            is_pure = (is_op(node) or node.target is operator.getitem) and not mutated_inputs(node)
+            return node if is_pure else None
         node = base
     return None
 

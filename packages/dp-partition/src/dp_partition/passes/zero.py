@@ -59,10 +59,10 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
 
 def _early_views(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
     """Return early views of a parameter with late uses, each after its base."""
-    found: list[fx.Node] = []
+    views: list[fx.Node] = []
     for user in node.users:
         if user not in late and base_of(user) is node:
             behind = _early_views(user, late)
             if behind or any(one in late for one in user.users):
-                found += [user, *behind]
-    return found
+                views += [user, *behind]
+    return views

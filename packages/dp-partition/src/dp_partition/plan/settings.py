@@ -106,7 +106,7 @@ class Settings:
 
     def problems(self) -> list[Problem]:
         """Return the problems of the choices, by themselves and together."""
-        found = [  # every choice, not only the first wrong one
+        result = [  # every choice, not only the first wrong one
             *_choice("semantics", self.semantics, ("local", "global")),
             *_choice("backend", self.backend, ("eager", "inductor")),
             *_choice("check", self.check, ("sampled", "first", "never")),
@@ -115,29 +115,29 @@ class Settings:
         ]
         if self.semantics == "global" and self.accumulate > 1:
             text = f"accumulate={self.accumulate}, global semantics"
-            found.append(Problem("cannot-accumulate", "accumulate", found=text, hint="use semantics='local'"))
+            result.append(Problem("cannot-accumulate", "accumulate", found=text, hint="use semantics='local'"))
         if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:  # rules know one axis
             text = "hybrid, global semantics"
-            found.append(Problem("conflicting-arguments", "style", found=text, hint="use semantics='local'"))
+            result.append(Problem("conflicting-arguments", "style", found=text, hint="use semantics='local'"))
         if self.capture == "never" and self.needs_graph():  # no eager way to do it
             hint = "leave it out, or use capture='always'"
-            found.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
+            result.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
         if not all(isinstance(dim, int) for dim in self.dynamic):
             hint = "pass a dim, or several"
-            found.append(Problem("invalid-argument", "mark_dynamic", found=repr(self.dynamic), hint=hint))
+            result.append(Problem("invalid-argument", "mark_dynamic", found=repr(self.dynamic), hint=hint))
         if self.dynamic and (self.semantics, self.accumulate, self.backend) != ("local", 1, "eager"):
             hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
             found_ = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
-            found.append(Problem("conflicting-arguments", "mark_dynamic", found=found_, hint=hint))
+            result.append(Problem("conflicting-arguments", "mark_dynamic", found=found_, hint=hint))
         dtype: object = self.comm.reduce_dtype  # not checked yet
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"
-            found.append(Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint))
+            result.append(Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint))
         if self.accumulate < 1 or self.comm.prefetch < 0 or self.comm.bucket_bytes < 0:
-            found.append(
+            result.append(
                 Problem("invalid-argument", "accumulate, prefetch or bucket_mb", found="a number below its least")
             )
-        return found
+        return result
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Problem]:

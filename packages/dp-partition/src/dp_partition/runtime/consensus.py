@@ -60,11 +60,11 @@ def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping
     """
     if mesh.size() == 1:  # no one to compare with
         return attempt()[0]
-    made, error = capture_errors(attempt)
-    lines = [] if made is None else [f"{key}: {value}" for key, value in made[1].items()]
+    attempted, error = capture_errors(attempt)
+    lines = [] if attempted is None else [f"{key}: {value}" for key, value in attempted[1].items()]
     assert_consistent(mesh, name, lines, error, hint=HINT)
-    assert made is not None
-    return made[0]
+    assert attempted is not None
+    return attempted[0]
 
 
 def announce(label: str, rank: int) -> None:
@@ -110,8 +110,8 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
                 dist.broadcast(travelling, group=group, group_src=0)
             flat = travelling.to(flat.device)
             pieces = torch.split(flat, [tensors[name].numel() for name in part])
-            for name, piece in zip(part, pieces, strict=True):
-                result[name] = torch.empty_like(tensors[name]).copy_(piece.view(tensors[name].shape))
+            for name, chunk in zip(part, pieces, strict=True):
+                result[name] = torch.empty_like(tensors[name]).copy_(chunk.view(tensors[name].shape))
     return result
 
 

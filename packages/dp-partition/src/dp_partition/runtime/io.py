@@ -43,8 +43,8 @@ def reconcile(binding: Binding) -> OptimizerReads:
                 fqn = binding.names.get(id(param))
                 if fqn is None:
                     hint = "call release() on the step first, and pass the module that holds it"
-                    found = f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter"
-                    problems.append(Problem("parameter-not-in-module", f"optimizer {number}", found=found, hint=hint))
+                    reason = f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter"
+                    problems.append(Problem("parameter-not-in-module", f"optimizer {number}", found=reason, hint=hint))
                 elif param.requires_grad or id(param) in states:
                     state, seen = states.get(id(param)), binding.seen.get((number, fqn))
                     # The same objects as at the last call still have their layout: the usual case.
@@ -76,15 +76,15 @@ def _reconcile_state(
             continue  # numbers and scalars need no placement
         if isinstance(value, DTensor):
             if value.device_mesh != binding.mesh or tuple(value.placements) != tuple(wanted):
-                found = f"lies as {tuple(value.placements)} on {value.device_mesh}, not as {tuple(wanted)}"
+                reason = f"lies as {tuple(value.placements)} on {value.device_mesh}, not as {tuple(wanted)}"
                 hint = "load it into the state that is there, or load full tensors"
-                problems.append(Problem("state-device", f"{fqn} {key}", found=found, hint=hint))
+                problems.append(Problem("state-device", f"{fqn} {key}", found=reason, hint=hint))
         elif value.shape == param.shape:
             state[key] = binding.place_state(fqn, value, full=True)
         if key in shapes and state[key].shape != shapes[key]:
-            found = f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}"
+            reason = f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}"
             hint = "load state that was saved for this model"
-            problems.append(Problem("shape-mismatch", f"{fqn} {key}", found=found, hint=hint))
+            problems.append(Problem("shape-mismatch", f"{fqn} {key}", found=reason, hint=hint))
     if not problems:
         binding.seen[number, fqn] = tuple(state.values())
         binding.state_shapes[number, fqn] = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
@@ -100,7 +100,7 @@ def _check_structure(binding: Binding) -> None:
         hint = "call release() on the step first"
         changes = [(name, "was not there when the step was placed") for name in sorted(now - before)]
         changes += [(name, "is not there any more") for name in sorted(before - now)]
-        raise PlanError([Problem("model-changed", name, found=found, hint=hint) for name, found in changes])
+        raise PlanError([Problem("model-changed", name, found=change, hint=hint) for name, change in changes])
     binding.index_slots()
     binding.built = binding.step_state.reads.structure
 
@@ -111,13 +111,13 @@ def _reconcile_buffers(binding: Binding) -> None:
         now = module._buffers.get(attribute)
         if now is None:
             hint = "call release() on the step first"
-            found = "is None, and was a tensor when the step was placed"
-            raise PlanError(Problem("model-changed", fqn, found=found, hint=hint))
+            reason = "is None, and was a tensor when the step was placed"
+            raise PlanError(Problem("model-changed", fqn, found=reason, hint=hint))
         if now is step_state.buffers[name]:
             continue
         if fqn != name:
-            found, hint = f"is no longer the buffer that {name} is", "call release() on the step first"
-            raise PlanError(Problem("tied-weights", fqn, found=found, hint=hint))
+            reason, hint = f"is no longer the buffer that {name} is", "call release() on the step first"
+            raise PlanError(Problem("tied-weights", fqn, found=reason, hint=hint))
         step_state.buffers[name] = now
         problems = shared_memory(step_state.buffers)
         if problems:
@@ -136,10 +136,10 @@ def check_no_gradients(step_state: StepState, cleared: bool) -> None:
     """
     if cleared or not step_state.optimizers:
         return
-    found = "holds a gradient from outside the step, to which backward would add"
+    reason = "holds a gradient from outside the step, to which backward would add"
     hint = "call zero_grad() before the step"
     problems = [
-        Problem("python-state", fqn, found=found, hint=hint)
+        Problem("python-state", fqn, found=reason, hint=hint)
         for fqn, param in step_state.params.items()
         if param.grad is not None
     ]

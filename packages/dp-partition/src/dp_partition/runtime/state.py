@@ -117,12 +117,12 @@ class Binding:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return existing optimizer state, under names distinct from those of parameters."""
-        found = {}
+        tensors = {}
         for number, fqn, state in self.states():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{fqn}\0{number}\0{key}"] = value
-        return found
+                    tensors[f"{fqn}\0{number}\0{key}"] = value
+        return tensors
 
     def states(self) -> Iterator[tuple[int, str, dict[Any, Any]]]:
         """Yield the state of every parameter with some."""
@@ -145,9 +145,9 @@ class Binding:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     fqn = fqn_of[id(param)]
-                    known = existing.get((number, fqn))
-                    if has_state(known):
-                        full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in known.items()}
+                    moved = existing.get((number, fqn))
+                    if has_state(moved):
+                        full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in moved.items()}
                         states[fqn] = {k: self.place_state(fqn, v, full=True) for k, v in full.items()}
                     elif param.requires_grad:
                         states[fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
@@ -198,10 +198,10 @@ class Binding:
                 group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
             optimizer.state = state  # keyed by the new parameters
         self.install_modules(params)
-        found = "another parameter has replaced it in the model: no gradient reaches this one"
+        reason = "another parameter has replaced it in the model: no gradient reaches this one"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
         for fqn, old in self.step_state.params.items():
-            mark_stale(old, Problem("parameter-replaced", fqn, found=found, hint=hint))
+            mark_stale(old, Problem("parameter-replaced", fqn, found=reason, hint=hint))
         self.step_state.params = dict(params)
         self.params = dict(params)
         self.names = {id(param): fqn for fqn, param in params.items()}
@@ -231,11 +231,11 @@ class Binding:
             hint = (
                 "write in place under torch.no_grad(), for example p.mul_(0.5), or within unsharded(); then call again"
             )
-            found = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
+            reason = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
             problems += [
-                Problem("parameter-replaced", fqn, found=found, hint=hint)
-                for fqn, key, known in zip(params, keys, self.storage_keys, strict=True)
-                if key != known
+                Problem("parameter-replaced", fqn, found=reason, hint=hint)
+                for fqn, key, key_before in zip(params, keys, self.storage_keys, strict=True)
+                if key != key_before
             ]
             self.hold_storages()  # a second call does not raise
         if problems:
@@ -254,7 +254,7 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
         return
     binding.check_in_place()
     full = {fqn: parameter_like(full_tensor(p), p) for fqn, p in binding.params.items()}
-    made = list(full.items())  # before a load may replace some
+    pairs = list(full.items())  # before a load may replace some
     binding.install_modules(full)
     binding.is_unsharded = True
     try:
@@ -263,10 +263,10 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
         binding.is_unsharded = False
         full |= _module_params(binding)  # load_state_dict(assign=True) installs others
         binding.install_modules(binding.params)
-        found = "stood in the model within unsharded(), which is over"
+        reason = "stood in the model within unsharded(), which is over"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters()"
-        for fqn, parameter in made:
-            mark_stale(parameter, Problem("parameter-replaced", fqn, found=found, hint=hint))
+        for fqn, parameter in pairs:
+            mark_stale(parameter, Problem("parameter-replaced", fqn, found=reason, hint=hint))
     if writeback:
         _write(binding, full)
 
@@ -326,12 +326,12 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _module_params(binding: Binding) -> dict[str, nn.Parameter]:
     """Return the modules' present parameters, by their placed names."""
-    found: dict[str, nn.Parameter] = {}
+    params: dict[str, nn.Parameter] = {}
     for fqn, module, attribute, is_param in binding.slots:
         param = module._parameters.get(attribute) if is_param else None
         if param is not None:
-            found.setdefault(binding.step_state.aliases.get(fqn, fqn), param)
-    return found
+            params.setdefault(binding.step_state.aliases.get(fqn, fqn), param)
+    return params
 
 
 def _write(binding: Binding, full: dict[str, nn.Parameter]) -> None:

@@ -176,8 +176,8 @@ class _Walk:
         earlier = {self.from_gradient[source] for source in node.all_input_nodes if source in self.from_gradient}
         if earlier:
             hint = 'use semantics="global", which takes every derivative of the loss over all rows'
-            found = f"is the gradient of {gradient_name(node)!r} through the gradient of {min(earlier)!r}"
-            self.complain("not-differentiable", node, found, hint)
+            reason = f"is the gradient of {gradient_name(node)!r} through the gradient of {min(earlier)!r}"
+            self.complain("not-differentiable", node, reason, hint)
         self.from_gradient[node] = gradient_name(node)
 
     def visit_python(self, node: fx.Node) -> None:

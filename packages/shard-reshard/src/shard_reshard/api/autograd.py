@@ -15,9 +15,9 @@ def gradient_problems(mover: Mover, has_out: bool) -> list[Problem]:
     problems = []
     for plan in mover.plans:
         if plan.reduce_op in ("min", "max", "product"):
-            found = f"a reduction by {plan.reduce_op}"
+            reason = f"a reduction by {plan.reduce_op}"
             hint = "detach() the tensor; gradients flow through sums and averages"
-            problems.append(Problem("not-differentiable", "src", found=found, hint=hint))
+            problems.append(Problem("not-differentiable", "src", found=reason, hint=hint))
     if has_out:
         hint = "leave out= away, or call under torch.no_grad()"
         problems.append(Problem("invalid-out", "out", found="a source that requires grad", hint=hint))
@@ -53,9 +53,9 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        found, finish = differentiable_start(ctx.mover.transposed, list(grads), False)
+        gradients, finish = differentiable_start(ctx.mover.transposed, list(grads), False)
         if finish is not None:
             finish()  # gradients are read right after
         if ctx.token is not None:
-            found = [found[0].reshape(ctx.token.shape)]  # empty, but it keeps this rank in the graph
-        return None, None, None, *found
+            gradients = [gradients[0].reshape(ctx.token.shape)]  # empty, but it keeps this rank in the graph
+        return None, None, None, *gradients

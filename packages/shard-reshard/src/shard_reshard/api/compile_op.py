@@ -35,7 +35,7 @@ def operator_of(mover: Mover, backward: Mover | None = None) -> Operator:
     key = f"{plan.digest[:16]}@{group.group_name}@{mover.check}"
     if backward is not None:
         key += f"@{backward.plans[0].digest[:16]}"
-    if key not in _movers or _movers[key].members.group is not group:
+    if key not in _movers or _movers[key].members.reference() is not group:
         # Without a kept workspace: compiled calls may overlap eager ones of the same Resharder.
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
         if backward is not None:
@@ -89,8 +89,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, None, None, None]:
-    found = exchange(list(grads), ctx.key, not ctx.transposed, "")
-    return list(found), None, None, None
+    gradients = exchange(list(grads), ctx.key, not ctx.transposed, "")
+    return list(gradients), None, None, None
 
 
 exchange.register_autograd(_backward, setup_context=_remember)

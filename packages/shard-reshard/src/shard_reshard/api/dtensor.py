@@ -48,12 +48,12 @@ def redistribute(
         PlanError: On every rank alike, before any transfer, at the first call of a kind. A rank that passes no DTensor,
             no mesh or a group of another type raises alone, since its peers are unknown.
     """
-    given: dict[str, tuple[Any, Any, str]] = {
+    expected_types: dict[str, tuple[Any, Any, str]] = {
         "dtensor": (dtensor, DTensor, "pass a DTensor; a local tensor goes to reshard(tensor, src, dst)"),
         "device_mesh": (device_mesh, DeviceMesh, "pass the destination's DeviceMesh"),
         "group": (group, dist.ProcessGroup | None, "pass a process group, as mesh.get_group('tp') returns it"),
     }
-    for name, (value, kind, hint) in given.items():
+    for name, (value, kind, hint) in expected_types.items():
         # Tracing wraps a group in an object of another type.
         if not isinstance(value, kind) and not (name == "group" and torch.compiler.is_compiling()):
             raise PlanError(Problem("wrong-type", name, found=f"a {type(value).__name__}", hint=hint))
@@ -62,8 +62,8 @@ def redistribute(
     except PlanError as error:
         if torch.compiler.is_compiling():
             raise
-        known = group or _union_group(dtensor.device_mesh, device_mesh, dist.group.WORLD)
-        raise_on_all_ranks(group_info(known), error)
+        union = group or _union_group(dtensor.device_mesh, device_mesh, dist.group.WORLD)
+        raise_on_all_ranks(group_info(union), error)
     if torch.compiler.is_compiling():
         return _redistribute_compiled(dtensor, device_mesh, placements, group)
     moved = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -102,9 +102,9 @@ class _Redistribute(torch.autograd.Function):
         route: _Route | None = memo.get(group, {}).get("call", {}).get(key)
         if route is None:
             there = dtensor.device_mesh.get_coordinate() is not None
-            given = [dtensor.to_local()] if there else []  # outside ranks hold an empty one
+            tensors = [dtensor.to_local()] if there else []  # outside ranks hold an empty one
             members, target = group_info(group), (mesh, placements)
-            mover, _ = find_mover(members, given, source, target, shape, [], dtensor.dtype, None, "first")
+            mover, _ = find_mover(members, tensors, source, target, shape, [], dtensor.dtype, None, "first")
             route = _Route(mover, there, [])
             remember(group, "call", key, route)
         local = dtensor.to_local()
@@ -119,9 +119,9 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> Any:
         ops = {p.reduce_op for p in ctx.placements if isinstance(p, Partial)}
         if ops - {"sum", "avg"}:
-            found = f"a reduction by {', '.join(sorted(ops))}"
+            reason = f"a reduction by {', '.join(sorted(ops))}"
             hint = "detach() the tensor; gradients flow through sums and averages"
-            raise PlanError(Problem("not-differentiable", "src", found=found, hint=hint))
+            raise PlanError(Problem("not-differentiable", "src", found=reason, hint=hint))
         # A contributor to a sum has the gradient of the sum; a contributor to an average its share.
         back = _of_gradients(ctx.placements)
         averaged = prod(
@@ -204,6 +204,6 @@ def _union_group(src: DeviceMesh, dst: DeviceMesh, default: dist.ProcessGroup | 
     world = group_info(None)
     if set(world.global_ranks) == wanted:
         return world.group
-    found = f"meshes over {len(wanted)} of {world.size} ranks"
+    reason = f"meshes over {len(wanted)} of {world.size} ranks"
     hint = "pass group=, a process group of exactly those ranks"
-    raise PlanError(Problem("no-process-group", "group", found=found, hint=hint))
+    raise PlanError(Problem("no-process-group", "group", found=reason, hint=hint))

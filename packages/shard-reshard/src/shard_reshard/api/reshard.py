@@ -60,10 +60,10 @@ def reshard(
         RuntimeError: If the collective fails.
     """
     if torch.compiler.is_compiling():
-        given = as_list(tensor)
+        tensors = as_list(tensor)
         size = None if shape is None else tuple(shape)
         operator = _operator_for(
-            given[0].dtype if given else None, src, dst, size, group, dtype, max_workspace_bytes, check
+            tensors[0].dtype if tensors else None, src, dst, size, group, dtype, max_workspace_bytes, check
         )
         return _compiled_move(operator, tensor, out, async_op)
     world: Any = dist.group.WORLD if group is None else group
@@ -129,10 +129,10 @@ _BACKWARD = "a reshard is differentiated by torch.autograd's backward; call it o
 def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     """Run one call: replayed while guards hold, else checked, compared and prepared."""
     src_shapes, dst_shapes = mover.local_shapes
-    given: list[torch.Tensor] = [tensor] if type(tensor) in PLAIN_TYPES else []  # type: ignore[list-item]  # a tensor
+    tensors: list[torch.Tensor] = [tensor] if type(tensor) in PLAIN_TYPES else []  # type: ignore[list-item]  # a tensor
     outs: list[torch.Tensor] | None = [out] if type(out) in PLAIN_TYPES else None  # type: ignore[list-item]  # the same
-    simple = (given or tensor is None) and (outs is not None or out is None) and len(given) == len(src_shapes)
-    moved = mover.replay(given, outs, async_op) if simple else None
+    simple = (tensors or tensor is None) and (outs is not None or out is None) and len(tensors) == len(src_shapes)
+    moved = mover.replay(tensors, outs, async_op) if simple else None
     if moved is None:
         moved = _checked_move(mover, tensor, out, async_op)
     results, finish = moved
@@ -147,27 +147,27 @@ def _checked_move(
     mover: Mover, tensor: Shards, out: Shards, async_op: bool
 ) -> tuple[list[torch.Tensor], Finish | None]:
     if is_transforming():  # raised locally: not even an error header can be sent
-        found = "a transformation of torch.func"
-        raise PlanError(Problem("not-differentiable", "tensor", found=found, hint=_BACKWARD))
-    given: list[torch.Tensor] = []
-    sources, outs, grad = given, None, False
+        reason = "a transformation of torch.func"
+        raise PlanError(Problem("not-differentiable", "tensor", found=reason, hint=_BACKWARD))
+    tensors: list[torch.Tensor] = []
+    sources, outs, grad = tensors, None, False
     try:
-        given = as_list(tensor)
+        tensors = as_list(tensor)
         outs = None if out is None else as_list(out)
-        if has_tangent(given):
+        if has_tangent(tensors):
             raise PlanError(Problem("not-differentiable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
         # An empty tensor stands for "none": it keeps a rank without source in the graph, see `differentiable_start`.
-        sources = [] if not mover.local_shapes[0] and len(given) == 1 and given[0].numel() == 0 else given
+        sources = [] if not mover.local_shapes[0] and len(tensors) == 1 and tensors[0].numel() == 0 else tensors
         problems = mover.problems([sources], None if outs is None else [outs])
-        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if grad:
             problems += gradient_problems(mover, outs is not None)
     except Exception as error:
         problems = list(problems_of(error))  # this rank still joins the comparison below
-    device = mover.device(given, outs or ())
+    device = mover.device(tensors, outs or ())
     mover.assert_consistent(problems, device, " with gradients" if grad else "")
     if grad:
-        return differentiable_start(mover, given, async_op)
+        return differentiable_start(mover, tensors, async_op)
     mover.record(sources, outs, device)
     return mover.start(sources, outs, async_op)
 
@@ -176,9 +176,9 @@ def _compiled_move(operator: Operator, tensor: Shards, out: Shards, async_op: bo
     """Run one call under torch.compile: an operator with effects, and only traceable code."""
     if async_op:
         raise RuntimeError("async_op=True has no meaning under torch.compile: leave it out")
-    given = as_list(tensor) or [torch.empty(0, device=operator.device)]
+    tensors = as_list(tensor) or [torch.empty(0, device=operator.device)]
     wrong = "" if out is None else mismatch(as_list(out), operator)
-    outs = exchange(given, operator.key, False, wrong)
+    outs = exchange(tensors, operator.key, False, wrong)
     if out is not None:
         for target, value in zip(as_list(out), outs, strict=False) if not wrong and operator.shapes else ():
             target.copy_(value)
@@ -207,9 +207,9 @@ def _operator_for(
     """
     members = group_info(group)
     if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
-        found = "a source that not every rank has" if src is not None else "a DTensor"
+        reason = "a source that not every rank has" if src is not None else "a DTensor"
         hint = "under torch.compile call a Resharder, whose plan has layouts and dtype; for a DTensor call redistribute"
-        raise PlanError(Problem("mesh-mismatch", "tensor", found=found, hint=hint))
+        raise PlanError(Problem("mesh-mismatch", "tensor", found=reason, hint=hint))
     plan = cached_plan(
         *resolve_layouts(shape, src, dst, members.to_group),
         dtype_name(tensor_dtype),

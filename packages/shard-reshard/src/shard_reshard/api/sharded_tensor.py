@@ -88,9 +88,9 @@ def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int
     for idx, placement in enumerate(placements):
         if RemoteDevice(placement).rank() == current_rank:
             return idx
-    found = f"rank {current_rank}, the placements are {', '.join(str(RemoteDevice(p)) for p in placements)}"
+    reason = f"rank {current_rank}, the placements are {', '.join(str(RemoteDevice(p)) for p in placements)}"
     raise RankNotPlaced(
-        Problem("rank-outside-mesh", "current_rank", found=found, hint="name the rank in the placements")
+        Problem("rank-outside-mesh", "current_rank", found=reason, hint="name the rank in the placements")
     )
 
 
@@ -113,8 +113,8 @@ def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_siz
     shards = spec.shards_for(tuple(st_size))
     ranks = [shard.rank for shard in shards if shard.rank is not None]
     if len(set(ranks)) > world_size:
-        found = f"{len(set(ranks))} ranks, world_size={world_size}"
-        raise PlanError(Problem("rank-outside-mesh", "sharding_spec", found=found, hint="name fewer ranks"))
+        reason = f"{len(set(ranks))} ranks, world_size={world_size}"
+        raise PlanError(Problem("rank-outside-mesh", "sharding_spec", found=reason, hint="name fewer ranks"))
     ordered = sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank)
     return ordered if isinstance(sharding_spec, ShardingSpec) else [to_torch(shard) for shard in ordered], ranks
 

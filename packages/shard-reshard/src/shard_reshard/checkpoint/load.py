@@ -139,16 +139,16 @@ def load_safetensors(
         here = LocalTargets(members, plan.moves, dst_layouts)
         try:
             into_module = isinstance(out, torch.nn.Module)
-            made = Materialized(targets if into_module else {}, plan.moves.targets, device)
-            targets = made.targets or targets
+            materialized = Materialized(targets if into_module else {}, plan.moves.targets, device)
+            targets = materialized.targets or targets
             # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
             outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
             problems = destination_mismatches(plan.moves, targets, members)
-            found, ties = here.out_problems(targets, outs, {}, atomic, strict)
-            problems += found
+            out_problems, ties = here.out_problems(targets, outs, {}, atomic, strict)
+            problems += out_problems
             # New tensors are not visible until they are registered at the end, so no second copy is needed, except for
             # tensors stored twice and tied in the module.
-            atomic = atomic and len(made.names) < len(targets)
+            atomic = atomic and len(materialized.names) < len(targets)
             twice = {name for _, name in ties}
             in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
         except Exception as error:  # memory may be short on one rank
@@ -159,9 +159,9 @@ def load_safetensors(
         late = move_buckets(here, _buckets(plan, members, arriving, device, states), True, progress=progress)
         moved = write_outputs(here, arriving, targets, outs, ties)
     if isinstance(out, torch.nn.Module):
-        made.register(out)  # last: a failed load leaves the module unchanged
+        materialized.register(out)  # last: a failed load leaves the module unchanged
     result = LoadedStateDict(moved)
-    result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), made.names
+    result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), materialized.names
     if late is not None:
         raise late
     return result
@@ -218,16 +218,16 @@ def _agreed_load(
                 entries = {name: entry for name, entry in table.entries.items() if meant.get(name, path) == path}
                 table = table._replace(entries=entries)
                 missing = [name for name in indexed.get(path, ()) if name not in table.entries]
-                found = f"not in {path}, which the index names for it"
+                reason = f"not in {path}, which the index names for it"
                 hint = "get the files again: the index is of others"
-                problems += [Problem("missing-tensor", name, found=found, hint=hint) for name in missing]
+                problems += [Problem("missing-tensor", name, found=reason, hint=hint) for name in missing]
                 tables.append(table)
             except Exception as error:
                 problems += problems_of(error)
     assert_consistent(members, "a load", asked, [*problems, *facts.problems])
     everyone: list[Any] = [None] * members.size
     dist.all_gather_object(everyone, (tables, facts, sums), group=members.group)
-    plan, problems = None, differing_buffers([found for _, _, found in everyone])
+    plan, problems = None, differing_buffers([reason for _, _, reason in everyone])
     try:
         by_reader = {(table.path, rank): table for rank, (tables, *_) in enumerate(everyone) for table in tables}
         for table in by_reader.values():  # the header may be older or newer than this state
@@ -242,7 +242,7 @@ def _agreed_load(
             stored_tensors(readable, stored_as, shapes, None),
             dst_layouts,
             members.size,
-            outs=[known for _, known, _ in everyone],
+            outs=[metadata for _, metadata, _ in everyone],
             key_map=key_map,
             bucket_bytes=bucket_bytes,
             to_group=members.to_group,
@@ -260,8 +260,8 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
     if isinstance(files, Mapping):
         return [
             (path, rank, (rank,))
-            for rank, given in sorted(files.items())
-            for path in ([str(given)] if isinstance(given, str | Path) else list(map(str, given)))
+            for rank, paths in sorted(files.items())
+            for path in ([str(paths)] if isinstance(paths, str | Path) else list(map(str, paths)))
         ], {}
     if not isinstance(files, str | Path):
         return [(str(path), number, ()) for number, path in enumerate(files)], {}

@@ -83,19 +83,19 @@ class LoadPlan:
 
     def read_bytes(self, rank: int) -> int:
         """Return the bytes read by ``rank``."""
-        return sum(read.num_bytes for found in self.reads[rank].values() for read in found)
+        return sum(read.num_bytes for rows in self.reads[rank].values() for read in rows)
 
     @cached_property
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
-        reads = [[read for found in table.values() for read in found] for table in self.reads]
+        reads = [[read for rows in table.values() for read in rows] for table in self.reads]
         return hashlib.sha256(json.dumps([reads, self.moves.digest]).encode()).hexdigest()
 
     def explain(self, name: str | None = None) -> str:
         """Return reads and exchanges as text; ``name`` picks one tensor."""
         lines = []
         for rank, table in enumerate(self.reads):
-            chosen = [read for found in table.values() for read in found if name in (None, read.name)]
+            chosen = [read for rows in table.values() for read in rows if name in (None, read.name)]
             size = human(sum(read.num_bytes for read in chosen))
             files = len({read.path for read in chosen})
             lines.append(f"rank {rank} reads {size} in {len(chosen)} ranges of {files} files")
@@ -156,17 +156,17 @@ class Wanted(NamedTuple):
 
 def rows_of_ranks(plan: StateDictPlan, by_source: bool = True) -> dict[str, list[Wanted]]:
     """Return each source's rows, split at changes of their ranks; or each destination's, with their owners."""
-    found: dict[str, dict[tuple[int, int], set[int]]] = {}
+    rows: dict[str, dict[tuple[int, int], set[int]]] = {}
     for move in plan.moves:
         here, there = (move.plan.src, move.plan.dst) if by_source else (move.plan.dst, move.plan.src)
         view = here if isinstance(here, ShardMapView) else None
-        table = found.setdefault(move.source if by_source else move.target, {})
+        table = rows.setdefault(move.source if by_source else move.target, {})
         for cell in there.cells():
             # Rows of this side, for any dim of the other side.
             start, stop = cell[:2] if view is None else (view.outside(cell.start), view.outside(cell.stop))
             low, high = (start[0], stop[0]) if start else (0, 1)
             table.setdefault((low, high), set()).update(rank for ranks in cell.owners for rank in ranks)
-    return {name: list(_cut_rows(table)) for name, table in found.items()}
+    return {name: list(_cut_rows(table)) for name, table in rows.items()}
 
 
 def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
@@ -183,7 +183,7 @@ def _once(parts: Sequence[Stored], load: Sequence[int]) -> Iterator[Stored]:
     """Choose one of equal shards in several files: that of the rank with the fewest bytes so far."""
     alike: dict[tuple[object, ...], list[Stored]] = {}
     for part in parts:
-        alike.setdefault(tuple((piece.start, piece.stop) for piece in part.pieces), []).append(part)
+        alike.setdefault(tuple((box.start, box.stop) for box in part.pieces), []).append(part)
     for same in alike.values():
         yield min(same, key=lambda part: load[part.readers[0]] if part.readers else 0)
 
@@ -218,14 +218,14 @@ def _rows_wanted(part: Stored, demand: Iterable[Wanted]) -> Iterator[tuple[int, 
     if not part.shape:
         yield from ((0, 1, wanted.ranks) for wanted in demand)
         return
-    found: dict[tuple[int, int], set[int]] = {}
-    for piece in part.pieces:
-        shift = piece.local_start[0] - piece.start[0]
+    rows: dict[tuple[int, int], set[int]] = {}
+    for box in part.pieces:
+        shift = box.local_start[0] - box.start[0]
         for wanted in demand:
-            low, high = max(piece.start[0], wanted.start), min(piece.stop[0], wanted.stop)
+            low, high = max(box.start[0], wanted.start), min(box.stop[0], wanted.stop)
             if low < high:
-                found.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
-    yield from _cut_rows(found)
+                rows.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
+    yield from _cut_rows(rows)
 
 
 def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Read, list[Box]]:
@@ -234,13 +234,13 @@ def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Rea
         return Read(name, part.path, part.file_bytes, part.begin, (), dtype, (((), ()),)), [Box((), ())]
     row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
     places, boxes = [], []
-    for piece in part.pieces:
-        first = max(low, piece.local_start[0])
-        last = min(high, piece.local_start[0] + piece.stop[0] - piece.start[0])
+    for box in part.pieces:
+        first = max(low, box.local_start[0])
+        last = min(high, box.local_start[0] + box.stop[0] - box.start[0])
         if first < last:
-            start = (piece.start[0] + first - piece.local_start[0], *piece.start[1:])
-            sizes = (last - first, *(b - a for a, b in zip(piece.start[1:], piece.stop[1:], strict=True)))
-            places.append(((first - low, *piece.local_start[1:]), sizes))
+            start = (box.start[0] + first - box.local_start[0], *box.start[1:])
+            sizes = (last - first, *(b - a for a, b in zip(box.start[1:], box.stop[1:], strict=True)))
+            places.append(((first - low, *box.local_start[1:]), sizes))
             boxes.append(Box(start, sizes))
     shape = (high - low, *part.shape[1:])
     read = Read(name, part.path, part.file_bytes, part.begin + low * row_bytes, shape, dtype, tuple(places))

@@ -116,16 +116,16 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
                 raise ValueError(f"{name[:100]!r} in {ascii(file)[:200]}, which is no .safetensors file beside it")
             files.setdefault(str(path.parent / file), []).append(name)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        found = f"{type(error).__name__}: {str(error)[:300]}"
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
         hint = "an index has a weight_map with files of its own folder; pass files as a list to read others"
-        raise PlanError(Problem("invalid-file", str(path), found=found, hint=hint)) from None
+        raise PlanError(Problem("invalid-file", str(path), found=reason, hint=hint)) from None
     return dict(sorted(files.items()))
 
 
 def file_changed(path: str) -> Problem:
     """Return the problem of a file that was replaced or written to, at any length."""
-    found = "replaced or written to since its header was read"
-    return Problem("file-changed", path, found=found, hint=_CHANGED_HINT)
+    reason = "replaced or written to since its header was read"
+    return Problem("file-changed", path, found=reason, hint=_CHANGED_HINT)
 
 
 def file_state(path: str) -> FileState | None:
@@ -152,8 +152,8 @@ def read_rows(
         with open(path, "rb", buffering=0) as file:  # unbuffered: reads go to the tensor
             now = FileState.of(os.fstat(file.fileno()))
             if now.num_bytes != num_bytes:
-                found = f"{now.num_bytes} bytes, {num_bytes} when its header was read"
-                raise PlanError(Problem("file-changed", path, found=found, hint=_CHANGED_HINT))
+                reason = f"{now.num_bytes} bytes, {num_bytes} when its header was read"
+                raise PlanError(Problem("file-changed", path, found=reason, hint=_CHANGED_HINT))
             if state is not None and now != state:
                 raise PlanError(file_changed(path))
             file.seek(offset)
@@ -161,8 +161,8 @@ def read_rows(
             while done < wanted:
                 count = file.readinto(place[done:])  # may be short: at most 2 GiB a call
                 if not count:
-                    found = f"an end after {offset + done} bytes"
-                    raise PlanError(Problem("file-changed", path, found=found, hint=_CHANGED_HINT))
+                    reason = f"an end after {offset + done} bytes"
+                    raise PlanError(Problem("file-changed", path, found=reason, hint=_CHANGED_HINT))
                 done += count
     except OSError as error:
         hint = "give a file that this rank can read"

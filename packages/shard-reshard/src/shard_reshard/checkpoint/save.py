@@ -30,7 +30,6 @@ from shard_reshard.state_dict.meta import collect_metadata, device_of, local_ten
 from shard_reshard.state_dict.outputs import (
     Bucket,
     LocalTargets,
-    Progress,
     move_buckets,
     source_problems,
 )
@@ -140,14 +139,12 @@ def save_safetensors(
         _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
         with torch.no_grad():
             buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
-            late = move_buckets(here, buckets, True, progress=progress)
+            move_buckets(here, buckets, True)
         _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
     finally:
         if members.rank == 0:
             for name in plan.files:  # of a save that failed
                 _unfinished(path / name).unlink(missing_ok=True)
-    if late is not None:
-        raise late
     return plan
 
 
@@ -176,8 +173,8 @@ def plan_save(
         if dtype not in _WORDS
     ]
     if not written or "__metadata__" in held.targets:
-        found, hint = f"tensors called {list(held.targets)}", "pass tensors; '__metadata__' is a word of the format"
-        problems.append(Problem("invalid-argument", "state_dict", found=found, hint=hint))
+        reason, hint = f"tensors called {list(held.targets)}", "pass tensors; '__metadata__' is a word of the format"
+        problems.append(Problem("invalid-argument", "state_dict", found=reason, hint=hint))
     if problems:
         raise PlanError(problems)
     demand, load = rows_of_ranks(held, by_source=False), [0] * len(everyone)

@@ -41,7 +41,7 @@ def stored_tensors(
         for name in stored_as
         if name not in held
     ]
-    found: dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]] = {}
     for name, entries in sorted(held.items()):
         try:
             dtype = _dtype(name, entries)
@@ -50,12 +50,12 @@ def stored_tensors(
             else:
                 layout = _full(name, entries)
             shape, parts = _cut(name, entries, layout)
-            found[name] = shape, dtype, parts
+            tensors[name] = shape, dtype, parts
         except PlanError as error:
             problems += [p.named(name) for p in error.problems]
     if problems:
         raise PlanError(problems)
-    return found
+    return tensors
 
 
 def _dtype(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> str:
@@ -90,9 +90,9 @@ def _cut(
         shapes = layout.local_shapes(file.number)
         if numbers.count(file.number) > 1 or shapes != (entry.shape,):
             wanted = "none" if not shapes else " and ".join(map(str, shapes))
-            found = f"{entry.shape} in {file.table.path}, the layout gives rank {file.number} {wanted}"
+            reason = f"{entry.shape} in {file.table.path}, the layout gives rank {file.number} {wanted}"
             hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
-            problems.append(Problem("shape-mismatch", name, found=found, hint=hint))
+            problems.append(Problem("shape-mismatch", name, found=reason, hint=hint))
             continue
         pieces = layout.local_pieces(file.number)
         table = file.table

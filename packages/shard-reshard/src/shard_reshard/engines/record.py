@@ -86,9 +86,9 @@ class RecordedLayouts:
     def _held(self) -> dict[str, torch.Tensor]:
         held = {} if self._model is None else _tensors(self._model, False)
         hint = "record the loader again: what it brings where is known of other tensors"
-        found = "another shape, other strides, or no longer tied as it was"
+        reason = "another shape, other strides, or no longer tied as it was"
         problems = [
-            Problem("layout-mismatch", name, found=found, hint=hint)
+            Problem("layout-mismatch", name, found=reason, hint=hint)
             for name, (owner, place) in self._places.items()
             if name not in held or owner not in held or _in_memory(held[name], held[owner]) != place
         ]
@@ -186,8 +186,8 @@ def record_layouts(
 
 def _tensors(model: torch.nn.Module, once: bool = True) -> dict[str, torch.Tensor]:
     """Return parameters and buffers; of DTensors the local tensors, a loader's targets."""
-    found = [*model.named_buffers(remove_duplicate=once), *model.named_parameters(remove_duplicate=once)]
-    return {name: value if (local := dtensor_local(value)) is None else local for name, value in found}
+    tensors = [*model.named_buffers(remove_duplicate=once), *model.named_parameters(remove_duplicate=once)]
+    return {name: value if (local := dtensor_local(value)) is None else local for name, value in tensors}
 
 
 def _in_memory(tensor: torch.Tensor, owner: torch.Tensor) -> object:
@@ -239,10 +239,10 @@ class _WithoutValues(torch.Tensor):
         if func is torch.Tensor.data_ptr:
             cls.recorder.stop_at("data_ptr() of a weight", "compare names, or tensors by `is`")
         with as_plain_tensors():
-            found = func(*args, **(kwargs or {}))
-        if isinstance(found, list | tuple) and not isinstance(found, torch.Size):
-            return type(found)(map(cls.recorder.without_values, found))
-        return cls.recorder.without_values(found)
+            output = func(*args, **(kwargs or {}))
+        if isinstance(output, list | tuple) and not isinstance(output, torch.Size):
+            return type(output)(map(cls.recorder.without_values, output))
+        return cls.recorder.without_values(output)
 
 
 class _Recorder(DispatchMode):
@@ -277,9 +277,9 @@ class _Recorder(DispatchMode):
         except PlanError:
             raise
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             self._refuse(
-                self.current, found, "a loader is recorded on tensors that have no values, see the error above"
+                self.current, reason, "a loader is recorded on tensors that have no values, see the error above"
             )
             raise
         for name, value in _tensors(self.model).items():
@@ -334,14 +334,14 @@ class _Recorder(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
         tensors = tensor_leaves((args, kwargs))
-        known = [storage_key(tensor) in self.memories for tensor in tensors]
+        is_recorded = [storage_key(tensor) in self.memories for tensor in tensors]
         written = written_tensors(func, args, kwargs)
-        if not any(known) and not any(storage_key(tensor) in self.owners for tensor in written):
-            found = func(*args, **kwargs)
-            if self._reads_loaded(packet.__name__, tensors, tensor_leaves(found), written):
+        if not any(is_recorded) and not any(storage_key(tensor) in self.owners for tensor in written):
+            output = func(*args, **kwargs)
+            if self._reads_loaded(packet.__name__, tensors, tensor_leaves(output), written):
                 self._stop(func, tensors)
-            return found
-        if packet is aten.copy_ and known[1] and not is_wrapper(args[0]):
+            return output
+        if packet is aten.copy_ and is_recorded[1] and not is_wrapper(args[0]):
             target, source = self._elements(args[0], args[1])
             source = source.expand(target.shape)
             self.read.add(storage_key(source))
@@ -364,7 +364,7 @@ class _Recorder(DispatchMode):
             if owner is None and self._is_unread_copy(target):
                 self.memories[storage_key(target)].writes.append((target, value))
                 return target
-        if written or (packet in (aten.cat, aten.stack) and not all(known)):
+        if written or (packet in (aten.cat, aten.stack) and not all(is_recorded)):
             self._stop(func, tensors)
         if packet is aten._to_copy:
             kwargs = {key: value for key, value in kwargs.items() if key in ("dtype", "memory_format")}
@@ -372,18 +372,18 @@ class _Recorder(DispatchMode):
             kwargs = {key: value for key, value in kwargs.items() if key == "dtype"}
         elif len({tensor.is_meta for tensor in tensors}) > 1:
             self._stop(func, tensors)
-        found = func(*args, **kwargs)
-        results = tensor_leaves(found)
+        output = func(*args, **kwargs)
+        results = tensor_leaves(output)
         shared = {storage_key(tensor) for tensor in tensors}
         if results and all(storage_key(result) in shared for result in results):
-            return found  # views
+            return output  # views
         if packet not in _NEW_MEMORY and packet not in _FILLED_WITH and packet not in _FILL_ARGUMENT:
             self._stop(func, tensors)
         (result,) = results
         if packet not in _NEW_MEMORY:
             fill = args[_FILL_ARGUMENT[packet]] if packet in _FILL_ARGUMENT else _FILLED_WITH[packet]
             self._track(result, writes=[] if fill is None else [(result, fill)])
-            return found
+            return output
         self.read.update(shared)
         self._track(result)
         writes = self.memories[storage_key(result)].writes
@@ -405,7 +405,7 @@ class _Recorder(DispatchMode):
             writes += [(result, args[2] if len(args) > 2 else 0), _padded(result, tensors[0], args[1])]
         else:
             writes.append((result, tensors[0]))
-        return found
+        return output
 
     def _elements(self, target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both as what they are where bits of a weight are copied into a parameter of its dtype."""
@@ -510,8 +510,8 @@ class _Recorder(DispatchMode):
                     elif inside is not None:
                         part = intersect(filled, inside)
                         assert part is not None
-                        for name, found, dtypes in self._origins(owner, inner, part):
-                            yield name, found, [*dtypes, memory.dtype]
+                        for name, origin, dtypes in self._origins(owner, inner, part):
+                            yield name, origin, [*dtypes, memory.dtype]
                 wanted = rest
 
     def table(self) -> dict[str, list[_View]]:
@@ -519,10 +519,10 @@ class _Recorder(DispatchMode):
         by_pair: dict[tuple[str, str], list[Landing]] = {}
         for owner, name, landing in self.landed:
             by_pair.setdefault((name, owner), []).append(landing)
-        found: dict[str, list[_View]] = {}
+        views: dict[str, list[_View]] = {}
         for (name, owner), landed in by_pair.items():
-            found.setdefault(name, []).extend(_View(owner, *view) for view in join_along(merge_landings(landed)))
-        return found
+            views.setdefault(name, []).extend(_View(owner, *view) for view in join_along(merge_landings(landed)))
+        return views
 
     def places(self) -> dict[str, tuple[str, object]]:
         """Return how what is loaded or filled lies in memory, by all names that it has."""
@@ -587,28 +587,28 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
     Raises:
         PlanError: With the problems of all ranks.
     """
-    problems = [problem for _, _, told in everyone for problem in told]
+    problems = [problem for _, _, layouts in everyone for problem in layouts]
     shapes: dict[str, Index] = {}
-    for rank, (known, _, _) in enumerate(everyone):
-        for name, shape in known.items():
+    for rank, (metadata, _, _) in enumerate(everyone):
+        for name, shape in metadata.items():
             if shapes.setdefault(name, shape) != shape:
                 differs = f"rank {rank}: shape {shape}, before: {shapes[name]}"
                 hint = "pass the same weights on all ranks"
                 problems.append(Problem("ranks-disagree", name, found=differs, hint=hint))
     if problems:
         raise PlanError(dict.fromkeys(problems))
-    found: dict[str, list[_Destination]] = {}
+    destinations: dict[str, list[_Destination]] = {}
     for name, shape in shapes.items():
         held = {rank: table[name] for rank, (_, table, _) in enumerate(everyone) if name in table}
         for number in range(max(map(len, held.values()), default=0)):
             here = {rank: views[number] for rank, views in held.items() if number < len(views)}
             joined = _joined(shape, here)
             if joined is not None:
-                found.setdefault(name, []).append(_Destination(joined, dict.fromkeys(here, number)))
+                destinations.setdefault(name, []).append(_Destination(joined, dict.fromkeys(here, number)))
                 continue
             for rank, boxes in here.items():
-                _place(found.setdefault(name, []), shape, rank, number, boxes)
-    return found
+                _place(destinations.setdefault(name, []), shape, rank, number, boxes)
+    return destinations
 
 
 def _place(numbered: list[_Destination], shape: Index, rank: int, number: int, boxes: tuple[Box, ...]) -> None:
@@ -623,7 +623,7 @@ def _place(numbered: list[_Destination], shape: Index, rank: int, number: int, b
 
 def _joined(shape: Index, boxes: Mapping[int, Sequence[Box]]) -> BoxShardMap | None:
     """Return the layout of each rank's boxes in one tensor; None if they overlap or do not join."""
-    dims = range(len(shape)) if any(len(found) > 1 for found in boxes.values()) else (None,)
+    dims = range(len(shape)) if any(len(boxes_of_rank) > 1 for boxes_of_rank in boxes.values()) else (None,)
     for dim in dims:
         try:
             if dim is None:

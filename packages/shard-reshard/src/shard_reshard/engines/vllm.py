@@ -199,11 +199,11 @@ class ShardedSource(base.WeightSource):  # type: ignore[misc]
 
     def metadata(self) -> list[base.ParamMeta]:
         """Return names, dtypes and global shapes."""
-        found = []
+        metadata = []
         for name, value in self.tensors().items():
             layout = own_layout(name, value, lambda rank: rank)
-            found.append(base.ParamMeta(name, value.dtype, tuple(value.shape) if layout is None else layout.shape))
-        return found
+            metadata.append(base.ParamMeta(name, value.dtype, tuple(value.shape) if layout is None else layout.shape))
+        return metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors().items())

@@ -67,9 +67,9 @@ class ChangeExchange:
         receives, sends = ([m.num_bytes for m in side] for side in (messages, [message for message, _ in parts]))
         arrived = torch.empty(sum(receives), dtype=torch.uint8, device=input.device)
         dist.all_to_all_single(arrived, torch.cat([data for _, data in parts]), receives, sends, group=group)
-        for message, data, kept, result in zip(messages, arrived.split(receives), received, results, strict=True):
-            decode(message, data, kept, self.itemsize)
-            result.copy_(kept)
+        for message, data, previous, result in zip(messages, arrived.split(receives), received, results, strict=True):
+            decode(message, data, previous, self.itemsize)
+            result.copy_(previous)
         for old, new in zip(sent, news, strict=True):
             old.copy_(new)  # after all sends: `parts` may be views of `new`
 

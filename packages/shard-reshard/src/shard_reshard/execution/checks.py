@@ -32,8 +32,8 @@ def as_list(shards: Shards) -> list[torch.Tensor]:
         return []
     if isinstance(shards, torch.Tensor):
         return [shards if type(shards) in PLAIN_TYPES else waited_for(shards)]
-    given: Any = shards  # of any type
-    listed = list(given) if isinstance(given, Iterable) else [given]
+    item: Any = shards  # of any type
+    listed = list(item) if isinstance(item, Iterable) else [item]
     for value in listed:
         if not isinstance(value, torch.Tensor):
             hint = "pass a tensor, a list of tensors for several boxes, or None"
@@ -54,10 +54,10 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
     shapes = layout.local_shapes(rank)
     where = f"rank {rank}, {'source' if side == 'src' else 'out'}"
     if len(shapes) != len(tensors):
-        found = f"{len(tensors)} local tensors, the layout has {len(shapes)}"
+        reason = f"{len(tensors)} local tensors, the layout has {len(shapes)}"
         if rank not in layout.rank_set:
-            found += f" here: it is on ranks {shortened(layout.ranks)}"
-        return [Problem("argument-count", where, found=found, hint=f"one tensor for each box, of shapes {shapes}")]
+            reason += f" here: it is on ranks {shortened(layout.ranks)}"
+        return [Problem("argument-count", where, found=reason, hint=f"one tensor for each box, of shapes {shapes}")]
     problems: list[Problem] = []
 
     def add(code: str, found: str, hint: str) -> None:
@@ -77,8 +77,8 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
         if hasattr(tensor, "device_mesh"):
             add("unsupported-tensor", "a DTensor", "pass its to_local(), or use redistribute()")
         elif type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
-            found = f"a {type(tensor).__qualname__}, which wraps other tensors"
-            add("unsupported-tensor", found, "pass the tensors that it wraps, each by a plan of its own")
+            reason = f"a {type(tensor).__qualname__}, which wraps other tensors"
+            add("unsupported-tensor", reason, "pass the tensors that it wraps, each by a plan of its own")
         if type(tensor) not in PLAIN_TYPES and is_fake((tensor,)) and not is_fake(()):
             hint = "run the call under the FakeTensorMode too, on all ranks; or pass real tensors"
             add("no-data", "a fake tensor where no fake mode is on", hint)
@@ -147,8 +147,8 @@ def destination_problems(
         return problems
     for first, second in sharing(outs, sources if in_place else ()):
         if second < len(outs):
-            found = f"memory of {names[first]}" if names[first] != names[second] else "memory of another one"
-            problems.append(Problem("invalid-out", names[second], found=found, hint=ONE_MEMORY_HINT))
+            reason = f"memory of {names[first]}" if names[first] != names[second] else "memory of another one"
+            problems.append(Problem("invalid-out", names[second], found=reason, hint=ONE_MEMORY_HINT))
         else:
             hint = "the source is still read while out is written; pass other memory"
             problems.append(Problem("invalid-out", names[first], found="memory of a source", hint=hint))
@@ -187,7 +187,7 @@ def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
             last = sum(map(mul, tensor.shape, tensor.stride())) - sum(tensor.stride())
             begin = tensor.data_ptr()
             spans.append((begin, begin + (last + 1) * tensor.element_size(), str(tensor.device), at))
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     reaching: list[tuple[int, int, str, int]] = []
     for span in sorted(spans):
         reaching = [other for other in reaching if other[1] > span[0]]
@@ -195,9 +195,9 @@ def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
             first, second = sorted((other[3], span[3]))
             asked = first < len(tensors) and other[2] == span[2]
             if asked and _have_common_bytes(everything[first], everything[second]):
-                found.append((first, second))
+                pairs.append((first, second))
         reaching.append(span)
-    return sorted(found)
+    return sorted(pairs)
 
 
 def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

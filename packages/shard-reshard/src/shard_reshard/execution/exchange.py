@@ -81,12 +81,12 @@ class Reduction:
 
 def region_views(tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> list[torch.Tensor]:
     """Return regions of local tensors as strided views."""
-    found = []
+    views = []
     for at, sizes, strides, offset in regions:
         tensor = tensors[at]
         place = tensor.storage_offset() + offset if offset else None
-        found.append(tensor.as_strided(sizes, strides, place))
-    return found
+        views.append(tensor.as_strided(sizes, strides, place))
+    return views
 
 
 def _accumulator(out: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -259,20 +259,20 @@ class Exchange:
     def places(self, slot: int, part: torch.Tensor, side: Side) -> list[torch.Tensor]:
         """Return views of a side's regions in its share of a buffer."""
         key = slot, part.device, id(side)
-        kept = self._places.get(key) if self.keeps else None
-        found = None if kept is None else kept[1]
-        if found is None:
+        cached = self._places.get(key) if self.keeps else None
+        places = None if cached is None else cached[1]
+        if places is None:
             typed: dict[torch.dtype, torch.Tensor] = {}
-            found, begin = [], part.storage_offset()  # in bytes, aligned
+            places, begin = [], part.storage_offset()  # in bytes, aligned
             for entry in side.packed:
                 dtype = self.wire_dtypes[entry.plan]
                 if dtype not in typed:
                     typed[dtype] = part.view(dtype)
                 place = (begin + entry.byte_offset) // dtype.itemsize
-                found.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
+                places.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
             if self.keeps:
-                self._places[key] = side, found
-        return found
+                self._places[key] = side, places
+        return places
 
     def drop_workspace(self) -> None:
         """Drop buffers and their views; the next call allocates new ones."""
@@ -281,13 +281,13 @@ class Exchange:
     def as_wire_dtype(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
         """Return detached tensors in the dtype of their copies: their own, or integers of that size."""
         # The memory itself, unless a view negates on reading.
-        found = list(map(torch.Tensor.resolve_neg, map(torch.Tensor.detach, tensors)))
+        resolved = list(map(torch.Tensor.resolve_neg, map(torch.Tensor.detach, tensors)))
         if not self.copies_values:
             for at, plan in enumerate(plans):
-                found[at] = found[at].resolve_conj()
+                resolved[at] = resolved[at].resolve_conj()
                 if not _as_values(self.program.plans[plan]):
-                    found[at] = found[at].view(self.wire_dtypes[plan])
-        return found
+                    resolved[at] = resolved[at].view(self.wire_dtypes[plan])
+        return resolved
 
 
 class PreparedCall:

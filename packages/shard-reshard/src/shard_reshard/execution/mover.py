@@ -148,27 +148,27 @@ class Mover:
     def problems(self, sources: list[list[torch.Tensor]], outs: list[list[torch.Tensor]] | None) -> list[Problem]:
         """Return the problems of this rank's tensors, listed by plan."""
         rank: int = self.members.rank
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for number, plan in enumerate(self.plans):
             if outside := group_problems([plan], self.members.size):
-                found += outside  # the layout's other checks need its ranks
+                problems += outside  # the layout's other checks need its ranks
                 continue
-            found += local_problems(plan, rank, sources[number])
+            problems += local_problems(plan, rank, sources[number])
             if plan.max_workspace_bytes is not None and any(t.is_conj() or t.is_neg() for t in sources[number]):
                 hint = "pass its resolve_conj() or resolve_neg(): a copy that max_workspace_bytes does not count"
                 lazy = "a view that conjugates or negates on reading"
-                found.append(Problem("unsupported-tensor", f"rank {rank}, source", found=lazy, hint=hint))
+                problems.append(Problem("unsupported-tensor", f"rank {rank}, source", found=lazy, hint=hint))
             if outs is not None:
-                found += local_problems(plan, rank, outs[number], "dst")
-        if outs is not None and not found:
+                problems += local_problems(plan, rank, outs[number], "dst")
+        if outs is not None and not problems:
             written = [tensor for tensors in outs for tensor in tensors]
             names = [f"rank {rank}, out"] * len(written)
-            found += destination_problems(written, names, [tensor for tensors in sources for tensor in tensors])
+            problems += destination_problems(written, names, [tensor for tensors in sources for tensor in tensors])
         devices = {tensor.device for tensors in (*sources, *(outs or ())) for tensor in tensors}
         if len(devices) > 1:
             listed = ", ".join(sorted(map(str, devices)))
-            found.append(Problem("device-mismatch", f"rank {rank}", found=listed, hint="one device on each rank"))
-        return found
+            problems.append(Problem("device-mismatch", f"rank {rank}", found=listed, hint="one device on each rank"))
+        return problems
 
     def assert_consistent(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
         """Compare with all ranks, in the first call of a kind or in each."""
@@ -213,8 +213,8 @@ class Mover:
             # Kept tensors are used outside of inference mode too; only inference tensors need the mode.
             with torch.inference_mode(False):
                 return self.start(sources, outs, async_op, fresh_outs, False)
-        exchange, given = self.exchange, sources or outs
-        device = given[0].device if given else data_device(self.members.group)
+        exchange, tensors = self.exchange, sources or outs
+        device = tensors[0].device if tensors else data_device(self.members.group)
         self.num_calls += 1
         self._in_flight = self.keep_workspace
         if self._freed is not None:
@@ -244,7 +244,7 @@ class Mover:
 
     def device(self, *tensors: Sequence[torch.Tensor]) -> torch.device:
         """Return the device of this rank's tensors; without any, the group's."""
-        first = next((tensor for found in tensors for tensor in found), None)
+        first = next((tensor for each in tensors for tensor in each), None)
         return data_device(self.members.group) if first is None else first.device
 
     def _collective(

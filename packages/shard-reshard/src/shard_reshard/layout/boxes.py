@@ -105,15 +105,15 @@ def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
     if dim == len(start):  # all dims split: covered, or a hole
         return [] if spans else [whole]
     marks = sorted({start[dim], stop[dim], *(s[0][dim] for s in spans), *(s[1][dim] for s in spans)})
-    found: list[Span] = []
+    holes: list[Span] = []
     for low, high in pairwise(marks):
         slab = (*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :])
         for hole in _holes(slab, [s for s in spans if s[0][dim] <= low and s[1][dim] >= high], dim + 1):
-            if found and _joins(found[-1], hole, dim):  # few large holes in errors, not many slabs
-                found[-1] = found[-1][0], hole[1]
+            if holes and _joins(holes[-1], hole, dim):  # few large holes in errors, not many slabs
+                holes[-1] = holes[-1][0], hole[1]
             else:
-                found.append(hole)
-    return found
+                holes.append(hole)
+    return holes
 
 
 def _joins(one: Span, other: Span, dim: int) -> bool:
@@ -139,7 +139,7 @@ class BoxShardMap(ShardMap):
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], holes: bool = False) -> None:
         self.shape, self.num_partials, self.reduce_ops, self.averaged = sizes_of(shape), 1, (), 1
         try:
-            self.boxes = {index(rank): tuple(found) for rank, found in sorted(boxes.items())}
+            self.boxes = {index(rank): tuple(own) for rank, own in sorted(boxes.items())}
         except TypeError as error:
             hint = "pass {rank: [Box(offsets, sizes), ...]}"
             raise PlanError(Problem("invalid-argument", "boxes", found=str(error), hint=hint)) from None
@@ -165,15 +165,15 @@ class BoxShardMap(ShardMap):
 
     @cached_property
     def largest(self) -> int:
-        return max((sum(box.numel for box in found) for found in self.boxes.values()), default=0)
+        return max((sum(box.numel for box in own) for own in self.boxes.values()), default=0)
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
         return tuple(box.sizes for box in self.boxes.get(rank, ()))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         zero = (0,) * len(self.shape)
-        found = enumerate(self.boxes.get(rank, ()))
-        return tuple(Piece(box.offsets, box.ends, tensor, zero) for tensor, box in found if box.numel)
+        own = enumerate(self.boxes.get(rank, ()))
+        return tuple(Piece(box.offsets, box.ends, tensor, zero) for tensor, box in own if box.numel)
 
     def cross(self, start: Index, stop: Index) -> Iterator[Cell]:
         dim, cells, starts, reach = self._sorted
@@ -210,7 +210,7 @@ class BoxShardMap(ShardMap):
         return dim, cells, [cell.start[dim] for cell in cells], reach
 
     def to_json(self) -> dict[str, Any]:
-        listed = [[rank, [[list(b.offsets), list(b.sizes)] for b in found]] for rank, found in self.boxes.items()]
+        listed = [[rank, [[list(b.offsets), list(b.sizes)] for b in own]] for rank, own in self.boxes.items()]
         return {"boxes": listed, "holes": True} if self.holes else {"boxes": listed}
 
     def describe(self) -> str:
@@ -239,19 +239,19 @@ class FusedShardMap(BoxShardMap):
         self.dim, self._arguments = dim, (self.shape, self.boxes, dim, self.holes)
         rests = {
             (rank, box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :])
-            for rank, found in self.boxes.items()
-            for box in found
+            for rank, own in self.boxes.items()
+            for box in own
         }
         if not 0 <= dim < len(self.shape) or len(rests) > len(self.boxes) or not all(self.boxes.values()):
             hint = "boxes of one local tensor differ along one dim only, and each rank has one at least"
             raise PlanError(Problem("boxes-incomplete", dim=dim, found=f"boxes of {self.shape}", hint=hint))
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
-        found = self.boxes.get(rank)
-        if found is None:
+        own = self.boxes.get(rank)
+        if own is None:
             return ()
-        size = sum(box.sizes[self.dim] for box in found)
-        return ((*found[0].sizes[: self.dim], size, *found[0].sizes[self.dim + 1 :]),)
+        size = sum(box.sizes[self.dim] for box in own)
+        return ((*own[0].sizes[: self.dim], size, *own[0].sizes[self.dim + 1 :]),)
 
     def places(self, rank: int) -> tuple[tuple[int, Index], ...]:
         at, places = 0, []
@@ -292,8 +292,8 @@ class ShardMapView(ShardMap):
         self._arguments = base, self.start, self.shape, dims
         self._stop = tuple(a + b for a, b in zip(self.start, self._to_base(self.shape), strict=True))
         if any(low < 0 or end > size for low, end, size in zip(self.start, self._stop, base.shape, strict=True)):
-            found = f"window from {self.start} to {self._stop} of a tensor of {base.shape}"
-            raise PlanError(Problem("index-out-of-range", found=found, hint="a window lies inside of the tensor"))
+            reason = f"window from {self.start} to {self._stop} of a tensor of {base.shape}"
+            raise PlanError(Problem("index-out-of-range", found=reason, hint="a window lies inside of the tensor"))
 
     @property
     def max_replicas(self) -> int:
@@ -315,13 +315,11 @@ class ShardMapView(ShardMap):
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         pieces = []
-        for piece in self.base.pieces(rank):
-            low, high = tuple(map(max, piece.start, self.start)), tuple(map(min, piece.stop, self._stop))
+        for box in self.base.pieces(rank):
+            low, high = tuple(map(max, box.start, self.start)), tuple(map(min, box.stop, self._stop))
             if all(a < b for a, b in zip(low, high, strict=True)):
-                local = tuple(at + a - b for at, a, b in zip(piece.local_start, low, piece.start, strict=True))
-                pieces.append(
-                    Piece(self._inside(low, 0), self._inside(high, 1), piece.tensor, self._from_base(local, 0))
-                )
+                local = tuple(at + a - b for at, a, b in zip(box.local_start, low, box.start, strict=True))
+                pieces.append(Piece(self._inside(low, 0), self._inside(high, 1), box.tensor, self._from_base(local, 0)))
         return tuple(pieces)
 
     def cross(self, start: Index, stop: Index) -> Iterator[Cell]:

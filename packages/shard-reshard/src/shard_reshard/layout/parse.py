@@ -70,11 +70,11 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     if isinstance(layout, str):
         return _from_text(layout, _needed(shape, "a text"))
     if isinstance(layout, Mapping):
-        boxes = {rank: (found,) if isinstance(found, Box) else found for rank, found in layout.items()}
-        for rank, found in boxes.items():
-            if not isinstance(found, Sequence) or not all(isinstance(box, Box) for box in found):
+        boxes = {rank: (own,) if isinstance(own, Box) else own for rank, own in layout.items()}
+        for rank, own in boxes.items():
+            if not isinstance(own, Sequence) or not all(isinstance(box, Box) for box in own):
                 hint = "give boxes by rank: {rank: Box(offsets, sizes)}, or a list of them"
-                raise PlanError(Problem("invalid-layout", found=f"{found!r} for rank {rank!r}", hint=hint))
+                raise PlanError(Problem("invalid-layout", found=f"{own!r} for rank {rank!r}", hint=hint))
         return BoxShardMap(_extent([b for held in boxes.values() for b in held]) if shape is None else shape, boxes)
     meshes = sys.modules.get("torch.distributed.device_mesh")
     pair = isinstance(layout, tuple) and len(layout) == 2
@@ -108,8 +108,8 @@ def _needed(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
 
 def _same_shape(bound: ShardMap, shape: Sequence[int] | None) -> ShardMap:
     if shape is not None and tuple(shape) != bound.shape:
-        found = f"shape={tuple(shape)}, the layout is of a tensor of {bound.shape}"
-        raise PlanError(Problem("shape-mismatch", "shape", found=found, hint="leave shape= out, or correct it"))
+        reason = f"shape={tuple(shape)}, the layout is of a tensor of {bound.shape}"
+        raise PlanError(Problem("shape-mismatch", "shape", found=reason, hint="leave shape= out, or correct it"))
     return bound
 
 
@@ -125,9 +125,9 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
 
 
 def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
-    whole = _WHOLE.fullmatch(text)
-    if whole is not None:
-        return BoxShardMap.whole(shape, int(whole[1]))
+    matched = _WHOLE.fullmatch(text)
+    if matched is not None:
+        return BoxShardMap.whole(shape, int(matched[1]))
     match = _TEXT.fullmatch(text)
     if match is None:
         raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
@@ -145,8 +145,8 @@ def _listed(text: str, whole: str, size: int) -> list[int]:
             raise PlanError(Problem("invalid-layout", found=repr(whole), hint=_TEXT_HINT))
         listed = range(int(match[1]), int(match[2] or match[1]) + 1)
         if len(ranks) + len(listed) > size:  # before the list grows
-            found = f"{whole!r} lists more ranks than its mesh of {size} has"
-            raise PlanError(Problem("invalid-layout", found=found, hint=_TEXT_HINT))
+            reason = f"{whole!r} lists more ranks than its mesh of {size} has"
+            raise PlanError(Problem("invalid-layout", found=reason, hint=_TEXT_HINT))
         ranks.extend(listed)
     return ranks
 
@@ -175,9 +175,9 @@ def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> Sh
 
     spec = as_spec(layout)  # torch's specs too
     if spec is None:
-        found = f"{layout!r} of type {type(layout).__qualname__}"
+        reason = f"{layout!r} of type {type(layout).__qualname__}"
         hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank, OnRank or a text"
-        raise PlanError(Problem("invalid-layout", found=found, hint=hint))
+        raise PlanError(Problem("invalid-layout", found=reason, hint=hint))
     if shape is None and isinstance(spec, EnumerableShardingSpec):
         shape = _extent([shard.box for shard in spec.shards])
     shape = _needed(shape, f"a {type(spec).__name__}")
@@ -217,9 +217,9 @@ def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
     if sum(section.size for section in info.sections) != shape[dim] or any(
         unit < 1 or copies < 1 or length % unit or size % copies for length, unit, copies in info.sections
     ):
-        found = f"sections {tuple(map(tuple, info.sections))} of dim {dim} of {shape} on {size} ranks"
+        reason = f"sections {tuple(map(tuple, info.sections))} of dim {dim} of {shape} on {size} ranks"
         hint = "sections add up to the dim, are a multiple of their unit, and copies divide the ranks of the axis"
-        raise PlanError(Problem("invalid-sections", name, dim, found=found, hint=hint))
+        raise PlanError(Problem("invalid-sections", name, dim, found=reason, hint=hint))
     spec = mesh_spec(mesh)
     boxes: dict[int, list[Box]] = {}
     # Position `place` of every group along the axis: ranks at one coordinate of it.
@@ -244,6 +244,6 @@ def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInf
     alike = own.shape == wanted.shape and sorted(own.reduce_ops) == sorted(wanted.reduce_ops)
     if alike and sorted(own.local_pieces(members.rank)) == sorted(wanted.local_pieces(members.rank)):
         return []  # equal on this rank, which is all it can check
-    found = f"it declares {own.describe()} of {own.shape}, not {wanted.describe()} of {wanted.shape}"
+    reason = f"it declares {own.describe()} of {own.shape}, not {wanted.describe()} of {wanted.shape}"
     hint = "leave out the layout of a tensor that declares its own, redistribute it, or pass its to_local()"
-    return [Problem("layout-mismatch", name, found=found, hint=hint)]
+    return [Problem("layout-mismatch", name, found=reason, hint=hint)]

@@ -55,9 +55,9 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype called ``name``."""
     import torch
 
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 Index = tuple[int, ...]
@@ -242,14 +242,14 @@ class MeshShardMap(ShardMap):
         return size
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
-        found = self._local_shapes.get(rank)
-        if found is None:
-            found = ()
+        shapes = self._local_shapes.get(rank)
+        if shapes is None:
+            shapes = ()
             if rank in self.rank_set:
-                found = (tuple(sum(size for _, size in dim) for dim in self.layout.intervals(rank, self.shape)),)
+                shapes = (tuple(sum(size for _, size in dim) for dim in self.layout.intervals(rank, self.shape)),)
             if len(self._local_shapes) < 8:  # bounded: a process uses its own rank only
-                self._local_shapes[rank] = found
-        return found
+                self._local_shapes[rank] = shapes
+        return shapes
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         if rank not in self.rank_set:

@@ -98,8 +98,8 @@ def _cost(memory: StepMemory, itemsizes: Sequence[int], rank: int) -> int:
     copied, calls = _copied(memory), len(memory.own)
     calls += sum(len(side.packed) for side in (memory.sends, memory.receives) if side.span is None)
     own = sum(prod(source.sizes) * itemsizes[plan] for source, _, plan, _ in memory.own)
-    kept = sum(memory.sends.splits[rank : rank + 1])  # copied inside the collective
-    return copied + own + kept + calls * _CALL_BYTES
+    own_bytes = sum(memory.sends.splits[rank : rank + 1])  # copied inside the collective
+    return copied + own + own_bytes + calls * _CALL_BYTES
 
 
 def _ways(

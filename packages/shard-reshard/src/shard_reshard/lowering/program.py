@@ -67,8 +67,8 @@ def _messages_by_rank(plan: Plan, stage: int, partial_index: int | None) -> list
             by_rank[src].append(size)
             by_rank[dst].append(size)
         cache[key] = by_rank
-    found: list[list[int]] = cache[key]
-    return found
+    messages: list[list[int]] = cache[key]
+    return messages
 
 
 def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:

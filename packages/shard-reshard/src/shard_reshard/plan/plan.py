@@ -147,8 +147,8 @@ def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
     highest = max((plan.world_size for plan in plans), default=0)
     if highest <= size:
         return []
-    found = f"a layout names rank {highest - 1}, the group has {size} ranks"
-    return [Problem("rank-outside-mesh", "group", found=found, hint="pass a larger group=")]
+    reason = f"a layout names rank {highest - 1}, the group has {size} ranks"
+    return [Problem("rank-outside-mesh", "group", found=reason, hint="pass a larger group=")]
 
 
 def _busiest(plan: Plan) -> tuple[int, int]:
@@ -207,8 +207,8 @@ def check_plan(plan: Plan) -> None:
         add("dtype-mismatch", "dtype", f"{plan.dtype} to {plan.out_dtype}", "take the real part before")
     limit = plan.max_workspace_bytes
     if limit is not None and limit < 1:
-        found = f"max_workspace_bytes={limit}"
-        add("invalid-argument", "max_workspace_bytes", found, "at least one byte, or None")
+        reason = f"max_workspace_bytes={limit}"
+        add("invalid-argument", "max_workspace_bytes", reason, "at least one byte, or None")
     if problems:
         raise PlanError(problems)
 

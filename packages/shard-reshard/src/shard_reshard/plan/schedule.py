@@ -71,17 +71,17 @@ def make_copy(move: Move, src: Cell, dst: Cell) -> Copy:
 
 def merge_copies(copies: Iterable[Copy]) -> list[Copy]:
     """Join copies of one pair of ranks that are adjacent in all three tensors; sorted."""
-    found = sorted(copies)
-    if len(found) < 2:
-        return found
-    for dim in reversed(range(len(found[0].start))):  # innermost first: rows, then planes
+    merged = sorted(copies)
+    if len(merged) < 2:
+        return merged
+    for dim in reversed(range(len(merged[0].start))):  # innermost first: rows, then planes
         rows: dict[tuple[object, ...], list[Copy]] = {}
-        for copy in found:
+        for copy in merged:
             rest = (copy.start[:dim], copy.start[dim + 1 :], copy.sizes[:dim], copy.sizes[dim + 1 :])
             rows.setdefault((copy.stage, copy.partial_index, copy.src_tensor, copy.dst_tensor, *rest), []).append(copy)
-        if len(rows) < len(found):
-            found = [joined for row in rows.values() for joined in _join_row(row, dim)]
-    return sorted(found)
+        if len(rows) < len(merged):
+            merged = [joined for row in rows.values() for joined in _join_row(row, dim)]
+    return sorted(merged)
 
 
 def _join_row(row: list[Copy], dim: int) -> Iterator[Copy]:
@@ -150,27 +150,27 @@ def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
 
 def is_local(plan: Plan) -> bool:
     """Return True if no rank sends anything."""
-    found: bool | None = plan.__dict__.get("_is_local")
-    if found is None:
+    cached: bool | None = plan.__dict__.get("_is_local")
+    if cached is None:
         forward = plan.transpose() if plan.adjoint else plan
-        found = plan.is_identity or (
+        cached = plan.is_identity or (
             forward.src.num_partials == 1 and not any(_lacks(forward, rank) for rank in forward.dst.ranks)
         )
-        plan.__dict__["_is_local"] = found
-    return found
+        plan.__dict__["_is_local"] = cached
+    return cached
 
 
 def _lacks(plan: Plan, rank: int) -> bool:
     """Return True if ``rank`` needs an element that it does not hold."""
     held = plan.src.pieces(rank)
-    for piece in plan.dst.pieces(rank):
-        cell = next(plan.dst.cross(piece.start, piece.stop))
+    for box in plan.dst.pieces(rank):
+        cell = next(plan.dst.cross(box.start, box.stop))
         if rank in receivers_of(plan, cell):
             common = 0  # elements held already
             for other in held:
-                low, high = map(max, piece.start, other.start), map(min, piece.stop, other.stop)
+                low, high = map(max, box.start, other.start), map(min, box.stop, other.stop)
                 common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
-            if common < prod(sizes_of(piece.start, piece.stop)):
+            if common < prod(sizes_of(box.start, box.stop)):
                 return True
     return False
 
@@ -192,21 +192,21 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
         return _direct_copies_of(plan, rank)
     arriving: list[Copy] = []
     leaving: list[Copy] = []
-    for piece in plan.dst.pieces(rank):
-        for whole in plan.dst.cross(piece.start, piece.stop):
-            receivers = receivers_of(plan, whole)
+    for box in plan.dst.pieces(rank):
+        for cell in plan.dst.cross(box.start, box.stop):
+            receivers = receivers_of(plan, cell)
             if rank in receivers:
-                for src in plan.src.cross(piece.start, piece.stop):
-                    dst = cut_cell(whole, src.start, src.stop)
+                for src in plan.src.cross(box.start, box.stop):
+                    dst = cut_cell(cell, src.start, src.stop)
                     for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
                         if move.dst_rank == rank:
                             arriving.append(make_copy(move, src, dst))
                         elif move.stage == 1:
                             leaving.append(make_copy(move, src, dst))
-    for piece in plan.src.pieces(rank):
-        for whole in plan.src.cross(piece.start, piece.stop):
-            for dst in plan.dst.cross(piece.start, piece.stop):
-                src = cut_cell(whole, dst.start, dst.stop)
+    for box in plan.src.pieces(rank):
+        for cell in plan.src.cross(box.start, box.stop):
+            for dst in plan.dst.cross(box.start, box.stop):
+                src = cut_cell(cell, dst.start, dst.stop)
                 for move in moves(src, dst, receivers_of(plan, dst), plan.itemsize, relay, rank):
                     if move.src_rank == rank and move.dst_rank != rank and move.stage == 0:
                         leaving.append(make_copy(move, src, dst))
@@ -260,10 +260,10 @@ def receivers_of(plan: Plan, cell: Cell) -> tuple[int, ...]:
 
 
 def _by_peer(plan: Plan, copies: list[Copy], peer: Callable[[Copy], int]) -> dict[int, tuple[Copy, ...]]:
-    found: dict[int, list[Copy]] = {}
+    by_peer: dict[int, list[Copy]] = {}
     for copy in copies:
-        found.setdefault(peer(copy), []).append(copy)
-    return {rank: _ordered(plan, found[rank]) for rank in sorted(found)}
+        by_peer.setdefault(peer(copy), []).append(copy)
+    return {rank: _ordered(plan, by_peer[rank]) for rank in sorted(by_peer)}
 
 
 def _ordered(plan: Plan, copies: list[Copy]) -> tuple[Copy, ...]:
@@ -275,9 +275,9 @@ def _ordered(plan: Plan, copies: list[Copy]) -> tuple[Copy, ...]:
 
 def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:
     """Yield every common box of a source cell and a destination cell, clipped from each."""
-    for whole in plan.src.cells():
-        for dst in plan.dst.cross(whole.start, whole.stop):
-            yield cut_cell(whole, dst.start, dst.stop), dst
+    for cell in plan.src.cells():
+        for dst in plan.dst.cross(cell.start, cell.stop):
+            yield cut_cell(cell, dst.start, dst.stop), dst
 
 
 def turned(copy: Copy) -> Copy:

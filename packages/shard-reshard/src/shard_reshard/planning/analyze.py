@@ -119,8 +119,8 @@ def _top(plan: ReshardPlan) -> list[str]:
     sent = [(sum(row), rank) for rank, row in enumerate(matrix)]
     received = [(sum(row[rank] for row in matrix), rank) for rank in range(plan.world_size)]
     lines = []
-    for word, found in (("sends", sent), ("receives", received)):
-        top = sorted(found, key=lambda entry: (-entry[0], entry[1]))[:_BUSIEST]
+    for word, num_bytes in (("sends", sent), ("receives", received)):
+        top = sorted(num_bytes, key=lambda entry: (-entry[0], entry[1]))[:_BUSIEST]
         listed = ", ".join(f"rank {rank} {human(size)}" for size, rank in top)
         lines.append(f"  {word} most: {listed}")
     return lines

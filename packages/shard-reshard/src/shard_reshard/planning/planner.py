@@ -86,8 +86,8 @@ def make_plan(
 ) -> ReshardPlan:
     """Build a validated plan between two shard maps."""
     if src.shape != dst.shape:
-        found = f"source of {src.shape}, destination of {dst.shape}"
-        raise PlanError(Problem("shape-mismatch", found=found, hint="both layouts are of one global tensor"))
+        reason = f"source of {src.shape}, destination of {dst.shape}"
+        raise PlanError(Problem("shape-mismatch", found=reason, hint="both layouts are of one global tensor"))
     names = dtype_name(dtype), dtype_name(dtype if out_dtype is None else out_dtype)
     plan = ReshardPlan(src.shape, *names, src, dst, _whole_bytes(max_workspace_bytes))
     check_plan(plan)

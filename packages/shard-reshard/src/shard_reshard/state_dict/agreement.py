@@ -146,7 +146,7 @@ def _plan_of_all(members: GroupInfo, question: Question, facts: RankMeta, sums: 
 
 def plain_checksums(facts: RankMeta, tensors: Mapping[str, Any]) -> dict[str, bytes]:
     """Return a checksum of each of this rank's tensors without a declared layout."""
-    plain = [name for name, known in facts.sources.items() if known.layout is None and name in tensors]
+    plain = [name for name, metadata in facts.sources.items() if metadata.layout is None and name in tensors]
     return {name: checksum(tensors[name]) for name in plain}
 
 
@@ -175,12 +175,12 @@ def checksum(tensor: torch.Tensor) -> bytes:
     if not local.numel():
         return b""
     data = local.reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    body = data[:whole]
+    even = data.numel() // 8 * 8
+    body = data[:even]
     numbers = (body.clone() if body.storage_offset() % 8 else body).view(torch.int64)
     keys = (torch.arange(min(_CHUNK, max(numbers.numel(), 8)), device=data.device) * 2 + 1) * _ODD
     sums = []
-    for values in (*torch.split(numbers, _CHUNK), *([data[whole:].to(torch.int64)] if whole < data.numel() else [])):
+    for values in (*torch.split(numbers, _CHUNK), *([data[even:].to(torch.int64)] if even < data.numel() else [])):
         mixed = values + keys[: values.numel()]
         mixed ^= mixed >> 29  # the highest bits affect the product too
         sums += [mixed.sum(), mixed.mul_(keys[: values.numel()]).sum()]

@@ -64,8 +64,8 @@ def _is_meta(value: Any) -> bool:
 def _like(value: Any, fresh: torch.Tensor) -> torch.Tensor:
     """Return ``fresh`` as a tensor of the same kind: DTensor, parameter subclass and attributes are preserved."""
     if hasattr(value, "device_mesh"):
-        made: torch.Tensor = as_dtensor(fresh, value.device_mesh, value.placements, value.shape)
-        return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+        dtensor: torch.Tensor = as_dtensor(fresh, value.device_mesh, value.placements, value.shape)
+        return nn.Parameter(dtensor, value.requires_grad) if isinstance(value, nn.Parameter) else dtensor
     if isinstance(value, nn.Parameter):
         # A subclass holds its sharding, which a plain Parameter around the same memory would lose.
         fresh = torch.Tensor._make_subclass(type(value), fresh, value.requires_grad)
@@ -92,18 +92,18 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]
     for name, buffer in module.named_buffers() if isinstance(module, nn.Module) else ():
         if name in saved or buffer.layout is not torch.strided:
             continue
-        found = ""
+        reason = ""
         if _is_meta(buffer):
-            found = "a buffer on the meta device, which is in no file"
+            reason = "a buffer on the meta device, which is in no file"
         elif not has_memory(local := local_tensor(buffer)):
-            found = "a buffer whose storage was freed, which is in no file"
+            reason = "a buffer whose storage was freed, which is in no file"
         elif buffer.is_floating_point() and not hasattr(buffer, "device_mesh") and buffer.dtype.itemsize > 1:
             if bool(local.isnan().any()):
-                found = "a buffer of NaNs, which is in no file"
+                reason = "a buffer of NaNs, which is in no file"
             else:
                 sums[name] = checksum(local)
-        if found:
-            problems.append(Problem("uninitialized-buffer", name, found=found, hint=_HINT))
+        if reason:
+            problems.append(Problem("uninitialized-buffer", name, found=reason, hint=_HINT))
     return problems, sums
 
 

@@ -23,10 +23,10 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, A
     if given is None:
         return {}
     if isinstance(given, torch.nn.Module):
+        tensors = given.state_dict(keep_vars=True)  # first: FSDP2 shards a module again that a forward has gathered
         everything: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
         everything.update(given.named_parameters(remove_duplicate=False))
-        kept = given.state_dict(keep_vars=True)
-        return {name: value for name, value in everything.items() if name in kept}
+        return {name: value for name, value in everything.items() if name in tensors}
     return dict(given)
 
 
@@ -38,8 +38,8 @@ def collect_metadata(
     members: GroupInfo,
 ) -> RankMeta:
     """Collect the metadata of source and destination tensors, and their problems."""
-    given: list[Any] = [*state_dict, *outs]
-    strange = [name for name in given if not isinstance(name, str)]
+    tensors: list[Any] = [*state_dict, *outs]
+    strange = [name for name in tensors if not isinstance(name, str)]
     if strange:
         raise PlanError(
             Problem("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
@@ -49,12 +49,12 @@ def collect_metadata(
     known_outs: dict[str, TensorMeta] = {}
     alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object, pickled once
     others = {name: value for name, value in outs.items() if isinstance(value, torch.Tensor)}
-    for found, given_tensors in ((sources, state_dict), (known_outs, others)):
+    for table, given_tensors in ((sources, state_dict), (known_outs, others)):
         for name, value in given_tensors.items():
-            given_layout = (src_layouts.get(name), shapes.get(name)) if found is sources else (None, None)
+            given_layout = (src_layouts.get(name), shapes.get(name)) if table is sources else (None, None)
             try:
-                known = tensor_metadata(name, value, *given_layout, members)
-                found[name] = known._replace(layout=alike.setdefault(known.layout, known.layout))
+                metadata = tensor_metadata(name, value, *given_layout, members)
+                table[name] = metadata._replace(layout=alike.setdefault(metadata.layout, metadata.layout))
             except Exception as error:
                 listed = problems_of(error)
                 problems += [p.named(name) for p in listed]
@@ -66,17 +66,17 @@ def collect_metadata(
 
 def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: GroupInfo) -> TensorMeta:
     if not isinstance(value, torch.Tensor):
-        found = f"a {type(value).__qualname__}"
-        raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
+        reason = f"a {type(value).__qualname__}"
+        raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
     if value.is_nested or value.layout is not torch.strided:
-        found = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
-        raise PlanError(Problem("unsupported-tensor", name, found=found, hint="only dense tensors can be moved"))
+        reason = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
+        raise PlanError(Problem("unsupported-tensor", name, found=reason, hint="only dense tensors can be moved"))
     if layout is None:  # declared by the tensor, or plain
         own = own_layout(name, value, members.to_group)  # None: a full tensor
         full = tuple(value.shape) if own is None else own.shape
         if shape is not None and tuple(shape) != full:
-            found, hint = f"shapes={tuple(shape)}, the tensor is of {full}", "say how it is sharded in src_layouts"
-            raise PlanError(Problem("shape-mismatch", name, found=found, hint=hint))
+            reason, hint = f"shapes={tuple(shape)}, the tensor is of {full}", "say how it is sharded in src_layouts"
+            raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
         return TensorMeta(full, dtype_name(value.dtype), own, name, value.is_meta)
     bound = resolve_layout(layout, shape, members.to_group)
     differs = layout_mismatches(name, value, bound, members)
@@ -109,8 +109,8 @@ def local_tensor(value: Any) -> torch.Tensor:
     if local is None:
         local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
     if not isinstance(local, torch.Tensor):
-        found = f"a {type(value).__qualname__}"
-        raise PlanError(Problem("wrong-type", found=found, hint="leave it out of the state dict"))
+        reason = f"a {type(value).__qualname__}"
+        raise PlanError(Problem("wrong-type", found=reason, hint="leave it out of the state dict"))
     if type(local) not in PLAIN_TYPES:
         if getattr(local, "_sharding_info", None) is not None:
             local = local.as_subclass(torch.Tensor)  # such a class may report the global shape
@@ -140,8 +140,8 @@ def _declares(value: Any) -> bool:
 
 def destination_mismatches(plan: StateDictPlan, targets: Mapping[str, Any], members: GroupInfo) -> list[Problem]:
     """Report tensors of ``out`` with another declared layout than the plan's, even of equal local shape."""
-    found = [(name, value) for name, value in targets.items() if name in plan.targets and _declares(value)]
-    return [p for name, value in found for p in layout_mismatches(name, value, plan.targets[name][0], members)]
+    declared = [(name, value) for name, value in targets.items() if name in plan.targets and _declares(value)]
+    return [p for name, value in declared for p in layout_mismatches(name, value, plan.targets[name][0], members)]
 
 
 class LayoutChecker:
@@ -168,9 +168,9 @@ class LayoutChecker:
             hint = "leave them out, or make a resharder for a state dict that has them"
             problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
         problems += self.untied(sources)
-        for name, known in self._known.items():
+        for name, expected in self._known.items():
             if name in tensors and _declares(tensors[name]):
-                wanted = known.layout or BoxShardMap.whole(known.shape, self._members.rank)
+                wanted = expected.layout or BoxShardMap.whole(expected.shape, self._members.rank)
                 problems += layout_mismatches(name, tensors[name], wanted, self._members)
         return problems + destination_mismatches(self._plan, targets, self._members)
 

@@ -117,8 +117,8 @@ class LocalTargets:
         problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
         for name, value in given.items():
             if name in self.plan.targets and not isinstance(value, torch.Tensor):
-                found, hint = f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out="
-                problems.append(Problem("wrong-type", f"{name}: rank {self.rank}, out", found=found, hint=hint))
+                reason, hint = f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out="
+                problems.append(Problem("wrong-type", f"{name}: rank {self.rank}, out", found=reason, hint=hint))
         memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
         for name, out in outs.items() if strict else ():
             # A tensor tied to a filled one is filled with it.
@@ -137,16 +137,16 @@ class LocalTargets:
         layout, dtype = self.plan.targets[name]
         shapes, where = layout.local_shapes(self.rank), f"{name}: rank {self.rank}, out"
         if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
-            found = f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}"
+            reason = f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}"
             hint = "pass a local tensor of that shape, or another layout in dst_layouts"
-            return [Problem("shape-mismatch", where, found=found, hint=hint)]
+            return [Problem("shape-mismatch", where, found=reason, hint=hint)]
         if len(shapes) > 1:
             hint = "leave it out of out=; the result has a list of tensors"
             return [Problem("argument-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint)]
         if not shapes and strict and out.numel():
-            found = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
+            reason = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
             hint = "leave it out of out= on this rank, or pass strict=False"
-            return [Problem("missing-source", where, found=found, hint=hint)]
+            return [Problem("missing-source", where, found=reason, hint=hint)]
         return []
 
     def _filled(self, planned: Mapping[str, torch.Tensor], atomic: bool) -> tuple[dict[str, torch.Tensor], Ties]:
@@ -182,10 +182,10 @@ class ReceiveBuffers:
                 self.tensors[name] = [outs[name]]
                 self.in_place.add(name)
                 continue
-            dtype, found = here.dtypes[name], []
+            dtype, buffers = here.dtypes[name], []
             for shape in shapes:
-                found.append(torch.empty(shape, dtype=dtype, device=device))
-            self.tensors[name] = found
+                buffers.append(torch.empty(shape, dtype=dtype, device=device))
+            self.tensors[name] = buffers
         self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
 
     def fill(self, fills: Mapping[str, float | None], outs: Mapping[str, torch.Tensor]) -> None:
@@ -271,8 +271,8 @@ def write_outputs(
             one, other = (arriving.tensors[plan.aliases.get(name, name)][0].reshape(-1) for name in (first, second))
             # Bits, too: NaNs never compare equal.
             if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-                found = f"tied to {first} on rank {here.rank}, other values"
-                problems.append(Problem("invalid-out", second, found=found, hint=ONE_MEMORY_HINT))
+                reason = f"tied to {first} on rank {here.rank}, other values"
+                problems.append(Problem("invalid-out", second, found=reason, hint=ONE_MEMORY_HINT))
         assert_consistent(here.members, "ties of a state dict", [plan.digest], problems, BEFORE_WRITING)
     for name in plan.targets:  # in the order of their names
         if name in arriving.in_place:

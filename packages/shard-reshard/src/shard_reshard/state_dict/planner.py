@@ -91,10 +91,10 @@ def plan_state_dict(
         if route.target in aliases:
             continue
         layout, dtype = targets[route.target]
-        known = sources[route.source]
-        same = id(known.layout), known.dtype, route[2:], id(layout), dtype
+        source = sources[route.source]
+        same = id(source.layout), source.dtype, route[2:], id(layout), dtype
         if same not in plans:
-            plans[same] = _plan_of_move(known, route, layout, dtype, bucket_bytes)
+            plans[same] = _plan_of_move(source, route, layout, dtype, bucket_bytes)
         moves.append(TensorMove(route.source, route.target, plans[same]))
     tied = _tied_apart([names for facts in everyone for names in facts.shared], targets, aliases)
     return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, tied, fills)
@@ -124,17 +124,17 @@ def _merge(
                 continue
             if known[:2] != first[:2] or (known.layout is None) != (first.layout is None):
                 kind = "a plain tensor" if known.layout is None else "a sharded tensor"
-                found = f"rank {rank}: {kind} of {known.shape} {known.dtype}, before: {first.shape} {first.dtype}"
+                reason = f"rank {rank}: {kind} of {known.shape} {known.dtype}, before: {first.shape} {first.dtype}"
                 hint = "shape, dtype and kind of a tensor are the same on every rank"
-                problems.append(Problem("ranks-disagree", f"{side} {name}", found=found, hint=hint))
+                problems.append(Problem("ranks-disagree", f"{side} {name}", found=reason, hint=hint))
                 break
         else:
             joined = _joined_layout(by_rank)
             layout = alike.setdefault(joined, joined)
             if layout is None and side == "out":
-                found = f"the layouts {', '.join(sorted({repr(known.layout) for known in by_rank.values()}))}"
+                reason = f"the layouts {', '.join(sorted({repr(known.layout) for known in by_rank.values()}))}"
                 hint = "give one layout for all ranks in dst_layouts"
-                problems.append(Problem("ranks-disagree", f"out {name}", found=found, hint=hint))
+                problems.append(Problem("ranks-disagree", f"out {name}", found=reason, hint=hint))
             tied = {known.tied_to for known in by_rank.values() if known.tied_to}
             merged[name] = first._replace(layout=layout or first.layout, tied_to=tied.pop() if len(tied) == 1 else name)
     return dict(sorted(merged.items()))
@@ -143,7 +143,7 @@ def _merge(
 def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> ShardMap | None:
     """Return the layout over all ranks: a common one, or equal ones on separate ranks as replicas; else None."""
     first = next(iter(by_rank.values()))
-    layouts = list(dict.fromkeys(known.layout for known in by_rank.values()))
+    layouts = list(dict.fromkeys(metadata.layout for metadata in by_rank.values()))
     if layouts == [None]:  # plain tensors: full on each of their ranks
         return MeshShardMap(Layout(MeshSpec({"replica": len(by_rank)}, list(by_rank)), "replica:R"), first.shape)
     boxed = [entry for entry in layouts if isinstance(entry, BoxShardMap)]
@@ -201,22 +201,22 @@ def _routes(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[P
 
 
 def _route(name: str, shape: Index, part: Part) -> Route:
-    found, zero = f"{part!r} for a tensor of shape {shape}", (0,) * len(shape)
+    reason, zero = f"{part!r} for a tensor of shape {shape}", (0,) * len(shape)
     order = tuple(range(len(shape))) if part.dims is None else tuple(part.dims)
     if sorted(order) != list(range(len(shape))):
-        raise PlanError(Problem("invalid-argument", name, found=found, hint="dims names each dim of the source once"))
+        raise PlanError(Problem("invalid-argument", name, found=reason, hint="dims names each dim of the source once"))
     start, source_start, sizes = list(zero), list(zero), list(shape)
     if shape:
         if not -len(shape) <= part.dim < len(shape):
-            raise PlanError(Problem("dim-out-of-range", name, part.dim, found=found, hint="correct key_map"))
+            raise PlanError(Problem("dim-out-of-range", name, part.dim, found=reason, hint="correct key_map"))
         dim = part.dim % len(shape)
         start[dim], source_start[dim] = part.start, part.source_start
         sizes[dim] = shape[dim] - part.source_start if part.size is None else part.size
         if min(sizes[dim], part.start, part.source_start) < 0 or part.source_start + sizes[dim] > shape[dim]:
-            raise PlanError(Problem("box-out-of-range", name, dim, found=found, hint="correct key_map"))
+            raise PlanError(Problem("box-out-of-range", name, dim, found=reason, hint="correct key_map"))
     dims: Dims = order if part.stack is None else (None, *order)
     if part.stack is not None and part.stack < 0:
-        raise PlanError(Problem("box-out-of-range", name, found=found, hint="stack is counted from 0"))
+        raise PlanError(Problem("box-out-of-range", name, found=reason, hint="stack is counted from 0"))
     return Route(
         name,
         part.name,
@@ -237,9 +237,9 @@ def _least_shape(
         hint = "parts of one tensor have one dtype"
         problems.append(Problem("ranks-disagree", name, found=", ".join(sorted(dtypes)), hint=hint))
     if len({len(route.shape) for route in routes}) > 1:
-        found = ", ".join(f"{route.source} {route.shape}" for route in routes)
+        reason = ", ".join(f"{route.source} {route.shape}" for route in routes)
         hint = "parts of one tensor have its number of dims"
-        problems.append(Problem("ranks-disagree", name, found=found, hint=hint))
+        problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
         routes = routes[:1]
     return tuple(map(max, zip(*(route.stop for route in routes), strict=True))), sources[routes[0].source].dtype
 
@@ -259,13 +259,13 @@ def _fill(
     """
     for route in routes:
         if len(route.shape) != len(layout.shape) or any(a > b for a, b in zip(route.stop, layout.shape, strict=True)):
-            found = f"{route.source} arrives as {route.shape} at {route.start}, the destination is of {layout.shape}"
+            reason = f"{route.source} arrives as {route.shape} at {route.start}, the destination is of {layout.shape}"
             hint = "pass a destination of that shape, or a Part of the source in key_map"
-            raise PlanError(Problem("shape-mismatch", name, found=found, hint=hint))
+            raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
     values = sorted({route.fill for route in routes if route.fill is not None})
     if len(values) > 1:
-        found, hint = f"fill of {', '.join(map(str, values))}", "give one value for a destination"
-        raise PlanError(Problem("conflicting-arguments", name, found=found, hint=hint))
+        reason, hint = f"fill of {', '.join(map(str, values))}", "give one value for a destination"
+        raise PlanError(Problem("conflicting-arguments", name, found=reason, hint=hint))
     hint = "send the rest too, give Part(..., fill=) its value, or pass an out= that has values, and strict=False"
     spans = [(route.source, (route.start, route.stop)) for route in routes if 0 not in route.shape]
     problems = tiling_problems(layout.shape, spans, name, hint, "source")
@@ -313,8 +313,8 @@ def _unfilled(outs: Mapping[str, TensorMeta], targets: Mapping[str, object]) -> 
     hint = "pass its source, name it in key_map, or pass strict=False"
     return [
         Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint)
-        for name, known in outs.items()
-        if name not in targets and known.tied_to not in filled
+        for name, metadata in outs.items()
+        if name not in targets and metadata.tied_to not in filled
     ]
 
 

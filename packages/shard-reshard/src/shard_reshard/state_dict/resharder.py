@@ -254,8 +254,8 @@ class StateDictResharder(NotPicklable):
         """Return both sides' local tensors, and the match with the last call's guards."""
         sources, outs = local_tensors(tensors), local_tensors(targets)
         for name in tensors.keys() - sources.keys():
-            found = f"a {type(tensors[name]).__qualname__}"
-            raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
+            reason = f"a {type(tensors[name]).__qualname__}"
+            raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
         match = Match.NONE if self._guards is None else self._guards.match(tensors, targets, sources, outs)
         return sources, outs, match
 
@@ -268,7 +268,7 @@ class StateDictResharder(NotPicklable):
         problems: Sequence[Problem] = (),
     ) -> PreparedState:
         """Return a call's tensors on this rank, with all its problems; no communication."""
-        here, found = self._here, list(problems)
+        here, all_problems = self._here, list(problems)
         sources: Mapping[str, torch.Tensor] = {}
         outs: Mapping[str, torch.Tensor] = {}
         match, calls, ties = Match.NONE, list[Bucket](), Ties()
@@ -285,24 +285,24 @@ class StateDictResharder(NotPicklable):
                     device = device_of(sources, outs, self._members)
                     arriving = ReceiveBuffers(here, None if atomic else outs, device)
                     calls = bucket_calls(here, sources, arriving)
-                if not found and match is not Match.MEMORY:
+                if not all_problems and match is not Match.MEMORY:
                     # In other memory tensors may be tied or overlap differently, even with equal metadata.
                     if match is Match.NONE:
-                        found += self._layout_checks.problems(tensors, sources, targets)
+                        all_problems += self._layout_checks.problems(tensors, sources, targets)
                         written = (tensor for name in arriving.in_place for tensor in arriving.tensors[name])
-                        found += source_problems(here, sources, written)
+                        all_problems += source_problems(here, sources, written)
                     else:
-                        found += self._layout_checks.untied(sources)
+                        all_problems += self._layout_checks.untied(sources)
                         for name, tensor in sources.items():
-                            found += freed_problems(f"{name}: rank {self._members.rank}, source", tensor)
+                            all_problems += freed_problems(f"{name}: rank {self._members.rank}, source", tensor)
                     wrong, ties = here.out_problems(targets, outs, sources, atomic, self._question.strict)
-                    found += wrong
+                    all_problems += wrong
                     self._again = None
                 elif match is Match.MEMORY and self._guards is not None:
                     ties = self._guards.tied_outs
             except Exception as error:
-                found += problems_of(error)
-        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, found, ties)
+                all_problems += problems_of(error)
+        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems, ties)
 
     def _compare(self, call: PreparedState) -> None:
         """Raise the problems of all ranks on all of them; after a checked first call, of this rank alone."""
@@ -382,11 +382,11 @@ class StateGuards:
 
 def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
     """Return the first tensor in the same memory, for each tensor of either side."""
-    found: list[int] = []
+    first_places: list[int] = []
     for side in (sources, outs):
         first: dict[int, int] = {}
-        found += [first.setdefault(pointer, at) for at, pointer in enumerate(pointers(list(side.values())))]
-    return found
+        first_places += [first.setdefault(pointer, at) for at, pointer in enumerate(pointers(list(side.values())))]
+    return first_places
 
 
 # ---- one-shot calls -------------------------------------------------------------------------------------------
@@ -424,6 +424,6 @@ def _snapshot(given: Mapping[str, Any] | None) -> dict[str, Any]:
 def _as_values(layouts: Any) -> Any:
     """Return layouts as values that compare; None for those that hold tensors, and for functions."""
     if isinstance(layouts, Mapping):
-        found = {name: layout_value(layout) for name, layout in layouts.items()}
-        return None if None in found.values() else found
+        values = {name: layout_value(layout) for name, layout in layouts.items()}
+        return None if None in values.values() else values
     return () if layouts is None else layout_value(layouts)

@@ -56,28 +56,28 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
             ``no-process-group``, ``mesh-mismatch``: raised on this rank only, since its peers are unknown.
     """
     if not isinstance(mesh, DeviceMesh):
-        found = f"{mesh!r:.40} of type {type(mesh).__qualname__}"
+        text = f"{mesh!r:.40} of type {type(mesh).__qualname__}"
         hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
-        error = PlanError(Problem("wrong-type", "mesh", found=found, hint=hint))
+        error = PlanError(Problem("wrong-type", "mesh", found=text, hint=hint))
         if group is not None:
             assert_consistent(group_or_default(group), "apply", error=error)
         raise error
     ranks = sorted(mesh.mesh.flatten().tolist())
     if mesh.get_coordinate() is None:
-        found, hint = f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}", "call it on ranks of the mesh only"
-        raise PlanError(Problem("rank-outside-mesh", "mesh", found=found, hint=hint))
+        text, hint = f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}", "call it on ranks of the mesh only"
+        raise PlanError(Problem("rank-outside-mesh", "mesh", found=text, hint=hint))
     if group is None and mesh.ndim == 1:  # groups of one axis exist already
         return mesh.get_group()
     if group is None and len(ranks) == dist.get_world_size():
         return group_or_default(None)
     if group is None:
-        found = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
+        text = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
         hint = "pass group=, a process group of all ranks of the mesh"
-        raise PlanError(Problem("no-process-group", "group", found=found, hint=hint))
+        raise PlanError(Problem("no-process-group", "group", found=text, hint=hint))
     members = sorted(dist.get_process_group_ranks(group_or_default(group)))
     if members != ranks:
-        found, hint = f"a group of ranks {members} for a mesh of ranks {ranks}", "pass the group of the mesh's ranks"
-        raise PlanError(Problem("mesh-mismatch", "group", found=found, hint=hint))
+        text, hint = f"a group of ranks {members} for a mesh of ranks {ranks}", "pass the group of the mesh's ranks"
+        raise PlanError(Problem("mesh-mismatch", "group", found=text, hint=hint))
     return group
 
 
@@ -88,8 +88,8 @@ def argument_problems(source: object, src_rank: object, size: int, init: object)
         problems.append(Problem("invalid-argument", "source", found=repr(source), hint=hint))
     problems += source_problems(src_rank, size)
     if init is not None and source != "meta":
-        found, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
-        problems.append(Problem("conflicting-arguments", "init", found=found, hint=hint))
+        reason, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
+        problems.append(Problem("conflicting-arguments", "init", found=reason, hint=hint))
     if not (init is None or init == "reset_parameters" or callable(init)):
         hint = "a function init(fqn, tensor), 'reset_parameters', or None"
         problems.append(Problem("invalid-argument", "init", found=repr(init), hint=hint))
@@ -100,9 +100,9 @@ def pipeline_problems(mesh: DeviceMesh) -> list[Problem]:
     """Report axes with different layers on their ranks: a layout cannot express that a rank holds none."""
     names = mesh.mesh_dim_names or ()
     hint = "apply one stage's plan on the mesh of that stage, mesh[the other axes]"
-    found = "the stages of a pipeline hold different layers"
+    reason = "the stages of a pipeline hold different layers"
     axes = [axis for axis in names if axis in PIPELINE_AXIS_NAMES and mesh[axis].size() > 1]
-    return [Problem("plan-not-executable", "mesh", axis=axis, found=found, hint=hint) for axis in axes]
+    return [Problem("plan-not-executable", "mesh", axis=axis, found=reason, hint=hint) for axis in axes]
 
 
 def value_problems(tensor: torch.Tensor, name: str, source: object, is_source: bool) -> list[Problem]:
@@ -116,9 +116,9 @@ def frequency_problems(module: nn.Module, names: tuple[str, ...]) -> list[Proble
     """Sharded tables whose gradient DTensor's operator divides by the counts of a part of the ids, without an error."""
     owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
     hint = "turn the option off, leave the table replicated, or use shard_module"
-    found = "a sharded table with scale_grad_by_freq"
+    reason = "a sharded table with scale_grad_by_freq"
     return [
-        Problem("unsupported-option", name, found=found, hint=hint)
+        Problem("unsupported-option", name, found=reason, hint=hint)
         for name, owner in owners.items()
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.scale_grad_by_freq
     ]
@@ -131,9 +131,9 @@ def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
     if same_axes or from_spec:
         order = [mesh.axis_names[layout.mesh.axis_names.index(axis)] for axis in layout.order]
         return Layout(mesh, layout.specs, order)
-    found = f"{layout} on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
+    reason = f"{layout} on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
     hint = "give the plan the axes of the mesh, in its order"
-    return Problem("mesh-mismatch", name, found=found, hint=hint)
+    return Problem("mesh-mismatch", name, found=reason, hint=hint)
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:
@@ -231,7 +231,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
     problems += pipeline_problems(mesh)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
         plan = plan.on_mesh(spec)  # text rules need the axes
-    found = examine(plan, module)
+    resolution = examine(plan, module)
     problems += validate(plan, module)
     if plan.output_plan or plan.return_local_tensor:
         text = "apply changes no forward, so output_plan and return_local_tensor have no effect"
@@ -241,8 +241,8 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
     tensors: list[TensorAction] = []
     fingerprints = []
     me = dist.get_rank(call.group)
-    for metadata in found.metadata.tensors:
-        layout = found.layouts.get(metadata.name)
+    for metadata in resolution.metadata.tensors:
+        layout = resolution.layouts.get(metadata.name)
         if layout is None:
             continue  # taken by a Sharder
         tensor = tensor_at(module, metadata.name)
@@ -266,7 +266,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
     raise_problems(dict.fromkeys(problems))
     return ExecutionPlan(
         tensors=tuple(tensors),
-        sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
+        sharders={path: as_sharder(sharder) for path, sharder in sorted(resolution.sharders.items())},
         src_rank=src_rank,
         source=source_text(source, src_rank, init, call.seed),
         values=tuple(fingerprints),

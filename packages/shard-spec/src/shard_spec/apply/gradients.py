@@ -86,8 +86,8 @@ def masked_identity(value: torch.Tensor, *, forward: bool, backward: bool) -> to
 
     Every rank keeps the value in its graph, so that hooks on it run everywhere, but only some ranks count.
     """
-    made: torch.Tensor = _Gate.apply(value, forward, backward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return made
+    output: torch.Tensor = _Gate.apply(value, forward, backward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return output
 
 
 class _Gate(torch.autograd.Function):

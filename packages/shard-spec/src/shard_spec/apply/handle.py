@@ -114,10 +114,10 @@ class ShardHandle:
                 was replaced after the call (undo later calls first); ``sharder-nesting``.
         """
         on_all_ranks(self._group, "undo", lambda: raise_problems(self._undo_problems()), self._undo_lines)
-        whole = [self._whole(placed) for placed in self._placed]
+        full_tensors = [self._whole(placed) for placed in self._placed]
         for removal in reversed(self._removals):
             removal()
-        for placed, value in zip(self._placed, whole, strict=True):
+        for placed, value in zip(self._placed, full_tensors, strict=True):
             for module, name, _ in placed.places:
                 put_tensor(module, name, value)
             mark_current(value)
@@ -144,9 +144,9 @@ class ShardHandle:
             for module, name, fqn in placed.places:
                 now = module._parameters.get(name, module._buffers.get(name))
                 if now is not placed.value:
-                    found = "another tensor has replaced the sharded one"
+                    reason = "another tensor has replaced the sharded one"
                     hint = "undo later calls first, or put the sharded tensor back"
-                    problems.append(Problem("model-changed", fqn, found=found, hint=hint))
+                    problems.append(Problem("model-changed", fqn, found=reason, hint=hint))
         return problems
 
     def _whole(self, placed: Placed) -> torch.Tensor:
@@ -202,11 +202,11 @@ def _state(value: torch.Tensor) -> str:
 def mark_replaced_stale(handle: ShardHandle) -> ShardHandle:
     """Mark replaced parameters as stale, so that an optimizer that still trains them raises."""
     for placed in handle._placed:
-        whole = placed.before()
-        if isinstance(whole, nn.Parameter):
-            found = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
+        original = placed.before()
+        if isinstance(original, nn.Parameter):
+            reason = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
             hint = "build the optimizer after the module is sharded; shard a module that holds all ties"
-            mark_stale(whole, Problem("parameter-replaced", placed.name, found=found, hint=hint))
+            mark_stale(original, Problem("parameter-replaced", placed.name, found=reason, hint=hint))
     return handle
 
 
@@ -221,8 +221,8 @@ def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def irreversible(path: str, sharder: object) -> Callable[[], Problem]:
     """Return a check that always fails: a Sharder's change cannot be undone."""
-    found = f"{type(sharder).__qualname__} replaced this module; its weights may have changed since"
-    problem = Problem("sharder-nesting", path, found=found, hint="keep a copy of the module to go back to")
+    reason = f"{type(sharder).__qualname__} replaced this module; its weights may have changed since"
+    problem = Problem("sharder-nesting", path, found=reason, hint="keep a copy of the module to go back to")
     return lambda: problem
 
 
@@ -232,7 +232,7 @@ def still_ours(module: nn.Module, attribute: str, value: object, path: str) -> C
     def check() -> Problem | None:
         if module.__dict__.get(attribute) is value:
             return None
-        found, hint = f"its {attribute} was replaced after this call", "undo later calls first"
-        return Problem("model-changed", path, found=found, hint=hint)
+        reason, hint = f"its {attribute} was replaced after this call", "undo later calls first"
+        return Problem("model-changed", path, found=reason, hint=hint)
 
     return check

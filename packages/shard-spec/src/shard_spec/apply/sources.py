@@ -73,10 +73,10 @@ def materialize(
     if init is None:
         local = torch.empty(action.layout.local_shape(rank, action.shape), dtype=action.dtype, device=device)
         return fill_nan_(local)
-    whole = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))  # unwritten entries show
+    full = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))  # unwritten entries show
     with seeded(seed, action.names[0], device), torch.no_grad():
-        init(action.names[0], whole)
-    return local_shard(whole, action.layout, device, rank)
+        init(action.names[0], full)
+    return local_shard(full, action.layout, device, rank)
 
 
 def fill_nan_(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,15 +99,15 @@ def reset_parameters_of(module: nn.Module, device: torch.device, seed: int) -> I
 
     The module's full tensors are created on ``device``, one module at a time, in a copy.
     """
-    made: dict[str, dict[str, torch.Tensor]] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
 
     def init(name: str, tensor: torch.Tensor) -> None:
         path, _, attribute = name.rpartition(".")
-        if path not in made:
-            made.clear()  # one module's tensors at a time
+        if path not in tensors:
+            tensors.clear()  # one module's tensors at a time
             with seeded(seed, path, device):
-                made[path] = _reset(module.get_submodule(path), device)
-        tensor.copy_(made[path][attribute])
+                tensors[path] = _reset(module.get_submodule(path), device)
+        tensor.copy_(tensors[path][attribute])
 
     return init
 
@@ -135,7 +135,7 @@ def reset_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
     for name in names:
         owner = module.get_submodule(name.rpartition(".")[0])
         if not any(callable(getattr(owner, each, None)) for each in ("reset_parameters", "_reset_parameters")):
-            found = f"{type(owner).__qualname__} has no reset_parameters()"
+            reason = f"{type(owner).__qualname__} has no reset_parameters()"
             hint = "pass init= a function of name and tensor, or load a checkpoint after init=None"
-            problems.append(Problem("uninitialized-buffer", name, found=found, hint=hint))
+            problems.append(Problem("uninitialized-buffer", name, found=reason, hint=hint))
     return problems

@@ -101,18 +101,18 @@ def read_tensors(
 def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
     """Return what would be lost or wrong if a DTensor replaced ``tensor``."""
     if is_sharded(tensor):
-        found, hint = "it is sharded already", "undo that first, or leave it out of the plan"
-        return [Problem("already-applied", name, found=found, hint=hint)]
+        reason, hint = "it is sharded already", "undo that first, or leave it out of the plan"
+        return [Problem("already-applied", name, found=reason, hint=hint)]
     problems = []
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        found = f"a {type(tensor).__qualname__} of layout {tensor.layout}"
-        problems.append(Problem("unsupported-tensor", name, found=found, hint="only plain dense tensors are sharded"))
+        reason = f"a {type(tensor).__qualname__} of layout {tensor.layout}"
+        problems.append(Problem("unsupported-tensor", name, found=reason, hint="only plain dense tensors are sharded"))
     if tensor.grad is not None:
-        found, hint = "it has a gradient, which would be lost", "call zero_grad(set_to_none=True) first"
-        problems.append(Problem("unsupported-tensor", name, found=found, hint=hint))
+        reason, hint = "it has a gradient, which would be lost", "call zero_grad(set_to_none=True) first"
+        problems.append(Problem("unsupported-tensor", name, found=reason, hint=hint))
     if foreign_hooks(tensor):
-        found, hint = "it has gradient hooks, which would be lost", "register them after sharding"
-        problems.append(Problem("unsupported-tensor", name, found=found, hint=hint))
+        reason, hint = "it has gradient hooks, which would be lost", "register them after sharding"
+        problems.append(Problem("unsupported-tensor", name, found=reason, hint=hint))
     return problems
 
 
@@ -144,8 +144,8 @@ class LocalParameter(nn.Parameter):
             copied = LocalParameter(self.detach().clone(), self.requires_grad)
             copied.__dict__.update(self.__dict__)
             memo[id(self)] = copied
-        found: LocalParameter = memo[id(self)]
-        return found
+        twin: LocalParameter = memo[id(self)]
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))

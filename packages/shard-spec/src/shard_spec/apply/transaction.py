@@ -119,21 +119,21 @@ def run_sharders(
         return {}
 
     def run() -> dict[str, nn.Module]:
-        made = {}
+        tensors = {}
         try:
             for path, sharder in actions.sharders.items():
                 old = module.get_submodule(path)
                 transaction.on_rollback(Snapshot(old).restore)
                 new = sharder.shard(old)
                 if not isinstance(new, nn.Module):
-                    found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
-                    raise PlanError(Problem("wrong-type", path, found=found, hint="return an nn.Module"))
-                made[path] = new
+                    reason = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
+                    raise PlanError(Problem("wrong-type", path, found=reason, hint="return an nn.Module"))
+                tensors[path] = new
         except Exception as error:
             _await_peers(group, problems_of(error))
             raise
         _await_peers(group, ())
-        return made
+        return tensors
 
     def lines(made: dict[str, nn.Module]) -> list[str]:
         return [f"{path}: {type(new).__qualname__}" for path, new in made.items()]

@@ -34,9 +34,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec plan``: print the plan, its costs and problems (there should be none)."""
     model = load_model(arguments.model)
     mesh = _mesh(arguments)
-    made, notes = _planned(arguments, mesh, model)
+    plans, notes = _planned(arguments, mesh, model)
     metadata = metadata_of(model)
-    plan = made.compact(metadata)  # globs: a file for people
+    plan = plans.compact(metadata)  # globs: a file for people
     if arguments.out:
         _write(arguments.out, plan.to_json())
     return _report(plan, model, arguments, _problems(plan, metadata, arguments), notes)
@@ -67,9 +67,9 @@ def run_diff(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec diff``: print the changes; status 1 if there are any."""
     before, after = load_plan(arguments.before), load_plan(arguments.after)
     metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
-    found = before.diff(after, metadata)
-    print(found.to_json() if arguments.json else found)
-    return 1 if found else 0  # as in diff(1)
+    difference = before.diff(after, metadata)
+    print(difference.to_json() if arguments.json else difference)
+    return 1 if difference else 0  # as in diff(1)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
@@ -98,8 +98,8 @@ def _converted(plan: ShardingPlan, metadata: ModelMetadata | None, target: str, 
     if target == "json":
         return plan.to_json()
     if target == "dtensor":
-        found: Any = {name: list(map(str, said)) for name, said in plan.to_dtensor_placements(metadata).items()}
-        return json.dumps(found, indent=1) + "\n"
+        document: Any = {name: list(map(str, said)) for name, said in plan.to_dtensor_placements(metadata).items()}
+        return json.dumps(document, indent=1) + "\n"
     assert metadata is not None
     if target == "compact":
         return plan.compact(metadata).to_json()
@@ -160,17 +160,17 @@ def _planned(
         if unused or not names:
             named = f"the axis {unused[0]!r} would shard nothing" if unused else f"the mesh has {mesh}"
             raise UsageError(f"--planner auto looks for axes called tp, and fsdp or dp; {named}")
-    made: list[Any] = []
+    plans: list[Any] = []
     for name in names:
         if name == "megatron":
-            made.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
+            plans.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
-            made.append(planners.FullyShardPlanner(mesh, _data_axis(mesh) or mesh.axis_names[0]))
+            plans.append(planners.FullyShardPlanner(mesh, _data_axis(mesh) or mesh.axis_names[0]))
         elif name == "optimal":
-            made.append(_optimal(arguments, mesh))
+            plans.append(_optimal(arguments, mesh))
         else:
             raise UsageError(f"no planner {name!r}: megatron, fsdp, optimal, or auto")
-    planner = made[0] if len(made) == 1 else planners.compose(*made)
+    planner = plans[0] if len(plans) == 1 else planners.compose(*plans)
     plan = planner.build_plan(module)
     sharding = {axis for layout in plan.resolve(module).values() for axis in layout.sharded_axes}  # axes with an effect
     idle = [axis for axis, size in mesh.axes.items() if size > 1 and axis not in (*sharding, *DATA_AXIS_NAMES)]

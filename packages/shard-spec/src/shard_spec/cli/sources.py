@@ -59,16 +59,16 @@ def _from_factory(source: str) -> nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
     try:
-        found: Any = importlib.import_module(module_name)
+        factory: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            factory = getattr(factory, part)
     except Exception as error:  # import runs the module's own code
         raise UsageError(f"cannot import {source!r}: {error}") from None
-    if not callable(found):
+    if not callable(factory):
         raise UsageError(f"{source!r} is no function or class that makes a model")
     try:
         with torch.device("meta"):  # no memory for weights
-            model = found()
+            model = factory()
     except Exception as error:  # the factory is the user's code
         raise UsageError(f"{source!r}, called without arguments, raised {type(error).__name__}: {error}") from None
     if not isinstance(model, nn.Module):

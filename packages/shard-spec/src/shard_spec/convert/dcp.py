@@ -67,11 +67,11 @@ class CheckpointShard(torch.Tensor):
             raise PlanError(_shape_problem("", tuple(local.shape), expected, layout, rank))
         # One element, expanded: the global shape without the memory of the global tensor.
         hollow = torch.empty((), dtype=local.dtype, device=local.device).expand(shape)
-        made = torch.Tensor.as_subclass(hollow, cls)  # size() is the global shape
-        made.local = local.detach()  # shares memory: loading fills the parameter
-        made.boxes = layout.boxes(rank, shape)
-        made._shards = _cut_local(made.local, layout, rank, tuple(shape))
-        return made
+        shard = torch.Tensor.as_subclass(hollow, cls)  # size() is the global shape
+        shard.local = local.detach()  # shares memory: loading fills the parameter
+        shard.boxes = layout.boxes(rank, shape)
+        shard._shards = _cut_local(shard.local, layout, rank, tuple(shape))
+        return shard
 
     _shards: tuple[torch.Tensor, ...]
 
@@ -116,15 +116,15 @@ def to_dcp(
     rank: int,
 ) -> dict[str, Any]:
     """Wrap the local tensors of the state dict for DCP; see ``ShardingPlan.to_dcp``."""
-    found = resolve(plan, module)
-    shapes = {alias: tensor.shape for tensor in found.metadata.tensors for alias in tensor.aliases}
+    resolution = resolve(plan, module)
+    shapes = {alias: tensor.shape for tensor in resolution.metadata.tensors for alias in tensor.aliases}
     problems: list[Problem] = []
     converted: dict[str, Any] = {}
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | CheckpointShard):
             converted[name] = value  # DCP handles these itself
             continue
-        layout = found.layouts.get(found.tensor(name).name) if name in shapes else None
+        layout = resolution.layouts.get(resolution.tensor(name).name) if name in shapes else None
         if layout is None:
             hint = "state dicts are keyed by the FQNs of the model that the plan is for"
             problems.append(Problem("unknown-name", name, found="the plan has no layout for it", hint=hint))
@@ -204,15 +204,15 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
     if len(set(headers)) == 1 and not problems:  # one header: no objects to exchange
         return []
     states = all_gather_objects(dist.group.WORLD, (lines, problems), subject)
-    found = [problem for _, others in states for problem in others]  # same on every rank
+    all_problems = [problem for _, others in states for problem in others]  # same on every rank
     hint = (
         "its ranks hold shards that nothing describes, or replicas that drifted apart; loading=True where load follows"
     )
     for name in dict.fromkeys(name for values, _ in states for name in values):
         if len({values[name] for values, _ in states if name in values}) > 1:  # compared among ranks that hold the name
             text = "a plain tensor that differs between ranks: a checkpoint would keep one rank's values"
-            found.append(Problem("ranks-disagree", name, found=text, hint=hint))
-    return found
+            all_problems.append(Problem("ranks-disagree", name, found=text, hint=hint))
+    return all_problems
 
 
 def _as_checkpoint_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,8 +226,8 @@ def _as_checkpoint_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:
-    said = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
-    return Problem("shape-mismatch", name, found=said, hint="pass the local tensors of the plan's layout")
+    reason = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
+    return Problem("shape-mismatch", name, found=reason, hint="pass the local tensors of the plan's layout")
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

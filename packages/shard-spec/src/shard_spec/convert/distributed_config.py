@@ -28,8 +28,8 @@ _SIZES = ("pp_size", "dp_replicate_size", "fsdp_size", "tp_size", "ep_size")
 
 def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layout]:
     """Derive the layouts of a model's parameters; see ``ShardingPlan.from_distributed_config``."""
-    given: Any = config if isinstance(config, Mapping) else vars(config)
-    pp, replicas, fsdp, tp, ep = (int(given.get(name) or 1) for name in _SIZES)
+    settings: Any = config if isinstance(config, Mapping) else vars(config)
+    pp, replicas, fsdp, tp, ep = (int(settings.get(name) or 1) for name in _SIZES)
     if pp > 1:
         hint = "import the plan of one stage"
         raise PlanError(not_expressible("pp_size", f"{pp} stages; which layers each holds is not in it", hint))
@@ -41,8 +41,8 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
     mesh = MeshSpec({name: size for name, size in sizes.items() if size > 1} or {"tp": 1})  # a mesh needs an axis
     dense = MeshSpec({"dp_replicate": replicas, "fsdp": fsdp, "tp": tp})
     data = [name for name in ("fsdp", "efsdp", "ep") if name in mesh.axis_names]
-    expert_styles = _plan_of(module, given, "ep_plan") if ep > 1 else {}
-    styles = _plan_of(module, given, "tp_plan") if tp > 1 else {}
+    expert_styles = _plan_of(module, settings, "ep_plan") if ep > 1 else {}
+    styles = _plan_of(module, settings, "tp_plan") if tp > 1 else {}
     is_expert = re.compile("|".join(rf"{re.escape(name)}(\..+)?" for name in expert_styles) or "(?!)").fullmatch
     styles = {name: style for name, style in styles.items() if not is_expert(name)}  # expert rules take precedence
     along_tp = _layouts_along_tp(styles, module, MeshSpec({"tp": tp}))
@@ -66,26 +66,26 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
             ["tp", "fsdp"] if spec.dim is not None and sharded else None,
         )
         if len(sharded) > 1 and not layouts[tensor.name].equivalent_to(wanted, shape):
-            found = f"{shape[0]} rows over fsdp={fsdp}, of which expert parallelism takes {inner}, do not divide"
-            problems.append(not_expressible(tensor.name, found, "choose sizes that divide its rows"))
+            reason = f"{shape[0]} rows over fsdp={fsdp}, of which expert parallelism takes {inner}, do not divide"
+            problems.append(not_expressible(tensor.name, reason, "choose sizes that divide its rows"))
     raise_problems(problems, "one mesh cannot express both views of the ranks")
     return layouts
 
 
 def _plan_of(module: nn.Module, config: Mapping[str, Any], name: str) -> dict[str, str]:
     """Return the model's own plan merged with the rules of the config, as in transformers."""
-    own, given = dict(getattr(module, name, None) or {}), config.get(name)
-    if not isinstance(given, Mapping):
+    own, configured = dict(getattr(module, name, None) or {}), config.get(name)
+    if not isinstance(configured, Mapping):
         return own
     metadata = metadata_of(module)
-    known = {*map(generic_name, metadata.modules), *own}
-    known |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
+    names = {*map(generic_name, metadata.modules), *own}
+    names |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
     hint = "use the names of modules and parameters, '*' for layer numbers"
     unknown = [
-        Problem("unmatched-pattern", str(key), found=f"in {name}", hint=hint) for key in given if key not in known
+        Problem("unmatched-pattern", str(key), found=f"in {name}", hint=hint) for key in configured if key not in names
     ]
     raise_problems(unknown, "the config does not fit the model")  # a typo would replicate silently
-    return {} if name == "tp_plan" and not given else {**own, **given}  # an empty tp_plan turns it off
+    return {} if name == "tp_plan" and not configured else {**own, **configured}  # an empty tp_plan turns it off
 
 
 def _layouts_along_tp(styles: Mapping[str, str], module: nn.Module, mesh: MeshSpec) -> dict[str, PlacementSpec]:

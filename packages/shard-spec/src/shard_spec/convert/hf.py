@@ -77,11 +77,11 @@ def from_hf_tp_plan(
     if forward not in ("refuse", "drop"):
         raise PlanError(Problem("invalid-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
     metadata = metadata_of(module)
-    given: Any = tp_plan  # may come from a file, of any type
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        found = f"{given!r:.200} of type {type(given).__name__}"
-        raise PlanError(Problem("invalid-plan", "tp_plan", found=found, hint="a mapping from module name to style"))
-    styles = {prefix + key: style for key, style in given.items()}  # base models lack the prefix
+    tp_styles: Any = tp_plan  # may come from a file, of any type
+    if not isinstance(tp_styles, Mapping) or not all(isinstance(key, str) for key in tp_styles):
+        reason = f"{tp_styles!r:.200} of type {type(tp_styles).__name__}"
+        raise PlanError(Problem("invalid-plan", "tp_plan", found=reason, hint="a mapping from module name to style"))
+    styles = {prefix + key: style for key, style in tp_styles.items()}  # base models lack the prefix
     problems = _style_problems(styles, forward)  # before the model is matched
     raise_problems(problems, "the tp_plan has styles that a sharding plan cannot express")
     used: set[str] = set()
@@ -110,29 +110,29 @@ def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], metadata: Mo
     patterns = [(Pattern(key), value) for key, value in rules.items()]
     names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
     for name in names:
-        said = {value for pattern, value in patterns if pattern.matches(name)}
-        if said != ({exact[name]} if name in exact else set()):
+        values = {value for pattern, value in patterns if pattern.matches(name)}
+        if values != ({exact[name]} if name in exact else set()):
             return False
     return True
 
 
 def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
     """Derive generic module names and styles; see ``ShardingPlan.to_hf_tp_plan``."""
-    found = resolve(plan, module)
-    axis = the_axis(found, axis)
-    problems = cut_elsewhere(found, axis, "a tp_plan") + sharder_problems(found, "a tp_plan")
+    resolution = resolve(plan, module)
+    axis = the_axis(resolution, axis)
+    problems = cut_elsewhere(resolution, axis, "a tp_plan") + sharder_problems(resolution, "a tp_plan")
     by_name: dict[str, dict[str, str]] = {}
-    for path, tensors in tensors_by_module(found.metadata).items():
-        style = _module_style(plan, path, tensors, found, axis, problems)
+    for path, tensors in tensors_by_module(resolution.metadata).items():
+        style = _module_style(plan, path, tensors, resolution, axis, problems)
         by_name.setdefault(generic_name(path), {})[path] = style
     styles = {}
-    for name, said in by_name.items():
-        if len(set(said.values())) > 1:  # layers differ
-            text = ", ".join(f"{path}: {style or 'whole'}" for path, style in said.items())
+    for name, style_names in by_name.items():
+        if len(set(style_names.values())) > 1:  # layers differ
+            text = ", ".join(f"{path}: {style or 'whole'}" for path, style in style_names.items())
             problems.append(not_expressible(name, text, "a tp_plan has one style for all layer numbers"))
-        elif "" not in said.values():
-            styles[name] = next(iter(said.values()))
-    styles |= _tied_styles(found, styles)
+        elif "" not in style_names.values():
+            styles[name] = next(iter(style_names.values()))
+    styles |= _tied_styles(resolution, styles)
     raise_problems(problems, "a tp_plan cannot express this plan")
     return styles
 
@@ -217,8 +217,8 @@ def _style_problems(styles: Mapping[str, Any], forward: str) -> list[Problem]:
             hint = "pass forward='drop' to take only the layout of its parameters"
             problems.append(not_expressible(key, f"style {style!r} changes what forward does", hint))
         else:
-            known = ", ".join((*_STYLES, *_FORWARD_STYLES))
-            problems.append(not_expressible(key, f"style {style!r}", f"styles that can be read: {known}"))
+            reason = ", ".join((*_STYLES, *_FORWARD_STYLES))
+            problems.append(not_expressible(key, f"style {style!r}", f"styles that can be read: {reason}"))
     return problems
 
 

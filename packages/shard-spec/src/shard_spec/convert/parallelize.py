@@ -52,9 +52,9 @@ def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
     for name, layout in found.layouts.items():
         for other in layout.sharded_axes:
             if other != axis and layout.mesh.axis_size(other) > 1:
-                said = f"{layout}: {target} is about one axis, here {axis}"
+                reason = f"{layout}: {target} is about one axis, here {axis}"
                 hint = f"replicate along {other} here, and shard along it by other means (fully_shard, ...)"
-                problems.append(not_expressible(name, said, hint, axis=other))
+                problems.append(not_expressible(name, reason, hint, axis=other))
     return problems
 
 
@@ -69,12 +69,12 @@ def to_dtensor_placements(
 ) -> dict[str, tuple[Placement, ...]]:
     """Return placements of each rule, or with ``module`` of each tensor; see ``ShardingPlan``."""
     problems: list[Problem] = []
-    found: dict[str, tuple[Placement, ...]] = {}
+    placements: dict[str, tuple[Placement, ...]] = {}
     if module is None:
         problems += plan.problems  # all problems in one error
         for rule in plan.rules:
             if rule.layout is not None:
-                found[rule.key] = _said(rule.key, rule.layout, None, problems)
+                placements[rule.key] = _said(rule.key, rule.layout, None, problems)
             elif not rule.problems:
                 hint = "pass the model: placements of specs depend on shapes"
                 problems.append(not_expressible(rule.key, f"a {rule.kind}, not placements", hint))
@@ -84,9 +84,9 @@ def to_dtensor_placements(
         for tensor in resolved.metadata.tensors:
             layout = resolved.layouts.get(tensor.name)
             if layout is not None:
-                found[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
+                placements[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
     raise_problems(problems, "DTensor placements cannot express this plan")
-    return found
+    return placements
 
 
 def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: list[Problem]) -> tuple[Placement, ...]:
@@ -131,10 +131,10 @@ def to_parallelize_plan(
 
 def tensors_by_module(metadata: ModelMetadata) -> dict[str, list[TensorMetadata]]:
     """Group tensors by the FQN of their own module."""
-    found: dict[str, list[TensorMetadata]] = {}
+    tensors: dict[str, list[TensorMetadata]] = {}
     for tensor in metadata.tensors:
-        found.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
-    return found
+        tensors.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
+    return tensors
 
 
 def cut_dim(layout: Layout | None, tensor: TensorMetadata, axis: str) -> int | None:
@@ -170,10 +170,10 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
 def _refusal(path: str, kind: str, cut: dict[str, int | None], special: bool, axis: str) -> Problem | None:
     """Return the reason that no style fits the module, or None."""
     parts = [f"{name} whole" if dim is None else f"{name} cut in dim {dim}" for name, dim in cut.items()]
-    said = f"a {kind or 'module'} with {', '.join(parts)}"
+    reason = f"a {kind or 'module'} with {', '.join(parts)}"
     if special:
         return not_expressible(
-            path, f"{said}: styles shard as torch.chunk does", "use tp-styles' fused styles", axis=axis
+            path, f"{reason}: styles shard as torch.chunk does", "use tp-styles' fused styles", axis=axis
         )
     if kind == _LINEAR and cut in (
         {"weight": 0, "bias": 0},
@@ -185,7 +185,7 @@ def _refusal(path: str, kind: str, cut: dict[str, int | None], special: bool, ax
     if kind == _EMBEDDING and cut in ({"weight": 0}, {"weight": 1}):
         return None
     hint = "styles shard an nn.Linear by rows with its bias, or by columns without, or an nn.Embedding"
-    return not_expressible(path, said, hint, axis=axis)
+    return not_expressible(path, reason, hint, axis=axis)
 
 
 def _style(kind: str, dim: int | None, output: str | None) -> Any:
@@ -205,8 +205,8 @@ def _tied_problems(found: Resolution, axis: str) -> list[Problem]:
     problems = []
     for tensor in found.metadata.parameters:
         if len(tensor.aliases) > 1 and cut_dim(found.layouts.get(tensor.name), tensor, axis) is not None:
-            said = f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module"
-            problems.append(not_expressible(tensor.name, said, "use plan.apply, which keeps them tied"))
+            reason = f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module"
+            problems.append(not_expressible(tensor.name, reason, "use plan.apply, which keeps them tied"))
     return problems
 
 
@@ -214,10 +214,10 @@ def _unused_outputs(plan: PlanContent, styles: dict[str, Any]) -> list[Problem]:
     problems = []
     for path in plan.output_plan or {}:
         if path not in styles:
-            said = "an output layout of a module whose parameters are replicated"
-            problems.append(not_expressible(f"output_plan[{path!r}]", said, "use PrepareModuleOutput there yourself"))
+            reason = "an output layout of a module whose parameters are replicated"
+            problems.append(not_expressible(f"output_plan[{path!r}]", reason, "use PrepareModuleOutput there yourself"))
     for path in plan.return_local_tensor or ():
         if path not in styles:
-            said = "return_local_tensor of a module whose parameters are replicated"
-            problems.append(not_expressible(path, said, "leave it out: its output is a plain tensor already"))
+            reason = "return_local_tensor of a module whose parameters are replicated"
+            problems.append(not_expressible(path, reason, "leave it out: its output is a plain tensor already"))
     return problems

@@ -97,11 +97,11 @@ def gather_shards(
     every = local.new_empty(most * len(ranks))
     if most:
         _torch_compat.all_gather_flat(as_bytes(every), as_bytes(mine), group)
-    whole = local.new_empty(shape)
+    full = local.new_empty(shape)
     for rank, numel, padded in zip(ranks, numels, torch.split(every, most or 1), strict=False):
         shard = padded[:numel].view(layout.local_shape(rank, shape))
-        _put(whole, shard, layout.intervals(rank, shape), 0)
-    return whole
+        _put(full, shard, layout.intervals(rank, shape), 0)
+    return full
 
 
 def _put(whole: torch.Tensor, shard: torch.Tensor, intervals: Sequence[Sequence[tuple[int, int]]], dim: int) -> None:

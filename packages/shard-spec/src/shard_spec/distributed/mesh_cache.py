@@ -78,9 +78,9 @@ class MeshCache:
         """
         key = _key_of(layout)
         if key not in self._meshes:
-            found = f"a mesh of shape {key.shape} over ranks {list(key.ranks)}, which was not known before the forward"
+            reason = f"a mesh of shape {key.shape} over ranks {list(key.ranks)}, which was not known before the forward"
             hint = "shard outputs with a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
-            raise PlanError(Problem("mesh-mismatch", found=found, hint=hint))
+            raise PlanError(Problem("mesh-mismatch", found=reason, hint=hint))
         return self._meshes[key]
 
     def flat_mesh(self) -> DeviceMesh:
@@ -96,18 +96,18 @@ class MeshCache:
     def _check(self, wanted: list[tuple[int, ...]]) -> None:
         unsorted = [list(members) for members in wanted if list(members) != sorted(members)]
         if unsorted and not _torch_compat.can_order_groups():
-            found = f"ranks in the order {unsorted[0]}; this torch makes groups in ascending order only"
+            reason = f"ranks in the order {unsorted[0]}; this torch makes groups in ascending order only"
             hint = "name the ranks in ascending order, or use a torch whose new_group has sort_ranks"
-            raise PlanError(Problem("missing-dependency", "placements", found=found, hint=hint))
+            raise PlanError(Problem("missing-dependency", "placements", found=reason, hint=hint))
         if self.group.size == dist.get_world_size():  # all ranks of the job take part
             return
         counts: list[int] = [0] * self.group.size
         dist.all_gather_object(counts, _torch_compat.num_groups(), group=self.group.group)
         if len(set(counts)) > 1:
             # Torch names a group created by its members only after their number of groups.
-            found = f"new groups are needed, {list(wanted[0])} first, and the ranks know {counts} groups"
+            reason = f"new groups are needed, {list(wanted[0])} first, and the ranks know {counts} groups"
             hint = "make the group in the order of the specs (new_group(ranks, sort_ranks=False)) and pass it"
-            raise PlanError(Problem("no-process-group", "process_group", found=found, hint=hint))
+            raise PlanError(Problem("no-process-group", "process_group", found=reason, hint=hint))
 
     def _make(self, key: MeshSpec) -> DeviceMesh:
         if self._is_flat(key):
@@ -149,13 +149,13 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
         PlanError: ``no-process-group`` or ``rank-outside-mesh``, on this rank only.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        found = "torch.distributed is not initialized"
+        reason = "torch.distributed is not initialized"
         hint = "call torch.distributed.init_process_group first; planning needs no process group"
-        raise PlanError(Problem("no-process-group", found=found, hint=hint))
+        raise PlanError(Problem("no-process-group", found=reason, hint=hint))
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        found = f"rank {dist.get_rank()} is not in the process group it passed"
-        raise PlanError(Problem("rank-outside-mesh", "process_group", found=found, hint="call it on members only"))
+        reason = f"rank {dist.get_rank()} is not in the process group it passed"
+        raise PlanError(Problem("rank-outside-mesh", "process_group", found=reason, hint="call it on members only"))
     return group
 
 

@@ -136,8 +136,8 @@ def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[
         plain = layout.canonical(shape)
         pairs = zip(layout.specs, plain.specs, strict=True)
         # Axes of one rank keep their shard as written: canonical() replicates them.
-        kept = [spec.from_front(len(shape)) if isinstance(spec, ShardSpec) else canon for spec, canon in pairs]
-        layout = Layout(layout.mesh, kept, plain.order)
+        specs_written = [spec.from_front(len(shape)) if isinstance(spec, ShardSpec) else canon for spec, canon in pairs]
+        layout = Layout(layout.mesh, specs_written, plain.order)
     specs = [_equal_sections(spec) for spec in layout.specs]
     for spec in specs:
         if isinstance(spec, SpecialShard) and not isinstance(getattr(spec, "sections", None), int):
@@ -171,15 +171,15 @@ def _strided(layout: Layout, specs: list[PlacementSpec]) -> tuple[PlacementSpec,
     if any(isinstance(spec, InterleavedShard) for spec in specs):  # no second factor possible
         return None
     names = layout.mesh.axis_names
-    found = list(specs)
+    strided = list(specs)
     for place, axis in enumerate(layout.order):
         at = names.index(axis)
         before = [names.index(other) for other in layout.order[:place]]
         dim = specs[at].dim
         factor = prod(layout.mesh.shape[b] for b in before if b > at and specs[b].dim == dim)
         if factor > 1 and dim is not None:
-            found[at] = InterleavedShard(dim, factor)
-    return tuple(found)
+            strided[at] = InterleavedShard(dim, factor)
+    return tuple(strided)
 
 
 def dtensor_placement(spec: PlacementSpec) -> Any:
@@ -233,8 +233,8 @@ def _planned(
 ) -> tuple[Layout, torch.device]:
     """Return layout and device of the shards, without communication."""
     if not isinstance(tensor, torch.Tensor):
-        found = f"{tensor!r:.200} of type {type(tensor).__qualname__}"
-        raise PlanError(Problem("wrong-type", "tensor", found=found, hint="give the full tensor"))
+        reason = f"{tensor!r:.200} of type {type(tensor).__qualname__}"
+        raise PlanError(Problem("wrong-type", "tensor", found=reason, hint="give the full tensor"))
     shape, ranks = tuple(tensor.shape), tuple(dist.get_process_group_ranks(group))
     layout, device = place(shape)
     problems = [*source_problems(src_rank, len(ranks)), *rank_problems("tensor", tuple(layout.mesh.ranks), ranks)]
@@ -281,10 +281,10 @@ def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> 
     missing = sorted(set(ranks) - set(named))
     problems = []
     if outside:
-        found, hint = f"ranks {outside} are not in the group {list(ranks)}", "name global ranks of the group"
-        problems.append(Problem("rank-outside-mesh", name, found=found, hint=hint))
+        reason, hint = f"ranks {outside} are not in the group {list(ranks)}", "name global ranks of the group"
+        problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
     if missing:
-        found = f"ranks {missing} of the group hold nothing"
+        reason = f"ranks {missing} of the group hold nothing"
         hint = "name every rank of the group once, or pass a smaller process_group"
-        problems.append(Problem("rank-outside-mesh", name, found=found, hint=hint))
+        problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
     return problems

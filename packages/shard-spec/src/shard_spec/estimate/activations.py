@@ -151,25 +151,25 @@ class _Step(nn.Module):
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         flow, timeline = self._flow, self._flow.timeline
-        kept: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if memory_of(tensor) not in flow.effects:  # parameters are counted elsewhere
-                kept[memory_of(tensor)] = tensor.untyped_storage()
+                storages[memory_of(tensor)] = tensor.untyped_storage()
             return tensor
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)
         # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
         returned = {memory_of(tensor) for tensor in _held(output, set())}
-        sizes = {memory: flow.local_bytes(memory, storage) for memory, storage in kept.items()}
-        whole = {memory: storage.nbytes() for memory, storage in kept.items()}
+        sizes = {memory: flow.local_bytes(memory, storage) for memory, storage in storages.items()}
+        num_bytes = {memory: storage.nbytes() for memory, storage in storages.items()}
         for memory, (allocation, nbytes) in flow.alive.items():
             if memory not in returned:
                 sizes.setdefault(memory, timeline.sizes[allocation])  # setdefault: hooks' entries win
-                whole.setdefault(memory, nbytes)
-        self.local_bytes, self.whole_bytes, self.num_kept = sum(sizes.values()), sum(whole.values()), len(sizes)
-        kept.clear()  # only the step itself may keep memory alive
+                num_bytes.setdefault(memory, nbytes)
+        self.local_bytes, self.whole_bytes, self.num_kept = sum(sizes.values()), sum(num_bytes.values()), len(sizes)
+        storages.clear()  # only the step itself may keep memory alive
         logits = self._logits_of(output)
         if logits is not None:
             self.first_of_loss = flow.alive.get(memory_of(logits), (None, 0))[0]
@@ -323,10 +323,10 @@ class _TorchFunctions(TorchFunctionMode):
             return None
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = attn_mask.to(query.dtype)  # the kernel adds it, and saves it in the dtype of the scores
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
         )
-        output: torch.Tensor = found[0]
+        output: torch.Tensor = attention[0]
         return output
 
 
@@ -399,12 +399,12 @@ class _Flow:
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator and record its results."""
         if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
-            known = self._value(args[0])
-            if known is None:
+            source = self._value(args[0])
+            if source is None:
                 text = "forward reads a value that follows from parameters or floating-point inputs"
                 hint = "the estimate runs on shapes; measure this model, or estimate its parts"
                 raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
-            return known.item()
+            return source.item()
         if operator is torch.ops.aten._grouped_mm.default:
             # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
             halves = (each.to(torch.bfloat16) for each in args[:2])

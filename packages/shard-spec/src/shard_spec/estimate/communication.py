@@ -84,11 +84,11 @@ class Communication:
 
     def by_axis(self) -> dict[str, dict[str, float]]:
         """Return each rank's sent bytes of a step, by axis and kind of content."""
-        found: dict[str, dict[str, float]] = {axis: {} for axis in self.mesh.axis_names}
+        totals: dict[str, dict[str, float]] = {axis: {} for axis in self.mesh.axis_names}
         for transfer in self.transfers:
-            kinds = found[transfer.axis]
+            kinds = totals[transfer.axis]
             kinds[transfer.what] = kinds.get(transfer.what, 0.0) + transfer.sent_bytes
-        return found
+        return totals
 
     def count(self, axis: str | None = None, op: str | None = None) -> int:
         """Count the collectives of a step, optionally of one axis or kind."""

@@ -72,13 +72,13 @@ def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
     if optimizer is None:
         return OPTIMIZERS["none"]
     if isinstance(optimizer, str):
-        found = OPTIMIZERS.get(optimizer.lower())
+        items = OPTIMIZERS.get(optimizer.lower())
     else:
-        found = _from_torch(optimizer)
-    if found is None:
+        items = _from_torch(optimizer)
+    if items is None:
         hint = f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)"
         raise PlanError(Problem("invalid-argument", "optimizer", found=repr(optimizer)[:200], hint=hint))
-    return found
+    return items
 
 
 def _from_torch(optimizer: object) -> OptimizerState | None:
@@ -87,10 +87,10 @@ def _from_torch(optimizer: object) -> OptimizerState | None:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if kind.__module__.split(".")[:2] != ["torch", "optim"]:
         return None  # a subclass may hold any state
-    found = OPTIMIZERS.get(kind.__name__.lower())
-    if found is None or not isinstance(optimizer, torch.optim.Optimizer):
-        return found  # a class: its default settings
-    states = {_state_of_group(found, {**optimizer.defaults, **group}) for group in optimizer.param_groups}
+    items = OPTIMIZERS.get(kind.__name__.lower())
+    if items is None or not isinstance(optimizer, torch.optim.Optimizer):
+        return items  # a class: its default settings
+    states = {_state_of_group(items, {**optimizer.defaults, **group}) for group in optimizer.param_groups}
     if len(states) > 1:
         hint = "count each kind of parameter by itself, with OptimizerState"
         text = "groups of parameters that keep different state"
@@ -118,9 +118,9 @@ def _require_all_trained(optimizer: object, resolution: Resolution) -> None:
         held = sum(each.requires_grad for group in optimizer.param_groups for each in group["params"])
         trained = sum(tensor.requires_grad for tensor in resolution.metadata.parameters)
         if held != trained:
-            found = f"an optimizer of {held} parameters for a model with {trained} that train"
+            reason = f"an optimizer of {held} parameters for a model with {trained} that train"
             hint = "freeze the others (requires_grad=False), or pass the optimizer's class or name"
-            raise PlanError(Problem("invalid-argument", "optimizer", found=found, hint=hint))
+            raise PlanError(Problem("invalid-argument", "optimizer", found=reason, hint=hint))
 
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
@@ -179,21 +179,21 @@ class Memory:
     def largest(self, rank: int, count: int = 10) -> list[tuple[str, int]]:
         """Return the ``count`` tensors with most bytes on ``rank``, their gradients and state included."""
         assert self._resolution is not None
-        found = []
+        largest = []
         for tensor in self._resolution.metadata.tensors:
             layout = self._resolution.layouts.get(tensor.name)
             if layout is not None and layout.mesh.coordinate(rank) is not None:
                 numel = prod(layout.local_shape(rank, tensor.shape))
-                found.append((tensor.name, sum(self._settings.bytes_of(tensor, numel).values())))
-        return sorted(found, key=lambda item: (-item[1], item[0]))[:count]
+                largest.append((tensor.name, sum(self._settings.bytes_of(tensor, numel).values())))
+        return sorted(largest, key=lambda item: (-item[1], item[0]))[:count]
 
     def groups(self) -> list[tuple[list[int], dict[str, int]]]:
         """Group ranks of equal needs: their ranks and bytes by part; parts of zero bytes everywhere are left out."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         needed = {part: values for part, values in self.parts.items() if any(values)}
         for at, rank in enumerate(self.ranks):
-            found.setdefault(tuple(values[at] for values in needed.values()), []).append(rank)
-        return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in found.items()]
+            groups.setdefault(tuple(values[at] for values in needed.values()), []).append(rank)
+        return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in groups.items()]
 
     def with_activations(self, estimate: ActivationEstimate) -> Memory:
         """Return a copy with a step's peak beside the state added."""
@@ -253,16 +253,16 @@ class MemorySettings:
         own = numel * self.item_bytes(tensor)
         if tensor.kind == "buffer":
             return {"buffers": own}  # no gradient, no state
-        found = {"parameters": own}
+        num_bytes = {"parameters": own}
         if tensor.requires_grad and tensor.is_floating and self.gradients is not False:
             gradient = self.item_bytes(tensor) if self.gradients is True else ITEM_BYTES[str(self.gradients)]
-            found["gradients"] = numel * gradient
+            num_bytes["gradients"] = numel * gradient
             state = self.state
             slot = ITEM_BYTES[state.dtype or state.master] if state.dtype or state.master else self.item_bytes(tensor)  # type: ignore[index]  # one of the two is text
-            found["optimizer"] = numel * slot * state.slots + state.scalar_bytes
+            num_bytes["optimizer"] = numel * slot * state.slots + state.scalar_bytes
             if state.master is not None:
-                found["master"] = numel * ITEM_BYTES[state.master]
-        return found
+                num_bytes["master"] = numel * ITEM_BYTES[state.master]
+        return num_bytes
 
 
 def memory_of(
@@ -302,14 +302,14 @@ def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
 def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
     """Return each rank's number of local elements, in mesh order."""
     cutting = [spec.dim is not None for spec in layout.specs]
-    known: dict[tuple[int, ...], int] = {}
-    found = []
+    numel_by_shape: dict[tuple[int, ...], int] = {}
+    numels = []
     for rank in layout.mesh.ranks:
         coordinate = layout.mesh.coordinate(rank)
         assert coordinate is not None
         # Only coordinates on sharding axes matter, so ranks that differ elsewhere share one result.
         place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
-        if place not in known:
-            known[place] = prod(layout.local_shape(rank, shape))
-        found.append(known[place])
-    return found
+        if place not in numel_by_shape:
+            numel_by_shape[place] = prod(layout.local_shape(rank, shape))
+        numels.append(numel_by_shape[place])
+    return numels

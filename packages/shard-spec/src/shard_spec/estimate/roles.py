@@ -54,10 +54,10 @@ def data_axes_of(mesh: MeshSpec, data_axes: Iterable[str] | None) -> tuple[str, 
     """Return the axes of different samples: the given ones, or those with the name of a data axis."""
     if data_axes is None:
         return tuple(axis for axis in mesh.axis_names if axis in DATA_AXIS_NAMES)
-    given = tuple(dict.fromkeys([data_axes] if isinstance(data_axes, str) else data_axes))
-    for axis in given:
+    axes = tuple(dict.fromkeys([data_axes] if isinstance(data_axes, str) else data_axes))
+    for axis in axes:
         mesh.axis_index(axis)  # raises for an unknown axis
-    return given
+    return axes
 
 
 def uncounted_axes(mesh: MeshSpec) -> list[str]:
@@ -115,9 +115,9 @@ def num_tokens(batch: Batch | None, data_ranks: int) -> int | None:
     if batch is None:
         return None
     if not _is_numbers(batch):
-        given = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
-        given = given[0] if isinstance(given, tuple | list) else given
-        shape = getattr(given, "shape", None)
+        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
+        first = first[0] if isinstance(first, tuple | list) else first
+        shape = getattr(first, "shape", None)
         if not shape:
             raise _unknown(batch)
         batch = tuple(shape[:2])

@@ -125,10 +125,10 @@ class Layout:
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
         """Return the problems of this layout for a tensor of ``shape`` called ``name``; empty if it is valid."""
         shape = tuple(shape)
-        found: list[Problem] = list(_dim_problems(self, shape, name))
-        if not found:  # the second check needs valid dims
-            found.extend(_fit_problems(self, shape, name))
-        return tuple(found)
+        problems: list[Problem] = list(_dim_problems(self, shape, name))
+        if not problems:  # the second check needs valid dims
+            problems.extend(_fit_problems(self, shape, name))
+        return tuple(problems)
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the local tensor on ``rank`` for a global tensor of ``shape``.
@@ -153,11 +153,11 @@ class Layout:
         shape = tuple(shape)
         offsets = [0] * len(shape)
         for dim, cuts in _recipe(self, shape):
-            found = _dim_intervals(cuts, shape[dim], coordinate)
-            if len(found) > 1:
-                text = f"rank {rank} holds {len(found)} separate intervals"
+            intervals = _dim_intervals(cuts, shape[dim], coordinate)
+            if len(intervals) > 1:
+                text = f"rank {rank} holds {len(intervals)} separate intervals"
                 raise PlanError(Problem("not-a-grid", dim=dim, found=text, hint="ask boxes(rank, shape)"))
-            offsets[dim] = found[0][0] if found else shape[dim]
+            offsets[dim] = intervals[0][0] if intervals else shape[dim]
         return tuple(offsets)
 
     def intervals(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
@@ -183,8 +183,8 @@ class Layout:
         """Return the owners of the element at ``index``, in mesh order."""
         shape = tuple(shape)
         if len(index) != len(shape) or any(not 0 <= at < size for at, size in zip(index, shape, strict=True)):
-            found = f"index {tuple(index)} of a tensor of shape {shape}"
-            raise PlanError(Problem("index-out-of-range", found=found, hint="one index for each dim, inside the shape"))
+            text = f"index {tuple(index)} of a tensor of shape {shape}"
+            raise PlanError(Problem("index-out-of-range", found=text, hint="one index for each dim, inside the shape"))
         coordinates: list[list[int]] = [[]]
         fixed = _owner_coordinate(self, tuple(index), shape)
         for at, size in enumerate(self.mesh.shape):
@@ -245,15 +245,15 @@ class Layout:
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
-            found = f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})"
-            raise PlanError(Problem("rank-outside-mesh", found=found, hint="ask for a rank in mesh.ranks"))
+            reason = f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})"
+            raise PlanError(Problem("rank-outside-mesh", found=reason, hint="ask for a rank in mesh.ranks"))
         return coordinate
 
     def _intervals(self, coordinate: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[Interval, ...], ...]:
-        found: list[tuple[Interval, ...]] = [((0, size),) for size in shape]
+        intervals: list[tuple[Interval, ...]] = [((0, size),) for size in shape]
         for dim, cuts in _recipe(self, shape):
-            found[dim] = tuple(_dim_intervals(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
-        return tuple(found)
+            intervals[dim] = tuple(_dim_intervals(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
+        return tuple(intervals)
 
     def _along(self, rank: int, kind: type) -> tuple[int, ...]:
         ranks: list[list[int]] = [[]]
@@ -272,8 +272,8 @@ def _specs_by_axis(
         return _each_spec(placements.items()), ()
     listed = list(placements)
     if len(listed) != mesh.ndim:
-        found = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
-        raise PlanError(Problem("argument-count", found=found, hint="give one for each axis, or a mapping"))
+        reason = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
+        raise PlanError(Problem("argument-count", found=reason, hint="give one for each axis, or a mapping"))
     return _each_spec(zip(mesh.axis_names, listed, strict=True)), ()
 
 
@@ -295,14 +295,14 @@ def _axis_problems(
     problems = [unknown_axis(axis, mesh) for axis in by_axis if axis not in mesh.axis_names]
     for axis, size, spec in zip(mesh.axis_names, mesh.shape, specs, strict=True):
         if isinstance(spec, UnevenShard) and len(spec.sizes) != size:
-            found, hint = f"{len(spec.sizes)} sizes for {size} ranks", "one size for each rank"
-            problems.append(Problem("argument-count", dim=spec.dim, axis=axis, found=found, hint=hint))
+            reason, hint = f"{len(spec.sizes)} sizes for {size} ranks", "one size for each rank"
+            problems.append(Problem("argument-count", dim=spec.dim, axis=axis, found=reason, hint=hint))
     for axis in order:
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))
         elif specs[mesh.axis_names.index(axis)].dim is None:
-            found = f"order names {axis}, which cuts no dim"
-            problems.append(Problem("conflicting-arguments", "order", axis=axis, found=found, hint="leave it out"))
+            reason = f"order names {axis}, which cuts no dim"
+            problems.append(Problem("conflicting-arguments", "order", axis=axis, found=reason, hint="leave it out"))
     if len(set(order)) != len(order):
         problems.append(Problem("duplicate-name", "order", found=">".join(order), hint="name each axis once"))
     return problems
@@ -339,22 +339,22 @@ def cuts_by_dim(layout: Layout, ndim: int) -> tuple[tuple[int, tuple[Cut, ...]],
 
 def _dim_intervals(cuts: tuple[Cut, ...], length: int, coordinate: tuple[int, ...]) -> list[Interval]:
     at, count, spec = cuts[0]
-    found = spec.cut(length, count, coordinate[at])
+    intervals = spec.cut(length, count, coordinate[at])
     for at, count, spec in cuts[1:]:
-        if not found:
+        if not intervals:
             return []  # nothing left to shard
-        length = sum(size for _, size in found)  # the next axis shards this rank's intervals
-        found = compose(found, spec.cut(length, count, coordinate[at]))
-    return merge(found) if len(found) > 1 else found
+        length = sum(size for _, size in intervals)  # the next axis shards this rank's intervals
+        intervals = compose(intervals, spec.cut(length, count, coordinate[at]))
+    return merge(intervals) if len(intervals) > 1 else intervals
 
 
 def _dim_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Problem]:
     problems = []
     for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
         if spec.dim is not None and not -len(shape) <= spec.dim < len(shape):
-            found = f"a tensor of shape {shape} has {len(shape)} dims"
+            reason = f"a tensor of shape {shape} has {len(shape)} dims"
             hint = f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated"
-            problems.append(Problem("dim-out-of-range", name, spec.dim, axis, found, hint))
+            problems.append(Problem("dim-out-of-range", name, spec.dim, axis, reason, hint))
     return problems
 
 
@@ -391,10 +391,10 @@ def _locate(spec: CuttingPlacement, length: int, count: int, position: int) -> t
         candidates = (position // -(-length // count),)  # computed: no search over ranks
     for place in candidates:
         before = 0  # offset in the local tensor
-        found = spec.cut(length, count, place)
-        for start, size in found:
+        intervals = spec.cut(length, count, place)
+        for start, size in intervals:
             if start <= position < start + size:
-                return place, before + position - start, sum(size for _, size in found)
+                return place, before + position - start, sum(size for _, size in intervals)
             before += size
     raise AssertionError(f"{spec} leaves out position {position} of {length}")
 
@@ -434,9 +434,9 @@ def _reductions(layout: Layout, rank: int) -> list[tuple[str, frozenset[int]]]:
     if len(set(layout.partial.values())) == 1:
         group = frozenset(layout.contributors(rank))  # nested sums commute
         return [(next(iter(layout.partial.values())), group)] if len(group) > 1 else []
-    found = []
+    reductions = []
     for axis, op in layout.partial.items():
         group = next(frozenset(group) for group in layout.mesh.axis_groups(axis) if rank in group)
         if len(group) > 1:  # a group of one reduces nothing
-            found.append((op, group))
-    return found
+            reductions.append((op, group))
+    return reductions

@@ -127,9 +127,9 @@ class MeshSpec:
             0 <= at < size for at, size in zip(coordinate, self.shape, strict=True)
         )
         if not inside:
-            found = f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}"
+            reason = f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}"
             hint = "give one number for each axis, from 0 to the axis size - 1"
-            raise PlanError(Problem("index-out-of-range", found=found, hint=hint))
+            raise PlanError(Problem("index-out-of-range", found=reason, hint=hint))
         position = sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))
         return self.ranks[position]
 
@@ -187,8 +187,8 @@ class MeshSpec:
             raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
         world = dist.get_world_size()
         if max(self.ranks) >= world:
-            found = f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks"
-            raise PlanError(Problem("mesh-too-large", found=found, hint="start more processes or use a smaller mesh"))
+            reason = f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks"
+            raise PlanError(Problem("mesh-too-large", found=reason, hint="start more processes or use a smaller mesh"))
         ranks = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(self.shape)
         groups = [self.axis_groups(axis) for axis in self.axis_names]
         # torch would sort them
@@ -196,12 +196,12 @@ class MeshSpec:
         if not unsorted:
             return DeviceMesh(device_type, ranks, mesh_dim_names=self.axis_names)
         if not _torch_compat.can_order_groups():
-            found = f"ranks in the order {list(unsorted[0])}; this torch makes groups in ascending order only"
+            reason = f"ranks in the order {list(unsorted[0])}; this torch makes groups in ascending order only"
             hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
-            raise PlanError(Problem("missing-dependency", "ranks", found=found, hint=hint))
+            raise PlanError(Problem("missing-dependency", "ranks", found=reason, hint=hint))
         # Collective: every rank creates all groups, in the same order.
-        made = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
-        own = [group for group in made if group is not None]
+        own_groups = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
+        own = [group for group in own_groups if group is not None]
         # from_group() needs a group of this rank.
         if dist.get_rank() not in self.ranks:  # it took part in the groups above
             return _torch_compat.mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh
@@ -212,9 +212,9 @@ class MeshSpec:
 
 def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
     """Return the problem of an axis name that ``mesh`` does not have."""
-    found = f"the mesh has the axes {', '.join(mesh.axis_names)}"
+    reason = f"the mesh has the axes {', '.join(mesh.axis_names)}"
     hint = "use one of them, or add the axis to the mesh"
-    return Problem("unknown-axis", name=fqn, axis=str(name), found=found, hint=hint)
+    return Problem("unknown-axis", name=fqn, axis=str(name), found=reason, hint=hint)
 
 
 def _axes_problems(axes: object) -> list[Problem]:
@@ -245,8 +245,8 @@ def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: in
     problems = []
     if ranks is not None:
         if len(ranks) != world:
-            found = f"{len(ranks)} ranks for {world} places on the axes"
-            problems.append(Problem("invalid-mesh", "ranks", found=found))
+            reason = f"{len(ranks)} ranks for {world} places on the axes"
+            problems.append(Problem("invalid-mesh", "ranks", found=reason))
         if len(set(ranks)) != len(ranks):
             twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
             problems.append(Problem("invalid-mesh", "ranks", found=f"duplicate ranks {twice}"))

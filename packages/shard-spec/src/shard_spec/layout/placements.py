@@ -280,9 +280,9 @@ def _torch_spec(placement: object) -> PlacementSpec:
         factor = _torch_compat.strided_shard_factor(placement)  # _StridedShard is private
         if factor is not None:  # a strided shard
             return InterleavedShard(placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
-    found = f"{placement!r} of type {type(placement).__qualname__}"
+    reason = f"{placement!r} of type {type(placement).__qualname__}"
     hint = "use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text"
-    raise PlanError(Problem("wrong-type", found=found, hint=hint))
+    raise PlanError(Problem("wrong-type", found=reason, hint=hint))
 
 
 def to_placement(spec: PlacementSpec) -> Placement | SpecialShard:

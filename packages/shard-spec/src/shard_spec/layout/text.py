@@ -111,8 +111,8 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
     specs: dict[str, PlacementSpec] = {}
     if items and not any(named):  # one placement for each axis, in mesh order
         if len(items) != len(axis_names):
-            found = f"{text!r}: {len(items)} placements for the axes {', '.join(axis_names)}"
-            problems.append(Problem("argument-count", found=found, hint="one for each axis, or name the axes"))
+            reason = f"{text!r}: {len(items)} placements for the axes {', '.join(axis_names)}"
+            problems.append(Problem("argument-count", found=reason, hint="one for each axis, or name the axes"))
         pairs = list(zip(axis_names, items, strict=False))  # too few or many: already a problem
     else:
         pairs = []

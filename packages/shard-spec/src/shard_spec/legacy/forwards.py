@@ -55,9 +55,9 @@ class ShardedForward:
         """
         weight = self.module.weight
         if not isinstance(weight, DTensor):
-            found = f"a {type(weight).__qualname__} in place of the sharded weight"
+            reason = f"a {type(weight).__qualname__} in place of the sharded weight"
             hint = "undo the handle of shard_module before replacing parameters"
-            raise PlanError(Problem("not-sharded", f"{self.name}.weight", found=found, hint=hint))
+            raise PlanError(Problem("not-sharded", f"{self.name}.weight", found=reason, hint=hint))
         if isinstance(input, DTensor):
             return on_mesh(input, weight.device_mesh, self.name)
         wrong = rows_problem(input, weight.device, least_dims)
@@ -230,6 +230,6 @@ class RefusedEmbeddingBag(ShardedForward):
         Raises:
             PlanError: ``module-not-shardable``.
         """
-        found = "the forward of an nn.EmbeddingBag whose table is sharded"
+        reason = "the forward of an nn.EmbeddingBag whose table is sharded"
         hint = "look ids up with a sharded nn.Embedding and reduce its rows, or leave this table replicated"
-        raise PlanError(Problem("module-not-shardable", self.name, found=found, hint=hint))
+        raise PlanError(Problem("module-not-shardable", self.name, found=reason, hint=hint))

@@ -81,12 +81,12 @@ def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
     kind = type(module).__name__
     weight = module._parameters["weight"]
     if weight is not None and weight.is_complex() and not isinstance(module, nn.EmbeddingBag):
-        found, hint = f"a complex {kind}: DTensor's products are not right for all of them", "leave it replicated"
-        return Problem("unsupported-tensor", fqn, found=found, hint=hint)
-    found = ""
+        reason, hint = f"a complex {kind}: DTensor's products are not right for all of them", "leave it replicated"
+        return Problem("unsupported-tensor", fqn, found=reason, hint=hint)
+    reason = ""
     if getattr(module, "sparse", False):
-        found = f"{kind}(sparse=True): a DTensor has no sparse gradient"
-    return Problem("unsupported-option", fqn, found=found, hint="turn the option off") if found else None
+        reason = f"{kind}(sparse=True): a DTensor has no sparse gradient"
+    return Problem("unsupported-option", fqn, found=reason, hint="turn the option off") if reason else None
 
 
 def _problem(fqn: str, found: str) -> Problem:
@@ -124,9 +124,9 @@ def order_problems(tensors: tuple[TensorAction, ...], outputs: Mapping[str, Shar
             orders.setdefault(tuple(known.mesh.ranks), f"output_plan[{path!r}]")
     if len(orders) < 2:
         return []
-    found = "; ".join(f"{name}: {list(order)}" for order, name in orders.items())
+    reason = "; ".join(f"{name}: {list(order)}" for order, name in orders.items())
     hint = "name the ranks in one order in all specs of one call"
-    return [Problem("mesh-mismatch", found=found, hint=hint)]
+    return [Problem("mesh-mismatch", found=reason, hint=hint)]
 
 
 def device_of(
@@ -213,8 +213,8 @@ def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
     if _torch_compat.shard_kind(plan) == "plan":
         plan = PlanContent(plan.plan, plan.output_plan, plan.return_local_tensor)
     if not isinstance(plan, PlanContent):
-        found = f"{plan!r:.200} of type {type(plan).__qualname__}"
-        raise PlanError(Problem("wrong-type", "plan", found=found, hint="give a ShardingPlan"))
+        reason = f"{plan!r:.200} of type {type(plan).__qualname__}"
+        raise PlanError(Problem("wrong-type", "plan", found=reason, hint="give a ShardingPlan"))
     own = [value.mesh for value in (plan.output_plan or {}).values() if isinstance(value, Layout)]
     if plan.mesh is None and all(rule.kind in ("spec", "sharder") for rule in plan.rules):
         return plan.on_mesh(own[0] if own else MeshSpec({"rank": len(ranks)}, ranks))

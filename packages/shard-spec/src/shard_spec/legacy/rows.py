@@ -69,8 +69,8 @@ class BatchRows:
         if counts != self.chunks(total):
             # A DTensor knows the total alone, and takes each rank's rows to be torch's chunk of it.
             hint = f"{self.chunks(total)} rows of {total} would be right: pad the last batch, or drop it"
-            found = f"local batches of {counts} rows, which are no chunks of one batch"
-            raise PlanError(Problem("invalid-argument", name, found=found, hint=hint))
+            reason = f"local batches of {counts} rows, which are no chunks of one batch"
+            raise PlanError(Problem("invalid-argument", name, found=reason, hint=hint))
         self.totals.add(total)
         if any(header[len(digest) + 8] for header in headers) and not requires_grad:
             rows = rows.detach().requires_grad_()  # its backward communicates: all ranks have to run it
@@ -83,9 +83,9 @@ class BatchRows:
             PlanError: On every rank: ``invalid-layout`` for an output that has no row for each row of a batch.
         """
         if not value.dim() or value.shape[0] not in self.totals:
-            found = f"an output of shape {list(value.shape)} from batches of {sorted(self.totals)} rows"
+            reason = f"an output of shape {list(value.shape)} from batches of {sorted(self.totals)} rows"
             hint = "name a module whose output has one row for each row of the batch"
-            raise PlanError(Problem("invalid-layout", name, found=found, hint=hint))
+            raise PlanError(Problem("invalid-layout", name, found=reason, hint=hint))
         return unwrap(on_mesh(value, self.line(value.device_mesh), name).redistribute(placements=[Shard(0)]))
 
     def chunks(self, total: int) -> list[int]:
@@ -105,6 +105,6 @@ def on_mesh(value: DTensor, mesh: DeviceMesh, name: str) -> DTensor:
     mine, wanted = (sorted(each.mesh.flatten().tolist()) for each in (value.device_mesh, mesh))
     if mine != wanted:
         hint = "redistribute the input onto the ranks of the module's weight, or pass this rank's rows"
-        found = f"a DTensor on ranks {mine}; the module is sharded over {wanted}"
-        raise PlanError(Problem("mesh-mismatch", name, found=found, hint=hint))
+        reason = f"a DTensor on ranks {mine}; the module is sharded over {wanted}"
+        raise PlanError(Problem("mesh-mismatch", name, found=reason, hint=hint))
     return wrap(whole(value, parts=False), mesh, [Replicate()] * mesh.ndim, value.shape)

@@ -118,7 +118,7 @@ class StepModel:
 
     def _allowed(self, operation: Operation) -> list[StrategyPerAxis]:
         """Return the combinations with dividing batch, sequence and channels."""
-        found = []
+        allowed = []
         for strategies in itertools.product(operation.strategies, repeat=self.mesh.ndim):
             pieces = dict.fromkeys("bsh", 1)  # shards along batch, sequence, channels
             for strategy, size in zip(strategies, self.mesh.shape, strict=True):
@@ -129,11 +129,11 @@ class StepModel:
                 continue
             if pieces["h"] > 1 and pieces["h"] not in operation.degrees:  # e.g. heads
                 continue
-            found.append(strategies)
+            allowed.append(strategies)
         divided = [
-            strategies for strategies in found if operation.parameters and not _redundant(strategies, self.mesh.shape)
+            strategies for strategies in allowed if operation.parameters and not _redundant(strategies, self.mesh.shape)
         ]
-        return divided or found  # replicated work only if nothing divides
+        return divided or allowed  # replicated work only if nothing divides
 
     # ---- seconds ----
 

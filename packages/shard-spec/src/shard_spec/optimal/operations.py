@@ -197,7 +197,7 @@ def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
         for unit in analysis.units:
             if unit.num_pieces % degree == 0 or unit.kind in (TPBlockKind.EMBEDDING, TPBlockKind.HEAD):
                 allowed.setdefault(unit.name, set()).add(degree)
-    builder = _Builder(module, {name: frozenset(found) for name, found in allowed.items()})
+    builder = _Builder(module, {name: frozenset(strategies) for name, strategies in allowed.items()})
     return Structure(builder.build(base), merge_notes((*base.left_whole.values(), *base.notes)), base.unrecognised)
 
 
@@ -216,9 +216,9 @@ class _Builder:
         units = sorted(analysis.units, key=lambda unit: min(self.order[cut.name] for cut in unit.cuts))
         blocks = [unit for unit in units if unit.kind not in (TPBlockKind.EMBEDDING, TPBlockKind.HEAD)]
         if not blocks:
-            found = "no attention or feed-forward block was recognised"
+            reason = "no attention or feed-forward block was recognised"
             hint = "OptimalPlanner models transformers; use FullyShardPlanner or write rules by hand"
-            raise PlanError(Problem("nothing-to-optimize", found=found, hint=hint))
+            raise PlanError(Problem("nothing-to-optimize", found=reason, hint=hint))
         width = self._stream_width(blocks[0])
         stream = self._embeddings([unit for unit in units if unit.kind is TPBlockKind.EMBEDDING], width)
         for unit in blocks:
@@ -233,15 +233,15 @@ class _Builder:
     def _add(self, operation: Operation) -> int:
         """Add an operation; parameters that another one owns already are shared with it."""
         index = len(self.operations)
-        kept, tied_to = [], -1
+        operands, tied_to = [], -1
         for name, count in operation.parameters:
             first = self.first_name[id(self.parameters[name])]  # tied names share one tensor
             if first in self.owner:
                 tied_to = self.owner[first]
             else:
                 self.owner[first] = index
-                kept.append((first, count))
-        self.operations.append(replace(operation, parameters=tuple(kept), tied_to=tied_to))
+                operands.append((first, count))
+        self.operations.append(replace(operation, parameters=tuple(operands), tied_to=tied_to))
         return index
 
     def _embeddings(self, units: Sequence[TPBlock], width: int) -> int:
@@ -272,8 +272,8 @@ class _Builder:
         share = self._active_share(unit)  # of experts only the active ones work
         column_weights = self._elements(cut for cut in unit.columns if self.parameters[cut.name].dim() > 1)
         row_weights = self._elements(unit.rows)
-        whole = [(name, self.parameters[name].numel()) for name in unit.replicated if self.parameters[name].dim() > 1]
-        matmul = int((sum(count for _, count in (*column_weights, *whole))) * share)
+        full = [(name, self.parameters[name].numel()) for name in unit.replicated if self.parameters[name].dim() > 1]
+        matmul = int((sum(count for _, count in (*column_weights, *full))) * share)
         hidden_out = matmul // max(width, 1)
         hidden_in = int(sum(count for _, count in row_weights) * share) // max(width, 1)
         degrees = self.degrees.get(unit.name, frozenset())

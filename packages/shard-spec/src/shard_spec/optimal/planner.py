@@ -138,12 +138,12 @@ class OptimalPlanner(LayoutPlanner):
 
     def _does_not_fit(self, module: nn.Module, error: InfeasibleError) -> PlanError:
         if error.least_bytes < 0:  # not a matter of memory
-            found = "no combination of strategies divides the batch, the sequence and the heads"
-            return PlanError(Problem("does-not-divide", found=found, hint="choose another batch or another mesh"))
+            reason = "no combination of strategies divides the batch, the sequence and the heads"
+            return PlanError(Problem("does-not-divide", found=reason, hint="choose another batch or another mesh"))
         least, changes = error.least_bytes, [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
         needed, over, limit = map(human_bytes, (least, least - self.memory_limit, self.memory_limit))
-        found = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
-        return PlanError(Problem("does-not-fit", "memory_limit", found=found, hint=f"would fit: {'; '.join(changes)}"))
+        reason = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
+        return PlanError(Problem("does-not-fit", "memory_limit", found=reason, hint=f"would fit: {'; '.join(changes)}"))
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
         fitting = []

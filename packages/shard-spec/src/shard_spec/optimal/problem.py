@@ -118,8 +118,8 @@ class PairwiseBuilder:
             return
         if first > second:  # edges ascend
             first, second, matrix = second, first, matrix.T
-        known = self._edges.get((first, second))
-        self._edges[first, second] = matrix.contiguous() if known is None else known + matrix
+        edge = self._edges.get((first, second))
+        self._edges[first, second] = matrix.contiguous() if edge is None else edge + matrix
 
     def build(self) -> PairwiseProblem:
         """Return the validated problem."""

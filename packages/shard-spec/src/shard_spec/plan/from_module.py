@@ -86,18 +86,18 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     """Apply sections of the one sharded dim: each is sharded by itself, between units, in ``copies`` copies."""
     cutting = [at for at, spec in enumerate(layout.specs) if spec.dim is not None]
     if len(cutting) != 1:
-        found = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that shard ({layout})"
-        raise _not_said(found, "sections are of the dim that one axis cuts")
+        reason = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that shard ({layout})"
+        raise _not_said(reason, "sections are of the dim that one axis cuts")
     (at,) = cutting  # one sharding axis
     dim = layout.specs[at].dim
     assert dim is not None
     if not -len(shape) <= dim < len(shape) or sum(each.size for each in sections) != shape[dim]:
-        found = f"sections {[tuple(each) for each in sections]} of dim {dim} of a tensor of shape {shape}"
-        raise _not_said(found, "the sizes of the sections have to add up to the length of the dim")
+        reason = f"sections {[tuple(each) for each in sections]} of dim {dim} of a tensor of shape {shape}"
+        raise _not_said(reason, "the sizes of the sections have to add up to the length of the dim")
     copies = {each.copies for each in sections}  # one axis has one number of copies
     if len(copies) > 1:
-        found = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
-        raise _not_said(found, "keep sections with other copies in a weight of their own")
+        reason = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
+        raise _not_said(reason, "keep sections with other copies in a weight of their own")
     layout, at = _with_copies(layout, at, copies.pop())
     if layout.specs[at].dim is None:  # all copies: the axis replicates
         return layout
@@ -128,8 +128,8 @@ def _spec_of(dim: int, sections: list[Section], count: int) -> PlacementSpec:
     if len(sections) == 1:
         return ShardSpec(dim) if even else BlockShard(dim, sections[0].unit)
     if not even:
-        found = f"sections {[tuple(each) for each in sections]} over {count} ranks: units that do not divide"
-        raise _not_said(found, "a number of units in each section that the ranks divide")
+        reason = f"sections {[tuple(each) for each in sections]} over {count} ranks: units that do not divide"
+        raise _not_said(reason, "a number of units in each section that the ranks divide")
     return InterleavedShard(dim, tuple(each.size for each in sections))
 
 

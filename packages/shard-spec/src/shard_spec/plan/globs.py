@@ -46,17 +46,17 @@ def _glob_matches(pattern: str, stem: str) -> bool:
 def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | None]) -> dict[str, T]:
     """Return rules for all names of `pattern`: one if their values are equal, else few."""
     listed = {name: value for name in members if (value := values[name]) is not None}
-    said = list(listed.values())
-    whole = len(listed) == len(members)
-    if not listed or (whole and len(set(said)) == 1):
-        return {pattern: said[0]} if listed else {}
+    layout_values = list(listed.values())
+    is_complete = len(listed) == len(members)
+    if not listed or (is_complete and len(set(layout_values)) == 1):
+        return {pattern: layout_values[0]} if listed else {}
     by_position = _split_at_one_number(members, values)
     if by_position is not None:  # exact, and readable
         return by_position
-    if not whole or len(members) <= 3:  # a glob would save nothing, or match too much
+    if not is_complete or len(members) <= 3:  # a glob would save nothing, or match too much
         return listed
     # The most frequent value becomes the pattern; an exact name overrides it.
-    usual = min(said, key=lambda value: (-said.count(value), str(value)))
+    usual = min(layout_values, key=lambda value: (-layout_values.count(value), str(value)))
     return {pattern: usual, **{name: value for name, value in listed.items() if value != usual}}
 
 
@@ -68,7 +68,7 @@ def _split_at_one_number(members: list[str], values: Mapping[str, T | None]) -> 
         parts: dict[str, set[T | None]] = {}
         for name in members:
             parts.setdefault(_pattern_but_one(name, position), set()).add(values[name])
-        if all(len(said) == 1 for said in parts.values()):
+        if all(len(numbers) == 1 for numbers in parts.values()):
             rules = {part: text for part, (text,) in parts.items() if text is not None}
             if best is None or len(rules) < len(best):  # fewest rules
                 best = rules

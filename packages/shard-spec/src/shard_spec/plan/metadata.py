@@ -29,10 +29,10 @@ def require_floating(*dtypes: object) -> None:
     Raises:
         PlanError: ``unsupported-dtype``.
     """
-    known = [name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex"))]
+    kinds = [name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex"))]
     for dtype in dtypes:
-        if not isinstance(dtype, bool | None) and dtype not in known:  # grads= may be a flag
-            raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(known)}"))
+        if not isinstance(dtype, bool | None) and dtype not in kinds:  # grads= may be a flag
+            raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(kinds)}"))
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,16 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
                     entry = seen.setdefault(id(tensor), [tensor, kind, [], _kind_of(module)])
                     entry[2].append(f"{path}.{name}" if path else name)
     problems: list[Problem] = []
-    found = tuple(_each_tensor(seen.values(), problems))
-    return ModelMetadata(found, modules, tuple(problems))
+    metadata = tuple(_each_tensor(seen.values(), problems))
+    return ModelMetadata(metadata, modules, tuple(problems))
 
 
 def _kind_of(module: nn.Module) -> str:
     """Return the class name for estimates: subclasses use their weight as torch's class does."""
     from torch import nn
 
-    known = (each.__name__ for each in (nn.Linear, nn.Embedding) if isinstance(module, each))
-    return next(known, type(module).__name__)
+    kinds = (each.__name__ for each in (nn.Linear, nn.Embedding) if isinstance(module, each))
+    return next(kinds, type(module).__name__)
 
 
 def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Iterable[TensorMetadata]:

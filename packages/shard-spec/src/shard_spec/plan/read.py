@@ -64,9 +64,9 @@ def from_document(document: Any) -> PlanContent:
         raise _bad(f"no object with 'format': '{FORMAT}'")
     version = document.get("version")
     if type(version) is not int or version != VERSION:  # True equals 1, but is no version
-        found = f"format version {version!r:.60}, this release reads {VERSION}"
+        reason = f"format version {version!r:.60}, this release reads {VERSION}"
         hint = "install the release of shard-spec that wrote the file, or write it again"
-        raise PlanError(Problem("invalid-plan", found=found, hint=hint))
+        raise PlanError(Problem("invalid-plan", found=reason, hint=hint))
     if set(document) != _KEYS:  # unknown keys may change the meaning
         odd = sorted(set(document) ^ _KEYS)
         raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")

@@ -85,8 +85,8 @@ class Resolution(Mapping[str, Layout]):
         """
         meshes = {layout.mesh for layout in self.layouts.values()} or {self.mesh} - {None}
         if len(meshes) != 1:
-            found = f"{len(meshes)} meshes in one plan"
-            raise PlanError(Problem("mesh-mismatch", found=found, hint="put all layouts on one mesh"))
+            reason = f"{len(meshes)} meshes in one plan"
+            raise PlanError(Problem("mesh-mismatch", found=reason, hint="put all layouts on one mesh"))
         (mesh,) = meshes
         assert mesh is not None
         return mesh
@@ -102,9 +102,9 @@ def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     Raises:
         PlanError: With every problem.
     """
-    found = examine(plan, module)
-    raise_problems(found.problems, f"the plan does not fit the model: {len(found.problems)} problem(s)")
-    return found
+    resolution = examine(plan, module)
+    raise_problems(resolution.problems, f"the plan does not fit the model: {len(resolution.problems)} problem(s)")
+    return resolution
 
 
 def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
@@ -121,7 +121,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     matched: dict[str, tuple[str, ...]] = {}
     for tensor in metadata.tensors:
         by_alias = {alias: index.matching(alias, tensor.kind) for alias in tensor.aliases}
-        rules = {alias: found for alias, found in by_alias.items() if found}
+        rules = {alias: alias_rule for alias, alias_rule in by_alias.items() if alias_rule}
         matched[tensor.name] = tuple(dict.fromkeys(rule.key for group in rules.values() for rule in group))
         if _taken_by_sharder(tensor, rules, sharders, problems):
             continue  # its layout is the Sharder's business
@@ -175,13 +175,13 @@ class _RuleIndex:
     def matching(self, name: str, kind: str) -> list[Rule]:
         """Return the rules that match ``name``, an exact one first."""
         exact = self.exact.get(name)  # a dict lookup: most rules are exact
-        found = [exact] if exact else []
+        matches = [exact] if exact else []
         for rule in self.wild:
             assert rule.pattern is not None
             if (kind == "parameter" or rule.pattern.names_buffers) and rule.pattern.matches(name):
-                found.append(rule)
-        self.used.update(rule.key for rule in found)
-        return found
+                matches.append(rule)
+        self.used.update(rule.key for rule in matches)
+        return matches
 
 
 class _Layouts:
@@ -206,10 +206,10 @@ class _Layouts:
             return layout
         wrong = list(layout.problems(tensor.shape, tensor.name))
         if layout.partial:  # DTensor allows it, but a parameter has no pending sum
-            found = f"a stored {tensor.kind} with the layout {layout}"
+            reason = f"a stored {tensor.kind} with the layout {layout}"
             hint = "partial values come out of computations; replicate or shard what is stored"
             axis = next(iter(layout.partial))
-            wrong.append(Problem("partial-value", tensor.name, axis=axis, found=found, hint=hint))
+            wrong.append(Problem("partial-value", tensor.name, axis=axis, found=reason, hint=hint))
         self.problems.extend(wrong)
         if wrong:
             return None
@@ -243,9 +243,9 @@ def _decide(
 def _deciding(name: str, rules: list[Rule], problems: list[Problem]) -> Rule:
     """Return the deciding rule: the exact one, or globs that agree."""
     if not _is_exact(rules[0]) and any(not _same_value(rule, rules[0]) for rule in rules):
-        found = "matched by " + " and ".join(repr(rule.key) for rule in rules) + ", which differ"
+        reason = "matched by " + " and ".join(repr(rule.key) for rule in rules) + ", which differ"
         hint = "add an exact rule for this name, or narrow one of the globs"
-        problems.append(Problem("ambiguous-pattern", name, found=found, hint=hint))
+        problems.append(Problem("ambiguous-pattern", name, found=reason, hint=hint))
     return rules[0]
 
 
@@ -283,15 +283,15 @@ def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[P
             problems.append(Problem("unknown-name", rule.key, found="no module for this Sharder", hint=hint))
         for path in paths:
             if path and path in placed:
-                found = "two Sharders match this module"
-                problems.append(Problem("ambiguous-pattern", path, found=found, hint="keep one of them"))
+                reason = "two Sharders match this module"
+                problems.append(Problem("ambiguous-pattern", path, found=reason, hint="keep one of them"))
             elif path:
                 placed[path] = rule.value
     for path in placed:
         outer = next((other for other in placed if path.startswith(other + ".")), None)
         if outer is not None:
-            found = f"a Sharder inside of {outer!r}, which has a Sharder itself"
-            problems.append(Problem("sharder-nesting", path, found=found, hint="keep one of them"))
+            reason = f"a Sharder inside of {outer!r}, which has a Sharder itself"
+            problems.append(Problem("sharder-nesting", path, found=reason, hint="keep one of them"))
     return placed
 
 
@@ -307,8 +307,8 @@ def _taken_by_sharder(
         text = f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some"
         hint = "untie it, or give the Sharder a module that holds all of its names"
         problems.append(Problem("tied-weights", tensor.name, found=text, hint=hint))
-    for alias, found in rules.items():
-        if owners[alias] is not None and _is_exact(found[0]):
+    for alias, rule in rules.items():
+        if owners[alias] is not None and _is_exact(rule[0]):
             text = f"module {owners[alias]!r} has a Sharder, which decides about this tensor"
             problems.append(Problem("ambiguous-pattern", alias, found=text, hint="remove one of the two rules"))
     return True

@@ -93,8 +93,8 @@ def _mesh_document(mesh: MeshSpec) -> dict[str, Any]:
 
 def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems: list[Problem]) -> Any:
     if not isinstance(key, str):
-        found = f"a key of type {type(key).__qualname__}"
-        problems.append(Problem("invalid-plan", repr(key), found=found, hint="use text"))
+        reason = f"a key of type {type(key).__qualname__}"
+        problems.append(Problem("invalid-plan", repr(key), found=reason, hint="use text"))
         key = repr(key)  # goes on, to report all problems
     if isinstance(value, Layout):  # the mesh is stored if it is not the plan's
         return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": _mesh_document(value.mesh)}
@@ -108,8 +108,8 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
     try:
         return _layout_text(value, mesh)
     except (PlanError, TypeError) as error:
-        found = f"{value!r:.200}: {error}"
-        problems.append(Problem("invalid-plan", key, found=found, hint="correct the rule; see plan.problems"))
+        reason = f"{value!r:.200}: {error}"
+        problems.append(Problem("invalid-plan", key, found=reason, hint="correct the rule; see plan.problems"))
         return {"wrong": repr(value)}  # for the digest only
 
 

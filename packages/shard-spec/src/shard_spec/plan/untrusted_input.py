@@ -37,10 +37,10 @@ def _check_length(text: str | bytes, limit: int) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):  # a duplicate overwrote a value
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):  # a duplicate overwrote a value
         raise ValueError("a key appears twice in one object")
-    return found
+    return mapping
 
 
 def _no_constant(text: str) -> Any:

@@ -53,8 +53,8 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
     """
     if isinstance(value, Layout):
         return value
-    known = is_placement(value) or isinstance(value, str | Mapping | Sequence)
-    if not known:  # before the mesh: the type is the first error
+    is_layout_like = is_placement(value) or isinstance(value, str | Mapping | Sequence)
+    if not is_layout_like:  # before the mesh: the type is the first error
         hint = "give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder"
         raise PlanError(Problem("wrong-type", found=f"{value!r:.200} of type {type(value).__qualname__}", hint=hint))
     if mesh is None:  # placements alone have no axes

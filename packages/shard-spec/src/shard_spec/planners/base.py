@@ -59,8 +59,8 @@ class OptimalityBound:
 
 def short_text(layout: Layout) -> str:
     """Format a layout without its replicated axes."""
-    kept = [pair for pair in zip(layout.mesh.axis_names, layout.specs, strict=True) if str(pair[1]) != "R"]
-    return format_layout([axis for axis, _ in kept], [spec for _, spec in kept], layout.order)
+    pairs = [pair for pair in zip(layout.mesh.axis_names, layout.specs, strict=True) if str(pair[1]) != "R"]
+    return format_layout([axis for axis, _ in pairs], [spec for _, spec in pairs], layout.order)
 
 
 MeshLike = MeshSpec | Mapping[str, int] | str
@@ -166,9 +166,9 @@ class ComposedPlanner(LayoutPlanner):
                 raise PlanError(Problem("wrong-type", "planners", found=f"{planner!r:.100}", hint=hint))
         meshes = list(dict.fromkeys(planner.mesh for planner in planners))
         if len(meshes) > 1:
-            found = " and ".join(repr(mesh) for mesh in meshes)
+            reason = " and ".join(repr(mesh) for mesh in meshes)
             hint = "give all composed planners the same mesh; each names the axes it uses"
-            raise PlanError(Problem("mesh-mismatch", "planners", found=found, hint=hint))
+            raise PlanError(Problem("mesh-mismatch", "planners", found=reason, hint=hint))
         super().__init__(meshes[0])
         self.planners = tuple(planners)
 
@@ -178,12 +178,12 @@ class ComposedPlanner(LayoutPlanner):
         unrecognised: dict[str, Problem] = {}
         certificate = None
         for planner in self.planners:
-            made = planner.decide(module, layouts)
+            decisions = planner.decide(module, layouts)
             # `merged` puts the axes of earlier planners first in the shard order.
-            layouts = merged(layouts, made.layouts)
-            notes += made.notes
-            unrecognised.update(made.unrecognised)
-            certificate = made.certificate or certificate
+            layouts = merged(layouts, decisions.layouts)
+            notes += decisions.notes
+            unrecognised.update(decisions.unrecognised)
+            certificate = decisions.certificate or certificate
         return Decisions(layouts, tuple(notes), unrecognised, certificate)
 
 
@@ -224,9 +224,9 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
             continue
         twice = [axis for axis in layout.sharded_axes if axis in before.sharded_axes]
         if twice:
-            found = f"one planner gives {before}, the other {layout}"
+            reason = f"one planner gives {before}, the other {layout}"
             hint = "give each planner its own axes"
-            problems.append(Problem("duplicate-name", name, axis=twice[0], found=found, hint=hint))
+            problems.append(Problem("duplicate-name", name, axis=twice[0], found=reason, hint=hint))
             continue
         added = zip(layout.mesh.axis_names, layout.specs, strict=True)
         specs = {axis: spec for axis, spec in added if spec.dim is not None}

@@ -77,14 +77,14 @@ class BlockSimulator:
     def displacement(self, alone: Tensor, rank: int, blocks: Iterable[str], *, others: bool) -> float:
         """Measure the result's change under new values of other ranks' channels (or its own)."""
         columns = [one for name in blocks for one in self._columns[name]]
-        kept = [one.value.clone() for one in columns]
+        originals = [one.value.clone() for one in columns]
         try:
             for seed, one in enumerate(columns):
                 mask = ~one.owned[rank] if others else one.owned[rank]
                 one.value.copy_(torch.where(mask, _other_values(one.value, seed), one.value))
             changed = self._run(rank)
         finally:
-            for one, value in zip(columns, kept, strict=True):
+            for one, value in zip(columns, originals, strict=True):
                 one.value.copy_(value)  # also after an error in the caller's forward
         if changed.shape != alone.shape:  # shapes depend on values
             return float("inf")
@@ -136,11 +136,11 @@ def verify_units(
         simulator = BlockSimulator(run, columns, tolerance)
         for rank in range(tp_size):
             for name, by in simulator.mixing(rank).items():
-                found = f"rank {rank} of {tp_size} needs other ranks' channels (output moves by {by:.2g})"
-                problems.append(Problem("slices-mix", name, found=found, hint="do not shard this block"))
-            found = f"the output does not depend on rank {rank}'s slice"
+                reason = f"rank {rank} of {tp_size} needs other ranks' channels (output moves by {by:.2g})"
+                problems.append(Problem("slices-mix", name, found=reason, hint="do not shard this block"))
+            reason = f"the output does not depend on rank {rank}'s slice"
             hint = "pass a call that runs this block on inputs that matter"
-            problems += [Problem("unverified", name, found=found, hint=hint) for name in simulator.idle(rank)]
+            problems += [Problem("unverified", name, found=reason, hint=hint) for name in simulator.idle(rank)]
     return tuple(problems)
 
 

@@ -85,9 +85,9 @@ class FullyShardPlanner(LayoutPlanner):
         if layout.local_shape(first, shape) == layout.local_shape(last, shape):
             return None
         ranks = " x ".join(f"{axis}={self.mesh.axis_size(axis)}" for axis in self.axes)
-        found = f"{shape[0]} rows of shape {shape}, laid out as {layout}, over {ranks}"
+        reason = f"{shape[0]} rows of shape {shape}, laid out as {layout}, over {ranks}"
         hint = "pad it, replicate it, or allow it with uneven='shard'"
-        return Problem("uneven-shards", name, dim=0, axis=self.axes[0], found=found, hint=hint)
+        return Problem("uneven-shards", name, dim=0, axis=self.axes[0], found=reason, hint=hint)
 
     def _require_matches(self, parameters: Mapping[str, nn.Parameter]) -> None:
         problems = [

@@ -45,8 +45,8 @@ def alike(found: Resolution) -> dict[tuple[str, str, str, str], list[TensorMetad
         layout = found.layouts.get(tensor.name)
         if tensor.kind == "buffer" and (layout is None or layout.is_replicated):  # the default needs no row
             continue
-        said = str(layout) if layout is not None else "by its Sharder"
-        key = pattern_of(tensor.name), said, str(list(tensor.shape)), found.rule_of.get(tensor.name, "")
+        layout_text = str(layout) if layout is not None else "by its Sharder"
+        key = pattern_of(tensor.name), layout_text, str(list(tensor.shape)), found.rule_of.get(tensor.name, "")
         groups.setdefault(key, []).append(tensor)
     return {(key[0] if len(tensors) > 1 else tensors[0].name, *key[1:]): tensors for key, tensors in groups.items()}
 
@@ -54,8 +54,8 @@ def alike(found: Resolution) -> dict[tuple[str, str, str, str], list[TensorMetad
 def tensor_table(found: Resolution) -> Table:
     """Return a table with one row for each group of equal layouts."""
     rows = [
-        [name, str(len(tensors)), shape, said, _local_text(found.layouts.get(tensors[0].name), tensors[0]), rule or "-"]
-        for (name, said, shape, rule), tensors in alike(found).items()
+        [name, str(len(tensors)), shape, text, _local_text(found.layouts.get(tensors[0].name), tensors[0]), rule or "-"]
+        for (name, text, shape, rule), tensors in alike(found).items()
     ]
     return Table(["tensor", "count", "global shape", "layout", "local shape", "rule"], rows, (1,))
 
@@ -155,5 +155,5 @@ def _outputs(plan: PlanContent) -> list[str]:
 
 
 def _problem_lines(problems: object) -> list[str]:
-    found = list(problems)  # type: ignore[call-overload]  # an iterable of Problem
-    return [f"{len(found)} problem(s):", *[f"  {problem}" for problem in found]] if found else []
+    listed = list(problems)  # type: ignore[call-overload]  # an iterable of Problem
+    return [f"{len(listed)} problem(s):", *[f"  {problem}" for problem in listed]] if listed else []

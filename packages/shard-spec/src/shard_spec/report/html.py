@@ -128,8 +128,8 @@ def _picture(html: Any, found: Resolution) -> list[str]:
         name = stem if len(stem) <= 44 else "…" + stem[-43:]
         times = f" ×{len(tensors)}" if len(tensors) > 1 else ""
         shapes.append(html.text(0, y + 13, name + times, "mono"))
-        said = stem_layout if len(stem_layout) <= 44 else stem_layout[:43] + "…"
-        shapes.append(html.text(right, y + 13, said, "mono soft"))
+        label = stem_layout if len(stem_layout) <= 44 else stem_layout[:43] + "…"
+        shapes.append(html.text(right, y + 13, label, "mono soft"))
         layout = found.layouts.get(tensors[0].name)
         for at, rank in enumerate(ranks):
             shapes += _cell(html, layout, tensors[0], rank, hues, (left + at * width, y, width - 1, height - 3))

@@ -85,12 +85,12 @@ class ShardingSpec(abc.ABC):
         """
         shape = tuple(shape)
         held = box_of_each_rank(self, shape)
-        found = grid_of(list(held.values()), shape)  # a mesh is a grid
-        if found is None:
+        grid = grid_of(list(held.values()), shape)  # a mesh is a grid
+        if grid is None:
             text = f"{len(held)} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns"
             hint = "split each dim at the same places everywhere; shard-reshard moves free boxes, a mesh does not"
             raise PlanError(Problem("not-a-grid", "shards", found=text, hint=hint))
-        ranks, (cuts, order) = tuple(held), found  # order: row-major cells
+        ranks, (cuts, order) = tuple(held), grid  # order: row-major cells
         cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
         if not cut_dims:  # one shard
             return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])  # one rank holds all
@@ -112,8 +112,8 @@ class ShardingSpec(abc.ABC):
 
 
 def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
-    kept = {rank: tuple(sorted((box for box in held if box.numel), key=str)) for rank, held in boxes.items()}
-    return {rank: held for rank, held in kept.items() if held}
+    nonempty = {rank: tuple(sorted((box for box in held if box.numel), key=str)) for rank, held in boxes.items()}
+    return {rank: held for rank, held in nonempty.items() if held}
 
 
 def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Box]:
@@ -125,8 +125,8 @@ def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Bo
     held = spec.boxes(shape)
     crowded = [rank for rank, boxes in held.items() if len(boxes) > 1]
     if crowded:
-        found = f"ranks {', '.join(map(str, crowded))} hold more than one shard"
-        raise PlanError(Problem("invalid-layout", "placements", found=found, hint="name each rank once"))
+        reason = f"ranks {', '.join(map(str, crowded))} hold more than one shard"
+        raise PlanError(Problem("invalid-layout", "placements", found=reason, hint="name each rank once"))
     return {rank: box for rank, (box,) in held.items()}
 
 

@@ -47,9 +47,9 @@ class ChunkShardingSpec(ShardingSpec):
         if isinstance(placements, str):
             placements = [placements]  # not one device per letter
         devices = []
-        for given in placements:
+        for placement in placements:
             try:
-                devices.append(RemoteDevice(given))
+                devices.append(RemoteDevice(placement))
             except PlanError as error:
                 problems.extend(error.problems)
         if not problems and not devices:
@@ -67,8 +67,8 @@ class ChunkShardingSpec(ShardingSpec):
         """
         if not -ndim <= self.dim < ndim:
             hint = f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be sharded"
-            found = f"dim {self.dim} of a tensor of {ndim} dims"
-            raise PlanError(Problem("dim-out-of-range", "dim", dim=self.dim, found=found, hint=hint))
+            reason = f"dim {self.dim} of a tensor of {ndim} dims"
+            raise PlanError(Problem("dim-out-of-range", "dim", dim=self.dim, found=reason, hint=hint))
         return ChunkShardingSpec(self.dim % ndim, self.placements)
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:

@@ -122,8 +122,8 @@ def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
         active = [other for other in active if dim is None or other.ends[dim] > box.offsets[dim]]
         for other in active:
             if other.intersect(box) is not None:
-                found = f"{other!r} and {box!r} share elements"
-                return [Problem("boxes-overlap", name, found=found, hint="give every element to one shard")]
+                reason = f"{other!r} and {box!r} share elements"
+                return [Problem("boxes-overlap", name, found=reason, hint="give every element to one shard")]
         active.append(box)
     return []
 
@@ -132,8 +132,8 @@ def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -
     """Return the reasons that ``boxes`` (without overlaps) do not tile a tensor of ``shape``."""
     shape = tuple(shape)
     if any(box.ndim != len(shape) for box in boxes):  # later checks zip the dims
-        found = f"shards of {sorted({box.ndim for box in boxes})} dims for a tensor of shape {shape}"
-        return [Problem("shape-mismatch", name, found=found, hint=f"give {len(shape)} offsets and sizes")]
+        reason = f"shards of {sorted({box.ndim for box in boxes})} dims for a tensor of shape {shape}"
+        return [Problem("shape-mismatch", name, found=reason, hint=f"give {len(shape)} offsets and sizes")]
     outside = [box for box in boxes if any(end > length for end, length in zip(box.ends, shape, strict=True))]
     problems = [
         Problem("box-out-of-range", name, found=f"{box!r} of a tensor of shape {shape}", hint="stay inside the tensor")
@@ -141,8 +141,8 @@ def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -
     ]
     covered = sum(box.numel for box in boxes)  # without overlaps a sum suffices
     if not outside and covered < prod(shape):
-        found = f"the shards hold {covered} of {prod(shape)} elements of shape {shape}"
-        problems.append(Problem("boxes-incomplete", name, found=found, hint="give every element to one shard"))
+        reason = f"the shards hold {covered} of {prod(shape)} elements of shape {shape}"
+        problems.append(Problem("boxes-incomplete", name, found=reason, hint="give every element to one shard"))
     return problems
 
 
@@ -168,11 +168,11 @@ def grid_of(
         intervals[varying[0]] = tuple(cells[at][varying[0]] for at in order)
     elif len(set(cells)) < len(cells) or len(cells) != prod(map(len, intervals)):
         return None
-    for found, length in zip(intervals, shape, strict=True):
+    for starts, length in zip(intervals, shape, strict=True):
         if (
-            found[0][0] != 0
-            or sum(found[-1]) != length
-            or any(sum(left) != right[0] for left, right in pairwise(found))
+            starts[0][0] != 0
+            or sum(starts[-1]) != length
+            or any(sum(left) != right[0] for left, right in pairwise(starts))
         ):
             return None
     assert set(cells) == set(product(*intervals))  # as many distinct cells as the grid, each made of its intervals

@@ -38,17 +38,17 @@ def from_torch(value: object) -> Any:
         PlanError: ``wrong-type`` for anything else.
     """
     kind = _torch_compat.shard_kind(value)  # None before torch's module is imported
-    known: Any = value
+    spec: Any = value
     if kind == "chunk":
-        return ChunkShardingSpec(known.dim, known.placements)
+        return ChunkShardingSpec(spec.dim, spec.placements)
     if kind == "enumerable":
-        return EnumerableShardingSpec(known.shards)
+        return EnumerableShardingSpec(spec.shards)
     if kind == "spec":
-        return TorchShardingSpec(known)
+        return TorchShardingSpec(spec)
     if kind == "shard":
-        return _shard(known)
+        return _shard(spec)
     if kind == "device":
-        return RemoteDevice(known)
+        return RemoteDevice(spec)
     raise PlanError(unknown_spec("", value))
 
 
@@ -75,8 +75,8 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
         return value.spec
     if isinstance(value, ShardingSpec):
         if shape is None:
-            found = f"a {type(value).__qualname__}, which torch does not know"
-            raise PlanError(Problem("missing-argument", "shape", found=found, hint="pass shape=, the global shape"))
+            reason = f"a {type(value).__qualname__}, which torch does not know"
+            raise PlanError(Problem("missing-argument", "shape", found=reason, hint="pass shape=, the global shape"))
         return to_torch(EnumerableShardingSpec(value.shards_for(shape)))  # torch has no subclass of ours
     raise PlanError(unknown_spec("", value))
 

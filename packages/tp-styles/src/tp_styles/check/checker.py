@@ -264,13 +264,13 @@ class Checker:
                 value = parameter.detach()
                 if not is_close(value, agreed_values(value, self.axis, 0)):
                     different.append(Difference("replica", name, 0.0))
-        if found := self.union(different):
+        if union := self.union(different):
             hint = (
                 "seed every rank alike before the model is made, load one checkpoint on all, or broadcast from one rank"
             )
             raise CheckError(
                 Problem("replicas-differ", one.name, found="other values on each rank, and no style", hint=hint)
-                for one in found
+                for one in union
             )
 
     def _check(self, hook: CheckHook, inputs: Inputs, mode: Mode) -> bool:
@@ -308,9 +308,9 @@ class Checker:
             name for name, module in scope.module.named_modules() if module not in self.names and module._parameters
         ]
         if late:
-            found = f"{', '.join(late[:5])} came after apply_plan, sized for one shard; the original: {verdict.failure}"
+            text = f"{', '.join(late[:5])} came after apply_plan, sized for one shard; the original: {verdict.failure}"
             hint = "add layers first, then call apply_plan with a style for them: for LoRA, LoRAParallel on the pair"
-            raise CheckError([Problem("model-changed", str(scope), found=found, hint=hint)])
+            raise CheckError([Problem("model-changed", str(scope), found=text, hint=hint)])
 
     # ------------------------------------------------------------------ both runs
 
@@ -396,8 +396,8 @@ class Checker:
                 self._compare_generators(scope)
             verdict.stage = Stage.OUTPUTS
             comparison.tolerance = self.tolerance(constants)
-            found, outputs = comparison.outputs(sharded, reference)
-            verdict.differences = self.union(found)
+            differences, outputs = comparison.outputs(sharded, reference)
+            verdict.differences = self.union(differences)
             if any(one.kind == "output" for one in verdict.differences):  # repeat both with traces
                 ours = self.agreed(lambda: inputs.copies(dtype, full=False, noise=noise))
                 wanted = self.agreed(lambda: inputs.copies(dtype, full=True, noise=noise))
@@ -445,9 +445,9 @@ class Checker:
         generator = default_generator(torch.device(self.axis.mesh.device_type))
         digest = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
         if len(set(self.axis.all_gather_objects(digest, "the check"))) > 1:
-            found = "the model draws random numbers in training, from other states on each rank"
+            reason = "the model draws random numbers in training, from other states on each rank"
             hint = "seed all ranks of a tensor-parallel group alike: torch.manual_seed(seed + data_parallel_rank)"
-            raise StyleInputError(Problem("ranks-disagree", f"{scope} generators", found=found, hint=hint))
+            raise StyleInputError(Problem("ranks-disagree", f"{scope} generators", found=reason, hint=hint))
 
     def _run(
         self,
@@ -753,9 +753,9 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
     scopes = [Scope("", model, is_root=True)]
     scopes += [Scope(name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
     for scope in scopes:
-        below = [found for found in plan.modules if is_below(found.name, scope.name)]
-        flows = [flow for found in below for _, flow in found.spec.inputs]
-        own = next((found for found in below if found.name == scope.name), None)
+        below = [planned for planned in plan.modules if is_below(planned.name, scope.name)]
+        flows = [flow for planned in below for _, flow in planned.spec.inputs]
+        own = next((planned for planned in below if planned.name == scope.name), None)
         if own is not None:
             scope.declared = {name: flow.src for name, flow in own.spec.inputs}
             scope.names = own.info.arguments
@@ -765,7 +765,7 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
         }
         if not any(isinstance(layout, Shard) for layout in scope.declared.values()):
             scope.inner_dims = tuple(sorted(dims))
-        outputs = [flow for found in below for flow in found.spec.outputs if flow is not None]
+        outputs = [flow for planned in below for flow in planned.spec.outputs if flow is not None]
         scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
         scope.unstyled = unstyled
         scope.inside = [other for other in scopes if other.name != scope.name and is_below(other.name, scope.name)]
@@ -824,15 +824,15 @@ def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: boo
         f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
     )
     code = {"shard-leaves": "shard-leaves", "raises": "check-raises"}.get(difference.kind, "check-mismatch")
-    found = f"{difference.kind} off by {difference.error:.2g} of the original module, run on full weights"
+    reason = f"{difference.kind} off by {difference.error:.2g} of the original module, run on full weights"
     if difference.detail:
-        found = f"{difference.kind}: {difference.detail}, run on full weights"
+        reason = f"{difference.kind}: {difference.detail}, run on full weights"
     if difference.kind == "output" and place:
-        found += f"; both part first at {place}"
+        reason += f"; both part first at {place}"
     if difference.kind == "shard-leaves":
-        found = f"a shard leaves the model as a plain tensor: {difference.detail}"
+        reason = f"a shard leaves the model as a plain tensor: {difference.detail}"
     if difference.kind == "raises":
-        name, found = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
+        name, reason = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
     hint = HINTS["cache" if difference.kind == "raises" and has_cache else difference.kind]
     if "mixed torch.Tensor and DTensor" in difference.detail:
         hint = "PrepareModuleInput(use_local_output=False), its default, hands DTensors to a module of plain"
@@ -840,5 +840,5 @@ def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: boo
     if difference.kind == "gradient" and difference.name not in scope.unstyled:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
     return Problem(
-        code, name, found=f"in region {str(scope)!r}: {found}", hint=hint + '; check="never" skips the check'
+        code, name, found=f"in region {str(scope)!r}: {reason}", hint=hint + '; check="never" skips the check'
     )

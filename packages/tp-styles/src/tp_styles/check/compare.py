@@ -66,7 +66,7 @@ class Comparison:
         ours += [(Place(name, 0), sharded.written[name]) for name in written]
         wanted += [(Place(name, 0), reference.written[name]) for name in written]
         shapes = self.axis.all_gather_objects([(tuple(x.shape), isinstance(x, DTensor)) for _, x in ours], "the check")
-        found: list[Difference] = []
+        differences: list[Difference] = []
         outputs: list[Output] = []
         for index, ((place, one), (_, other)) in enumerate(zip(ours, wanted, strict=True)):
             is_output = index < count
@@ -76,12 +76,12 @@ class Comparison:
             if layout is None:  # neither full nor a shard
                 if is_output and not (self.only_first and index) and not place.is_state:
                     detail = f"shape {tuple(one.shape)} on rank {self.axis.rank}, {tuple(other.shape)} originally"
-                    found.append(Difference("output", name, math.inf, detail))
+                    differences.append(Difference("output", name, math.inf, detail))
                 continue
             is_shard = isinstance(layout, Shard) and not isinstance(one, DTensor)
             if is_shard and is_output and not self.may_leave and not place.is_state:
                 detail = f"{tuple(one.shape)} of {tuple(other.shape)}"
-                found.append(Difference("shard-leaves", name, math.inf, detail))
+                differences.append(Difference("shard-leaves", name, math.inf, detail))
                 continue
             full = self.gathered(one.detach(), layout, [shape[index][0] for shape in shapes])
             difference = error(full, other.detach())
@@ -90,12 +90,12 @@ class Comparison:
                 if self._max(error(total, other.detach())) <= self.tolerance:
                     difference, layout = 0.0, "partial"
             if difference > self.tolerance:
-                found.append(Difference(kind, name, difference))
+                differences.append(Difference(kind, name, difference))
             self.compared.add(full)
             # No gradient flows through a cache passed on to the next call.
             starts = not place.is_state and not any(word in place.path for word in ("past", "cache"))
             outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes], is_output, starts))
-        return found, outputs
+        return differences, outputs
 
     def first_difference(self, sharded: Trace, reference: Trace) -> str:
         """Return the first operation or styled layer with different results; empty if there is none."""
@@ -118,8 +118,8 @@ class Comparison:
         return ""
 
     def _max(self, value: float) -> float:
-        found = self.axis.all_gather_objects(value, "the check")
-        return float(max(found))
+        values = self.axis.all_gather_objects(value, "the check")
+        return float(max(values))
 
     def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]]) -> torch.Tensor:
         """Return the global tensor."""
@@ -167,15 +167,15 @@ class Comparison:
 
     def buffers(self, sharded: Run, reference: Run) -> list[Difference]:
         """Return differences of buffers of one shape."""
-        found = []
+        differences = []
         for key, wanted in reference.buffers.items():
             one = sharded.buffers.get(key)
             if one is not None and one.shape == wanted.shape and not isinstance(one, DTensor):
                 difference = error(one, wanted)
                 self.compared.add(one)
                 if difference > self.tolerance:
-                    found.append(Difference("buffer", ".".join(filter(None, key)), difference))
-        return found
+                    differences.append(Difference("buffer", ".".join(filter(None, key)), difference))
+        return differences
 
 
 def gradient_differences(
@@ -185,7 +185,7 @@ def gradient_differences(
     scale = max((largest(wanted) for _, _, _, wanted in pairs), default=0.0)
     # True zeros (the bias of keys before a softmax) are noise in both runs: the floor compares it to other gradients.
     errors = [(kind, name, error(one, wanted, floor=1e-2 * scale)) for kind, name, one, wanted in pairs]
-    return [Difference(*found) for found in errors if found[-1] > tolerance]
+    return [Difference(*each) for each in errors if each[-1] > tolerance]
 
 
 @dataclass

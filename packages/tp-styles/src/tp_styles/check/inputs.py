@@ -132,11 +132,11 @@ class Inputs:
         self.axis, self.args, self.kwargs = axis, args, kwargs
         self.leaves: list[Leaf] = []
         named = {names[i] if i < len(names) else f"args[{i}]": value for i, value in enumerate(args)} | kwargs
-        known: set[int] = set()
+        seen: set[int] = set()
         for name, argument in named.items():
             for place, value in tensors_in(argument, name):
-                if id(value) not in known:  # once, however often it is passed
-                    known.add(id(value))
+                if id(value) not in seen:  # once, however often it is passed
+                    seen.add(id(value))
                     wanted = declared.get(place.path)
                     layout: Placement | None = Replicate()
                     if isinstance(value, DTensor):

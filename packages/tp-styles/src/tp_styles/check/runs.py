@@ -64,15 +64,15 @@ class Original:
 
 def originals(changes: list[ModuleChange]) -> list[Original]:
     """Return `changes` without their undo closures (hooks of the check are pickled with a model)."""
-    found: dict[nn.Module, Original] = {}
+    table: dict[nn.Module, Original] = {}
     for change in changes:
         keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
         # A parallel nn.TransformerEncoder computes padded positions; the original fills in zeros.
         attributes = {name: value for name, value in change.attributes.items() if name != "use_nested_tensor"}
-        original = found.setdefault(change.module, Original(change.module, type(change.module)))
+        original = table.setdefault(change.module, Original(change.module, type(change.module)))
         original.attributes.update(attributes)
         original.foreign_hooks |= keys
-    return list(found.values())
+    return list(table.values())
 
 
 class Run:
@@ -143,11 +143,11 @@ class Run:
         buffers: dict[str, torch.Tensor | None] = {}
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                known = (id(parameter), reverted)
-                if known not in copies:  # a tied parameter: one copy
-                    copies[known] = self._full(parameter) if reverted else self._shard(parameter)
-                replaced[id(parameter)] = self.parameters[name, key] = copies[known]
-            parameters[key] = None if parameter is None else copies[known]
+                parameter_key = (id(parameter), reverted)
+                if parameter_key not in copies:  # a tied parameter: one copy
+                    copies[parameter_key] = self._full(parameter) if reverted else self._shard(parameter)
+                replaced[id(parameter)] = self.parameters[name, key] = copies[parameter_key]
+            parameters[key] = None if parameter is None else copies[parameter_key]
         for key, buffer in module._buffers.items():
             buffers[key] = None
             if buffer is not None:
@@ -165,10 +165,10 @@ class Run:
             left_out = {key for key, hook in hooks.items() if hook is self._skipped or _of_fsdp(hook)}
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
-            kept = [item for item in hooks.items() if item[0] not in left_out]
+            remaining = [item for item in hooks.items() if item[0] not in left_out]
             if self._entered is not None:  # first and last of all: after an error the module stays listed
-                kept = [(-1, self._enter), *kept] if "pre" in table else [*kept, (-1, self._leave)]
-            state[table] = kept, []
+                remaining = [(-1, self._enter), *remaining] if "pre" in table else [*remaining, (-1, self._leave)]
+            state[table] = remaining, []
             for hook in hooks.values():  # e.g. lists in a user's hook
                 for cell in getattr(hook, "__closure__", None) or ():
                     with suppress(ValueError):  # an empty cell
@@ -222,7 +222,7 @@ class Run:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Swap the copies into the module."""
-        kept = {module: _saved(module) for module in self._state}
+        saved = {module: _saved(module) for module in self._state}
         kinds = {module: type(module) for module in self._kinds}
         try:
             for module, kind in self._kinds.items():
@@ -233,7 +233,7 @@ class Run:
         finally:  # after an error too
             for module, kind in kinds.items():
                 object.__setattr__(module, "__class__", kind)
-            for module, state in kept.items():
+            for module, state in saved.items():
                 _put(module, state)
             _restore(self._objects)
 

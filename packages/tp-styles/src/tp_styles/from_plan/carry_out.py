@@ -131,21 +131,21 @@ def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, 
     problems: list[Problem] = []
     for name, layout in layouts.items():
         if tuple(layout.mesh.axis_names) != tuple(names) or layout.mesh.shape != tuple(mesh.shape):
-            found, hint = f"{layout.mesh}; the mesh has {names} of {tuple(mesh.shape)}", "plan for the axes of the mesh"
-            return [Problem("mesh-mismatch", name, found=found, hint=hint)]
+            text, hint = f"{layout.mesh}; the mesh has {names} of {tuple(mesh.shape)}", "plan for the axes of the mesh"
+            return [Problem("mesh-mismatch", name, found=text, hint=hint)]
     sharding = [axis for axis in names if any(_dim(layout, axis) is not None for layout in layouts.values())]
     data = [axis for axis in names if axis in _DATA_AXES and mesh[axis].size() > 1]
     model, shards = [a for a in sharding if a not in _DATA_AXES], [a for a in data if a in sharding]
     replicates = [axis for axis in data if axis not in sharding]
     if len(model) > 1 or len(shards) > 1 or len(replicates) > 1 or [*replicates, *shards] != data:
-        found = f"model axes {model}, data axes that shard {shards} and that replicate {replicates}"
+        text = f"model axes {model}, data axes that shard {shards} and that replicate {replicates}"
         hint = "one model axis, one data axis that shards, and one that replicates before it"
-        problems.append(Problem("plan-not-executable", "mesh", found=found, hint=hint))
+        problems.append(Problem("plan-not-executable", "mesh", found=text, hint=hint))
     for name, layout in layouts.items() if shards else ():
         if not isinstance(layout.placements[names.index(shards[0])], Shard):
-            found = f"{layout}: fully_shard shards every parameter along {shards[0]!r}"
+            text = f"{layout}: fully_shard shards every parameter along {shards[0]!r}"
             hint = "plan with FullyShardPlanner(uneven='shard', min_bytes=0)"
-            problems.append(Problem("plan-not-executable", name, axis=shards[0], found=found, hint=hint))
+            problems.append(Problem("plan-not-executable", name, axis=shards[0], found=text, hint=hint))
     return problems
 
 
@@ -161,8 +161,8 @@ def _differences(model: nn.Module, cuts: AxisCuts, mesh: DeviceMesh) -> Iterator
         rank, size = mesh.get_local_rank(), mesh.size()
         same = actual.dim == planned.dim
         if not same or (actual.dim is not None and rows_of(actual, rank, size) != rows_of(planned, rank, size)):
-            found = f"{actual}, planned is {planned}"
-            yield Problem("layout-mismatch", name, found=found, hint="report this: the plan was accepted")
+            reason = f"{actual}, planned is {planned}"
+            yield Problem("layout-mismatch", name, found=reason, hint="report this: the plan was accepted")
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -158,8 +158,8 @@ class _Conversion:
                 summed.setdefault(name, []).append(key)
         for owner in dict.fromkeys((*counts, *cut, *summed)):  # one style for each module
             module = self.module.get_submodule(owner)
-            known = self.found.get(owner)  # a module with two blocks
-            before = known.attributes if isinstance(known, BlockParallel) and isinstance(known.attributes, dict) else {}
+            entry = self.found.get(owner)  # a module with two blocks
+            before = entry.attributes if isinstance(entry, BlockParallel) and isinstance(entry.attributes, dict) else {}
             attributes = {**before, **counts.get(owner, {})}
             if owner not in cut and not attributes and {n for n, _ in module.named_parameters()} == set(summed[owner]):
                 self.found[owner] = NoParallel(sum_gradient=True)
@@ -222,16 +222,16 @@ def mixes(module: nn.Module, region: Region) -> str:
     if region.heads is None:
         return "its heads cannot be counted, or do not divide by the ranks"
     attention = module.get_submodule(region.scope)
-    given = [name for name in ("alibi", "position_bias") if name in inspect.signature(attention.forward).parameters]
+    mixing = [name for name in ("alibi", "position_bias") if name in inspect.signature(attention.forward).parameters]
     # A module beside the attention adds a bias of all heads, to all attention below their parent (BEiT).
     biases = [name for name, _ in module.named_parameters() if "relative" in name and "bias" in name]
     homes = [name.rpartition(".")[0].rpartition(".")[0] for name in biases if not is_below(name, region.scope)]
-    given += [f"a bias from {home}" for home in homes if home and is_below(region.scope, home)]
+    mixing += [f"a bias from {home}" for home in homes if home and is_below(region.scope, home)]
     own = [name for name in region.whole if name.rpartition(".")[0] == region.scope]
     if type(attention).__name__ in FULL_WIDTH:
         return "its forward takes the width of all heads from its input"
-    if given:
-        return f"it takes a bias of all heads: {given[0]}"
+    if mixing:
+        return f"it takes a bias of all heads: {mixing[0]}"
     return f"{own[0]} acts on all heads" if own else ""
 
 
@@ -244,11 +244,11 @@ def learned_activations(module: nn.Module, region: Region) -> list[str]:
     if region.kind != "mlp":
         return []
     below = [(region.scope + "." + name).lstrip(".") for name, _ in module.get_submodule(region.scope).named_modules()]
-    found = [(name, module.get_submodule(name)) for name in below[1:]]  # without the block itself
+    children = [(name, module.get_submodule(name)) for name in below[1:]]  # without the block itself
     usual = ("act", "act_fn", "activation", "activation_fn")
     return [
         name
-        for name, child in found
+        for name, child in children
         if (isinstance(child, nn.PReLU) or name.rpartition(".")[2] in usual) and any(True for _ in child.parameters())
     ]
 
@@ -270,8 +270,8 @@ def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]
         sizes |= dict.fromkeys(KEY_WIDTHS, (heads.keys * size, heads.local_keys * size))
     counts: dict[str, dict[str, int]] = {}
     for name in dict.fromkeys([name.rpartition(".")[0] for name in region.columns] + [region.scope]):
-        found = sizes_by_name(module.get_submodule(name)).items()
-        local = {key: sizes[key][1] for key, value in found if key in sizes and sizes[key][0] == value}
+        sizes_of_rank = sizes_by_name(module.get_submodule(name)).items()
+        local = {key: sizes[key][1] for key, value in sizes_of_rank if key in sizes and sizes[key][0] == value}
         if local:
             counts[name] = local
     return counts
@@ -290,12 +290,12 @@ def _not_separable(region: Region, reason: str) -> Problem:
 
 def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:
     """Return the error for a layer outside of all regions."""
-    found = ", ".join(f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys))
+    reason = ", ".join(f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys))
     hint = (
         "it is part of no recognised block that the plan cuts by columns and rows. For a data-parallel axis use "
         'FSDP or shard_spec.apply_plan; for a tensor-parallel one unproven="gather" makes it right on its own'
     )
-    return Problem("plan-not-executable", name, axis=cuts.axis, found=found, hint=hint)
+    return Problem("plan-not-executable", name, axis=cuts.axis, found=reason, hint=hint)
 
 
 def gathering(
@@ -318,11 +318,11 @@ def gathering(
     if isinstance(module, nn.Embedding) and weight is not None and weight.is_single:
         by_rows = weight.dim == 0
         return RowwiseParallel() if by_rows else ColwiseParallel(output_layouts=Replicate()), None
-    found = f"{type(module).__name__} with " + ", ".join(
+    reason = f"{type(module).__name__} with " + ", ".join(
         f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys)
     )
     hint = "styles shard nn.Linear and nn.Embedding weights; keep this one replicated on the axis"
-    return None, Problem("layout-mismatch", name, axis=cuts.axis, found=found, hint=hint)
+    return None, Problem("layout-mismatch", name, axis=cuts.axis, found=reason, hint=hint)
 
 
 def column(split: Split, output: Any) -> ParallelStyle:

@@ -56,7 +56,7 @@ def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
     """Return regions recognised by the planner and sharded by the plan as the planner would."""
     from shard_spec.planners import MegatronPlanner
 
-    found: dict[str, Region] = {}
+    regions: dict[str, Region] = {}
     explained: set[str] = set()
     # The order of a fused weight is not always recognised: try each one against the plan.
     for fused in FUSED_ORDERS if cuts.splits else ():
@@ -66,9 +66,9 @@ def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
         for unit in planner.analyse(module).units:
             region = _region(module, unit, cuts)
             if region is not None:
-                found.setdefault(f"{unit.name} {unit.kind} {region.row}", region)
+                regions.setdefault(f"{unit.name} {unit.kind} {region.row}", region)
                 explained |= _aliases(module, region.parameters)
-    return list(found.values())
+    return list(regions.values())
 
 
 def uncut_blocks(module: nn.Module, cuts: AxisCuts) -> list[str]:

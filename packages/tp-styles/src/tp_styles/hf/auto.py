@@ -107,22 +107,22 @@ def _without_mixed_heads(model: nn.Module, styles: dict[str, ParallelStyle], tp_
 def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
     planned = plan_styles(model, styles, tp_size)
     free = {left.name for left in planned.unstyled}
-    whole = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
+    replicated = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
     more = styles_of_free_regions(model, tp_size, free)
-    blocks = {name for name in more if name in styles or any(name.startswith(f"{parent}.") for parent in whole)}
+    blocks = {name for name in more if name in styles or any(name.startswith(f"{parent}.") for parent in replicated)}
     return styles if blocks else {**styles, **_dealt_out(more)}
 
 
 def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Drop styles of modules tied to a module without a style (the bias of BERT's head)."""
     owners = [{name.rpartition(".")[0] for name in names} for names in names_of_parameters(model)]
-    kept = dict(styles)
+    remaining = dict(styles)
     changed = True
     while changed:  # dropping a head's style drops its tied embedding's too
-        claimed = {where for found in plan_styles(model, kept, 2).modules for where in _places(found)}
+        claimed = {where for planned in plan_styles(model, remaining, 2).modules for where in _places(planned)}
         broken = [names & claimed for names in owners if len(names) > 1 and names - claimed and names & claimed]
-        changed = any(kept.pop(name, None) is not None for names in broken for name in names)
-    return kept
+        changed = any(remaining.pop(name, None) is not None for names in broken for name in names)
+    return remaining
 
 
 def _places(found: PlannedModule) -> set[str]:

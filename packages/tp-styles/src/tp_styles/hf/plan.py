@@ -67,12 +67,12 @@ def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
     Raises:
         PlanError: Unknown names, all of them at once.
     """
-    known = {**{name: name for name in TODAY}, **OLDER}
-    unknown = [(key, name) for key, name in plan.items() if name not in known]
+    supported = {**{name: name for name in TODAY}, **OLDER}
+    unknown = [(key, name) for key, name in plan.items() if name not in supported]
     if unknown:
         hint = "known are " + ", ".join(TODAY)
         raise PlanError(Problem("invalid-argument", key, found=repr(name), hint=hint) for key, name in unknown)
-    return {key: known[name] for key, name in plan.items()}
+    return {key: supported[name] for key, name in plan.items()}
 
 
 INPUTS = "q_proj", "k_proj", "v_proj"
@@ -114,9 +114,9 @@ def from_hf_tp_plan(
     found_styles = {name: _style(model, name, named) for name in _modules(model, named)}
     styles = {name: _beside_adapter(model.get_submodule(name), style) for name, style in found_styles.items()}
     if not styles:
-        found = "no name of the plan is one of its modules"
+        reason = "no name of the plan is one of its modules"
         hint = "of a wrapper pass the model inside (peft: get_base_model())"
-        raise PlanError(Problem("unmatched-pattern", type(model).__name__, found=found, hint=hint))
+        raise PlanError(Problem("unmatched-pattern", type(model).__name__, found=reason, hint=hint))
     _keep_ties(model, styles)
     _learned_activations(model, styles)
     return _with_heads(model, styles, kv_replicate)
@@ -144,9 +144,9 @@ def _with_experts(model: nn.Module, plan: Mapping[str, str], implementation: str
     """Override the plan by the model's expert-parallel plan, for experts and all below them."""
     own: Any = getattr(model, "ep_plan", None) or {}
     if implementation != "all_reduce" or not own:
-        found = "no ep_plan" if not own else f"ep_implementation={implementation!r}"
+        reason = "no ep_plan" if not own else f"ep_implementation={implementation!r}"
         hint = "the model's tp_plan shards every expert" if not own else '"all_reduce" is what is carried out'
-        raise PlanError(Problem("expert-dispatch", type(model).__name__, found=found, hint=hint))
+        raise PlanError(Problem("expert-dispatch", type(model).__name__, found=reason, hint=hint))
     below = {key for key in plan if any(key == one or key.startswith(f"{one}.") for one in own)}
     return {**{key: kind for key, kind in plan.items() if key not in below}, **own}
 
@@ -159,7 +159,7 @@ def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """
     names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
     patterns = [Pattern(text) for text in plan]  # raises for unreadable ones
-    found = {}
+    entries = {}
     for name in names:
         matching = [pattern for pattern in patterns if pattern.matches(name)]
         if matching:
@@ -167,8 +167,8 @@ def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             if len({plan[text] for text in deciding}) > 1:
                 hint = "add an entry for this very name, or narrow one of the globs"
                 raise PlanError(Problem("ambiguous-pattern", name, found=", ".join(map(repr, deciding)), hint=hint))
-            found[name] = plan[deciding[0]]
-    return found
+            entries[name] = plan[deciding[0]]
+    return entries
 
 
 def _modules(model: nn.Module, named: Mapping[str, str]) -> list[str]:

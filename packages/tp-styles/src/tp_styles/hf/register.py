@@ -63,11 +63,11 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
         if module in _copied and self.kind != "colwise":
             hint = 'kv_replicate is for "colwise" key and value projections; leave it out'
             raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=self.kind, hint=hint))
-        whole = module._parameters.get(param)
-        if module in _copied and whole is not None:
+        full = module._parameters.get(param)
+        if module in _copied and full is not None:
             # Copies of some rows have no placement on this mesh: every rank holds all rows, and computes with its own.
-            placed = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)
-            module._parameters[param] = nn.Parameter(placed, requires_grad=whole.requires_grad)
+            placed = distribute_tensor(full, mesh, [Replicate()], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(placed, requires_grad=full.requires_grad)
         else:
             self.theirs.shard_param(module, param, mesh)
 
@@ -116,8 +116,8 @@ class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' c
         ends = [key for key in OUTPUTS if isinstance(getattr(module, key, None), nn.Linear)]
         style = attention_style(module, ends, kv_replicate=True)
         if style is None:
-            found = f"{type(module).__name__}, not an attention with q_proj, k_proj, v_proj, a projection out, head_dim"
-            raise PlanError(Problem("module-kind", "kv_replicate", found=found, hint="tp_styles.apply_plan has styles"))
+            text = f"{type(module).__name__}, not an attention with q_proj, k_proj, v_proj, a projection out, head_dim"
+            raise PlanError(Problem("module-kind", "kv_replicate", found=text, hint="tp_styles.apply_plan has styles"))
         spec = style.spec(describe(module, type(module).__name__), mesh.size())
         _raise(spec)
         for name, value in spec.attributes:
@@ -153,9 +153,9 @@ class ProjectionsCheck:
         """
         plain = [name for name in self.names if "forward" not in vars(module.get_submodule(name))]
         if plain:
-            found = f"kv_replicate, and no style for {', '.join(plain)}"
+            reason = f"kv_replicate, and no style for {', '.join(plain)}"
             hint = 'add them to tp_plan as "colwise" (the projection out as "rowwise"), or leave kv_replicate out'
-            raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=found, hint=hint))
+            raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=reason, hint=hint))
 
 
 def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
@@ -166,9 +166,9 @@ def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Mo
         placed = module.get_parameter(name)
         sharded = isinstance(placed, DTensor) and not placed.placements[0].is_replicate()
         if sharded == parameter.split.is_replicated:  # one sharded, the other not
-            found = f"{placed.placements if isinstance(placed, DTensor) else 'in full'}, as the plan has it"
+            reason = f"{placed.placements if isinstance(placed, DTensor) else 'in full'}, as the plan has it"
             hint = f"{style!r} computes with {parameter.split}"
-            raise PlanError(Problem("layout-mismatch", info.where(name), found=found, hint=hint))
+            raise PlanError(Problem("layout-mismatch", info.where(name), found=reason, hint=hint))
     for name, value in spec.attributes:
         setattr(module, name, value)
     axis = TPGroup(mesh)
@@ -205,8 +205,8 @@ class ReplicatedInputCheck:
         same = len(kinds) == 1 and is_close(value, agreed_values(value, self.axis, 0))
         if not all(self.axis.all_gather_objects(same, "the first call")):  # all ranks raise together
             hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler"
-            found = "other values on each rank"
-            raise StyleInputError(Problem("ranks-disagree", type(module).__name__, found=found, hint=hint))
+            reason = "other values on each rank"
+            raise StyleInputError(Problem("ranks-disagree", type(module).__name__, found=reason, hint=hint))
         self.handle.remove()
 
 

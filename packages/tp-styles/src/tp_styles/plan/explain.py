@@ -63,9 +63,9 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
             dims = ndim if flow.width or where.startswith("->") else ndim - 1
             for when, step in _steps(flow, dims):
                 if step.communicates:
-                    whole = flow.width if flow.width else 1  # of one feature if the width is unknown
+                    width = flow.width if flow.width else 1  # of one feature if the width is unknown
                     yield Collective(
-                        module.name, where, when, step, elements_per_token=_sent(step, whole, plan.tp_size)
+                        module.name, where, when, step, elements_per_token=_sent(step, width, plan.tp_size)
                     )
         for name, parameter in module.spec.parameters:
             if parameter.sum_gradient:
@@ -78,10 +78,10 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
 
 def _steps(flow: Redistribution, ndim: int) -> list[tuple[str, Step]]:
     try:
-        found = flow.transfer(ndim)
+        steps = flow.transfer(ndim)
     except NoTransfer:
         return []  # reported in plan.problems
-    return [("forward", found.forward), ("backward", found.backward)]
+    return [("forward", steps.forward), ("backward", steps.backward)]
 
 
 def _sent(step: Step, whole: int, tp_size: int) -> float:
@@ -145,9 +145,9 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
         lines.append(f"{module.name or '(the model)'}  {module.info.kind.__name__}  {module.style!r}")
         lines += [f"    {line}" for line in _parameter_lines(module, plan.tp_size)]
         lines += [
-            f"    {found.when:<8}  {found.where}: {found.step}  {_amount(found, module, num_tokens)}"
-            for found in planned
-            if found.module == module.name
+            f"    {each.when:<8}  {each.where}: {each.step}  {_amount(each, module, num_tokens)}"
+            for each in planned
+            if each.module == module.name
         ]
     if name is None and plan.unstyled:
         total = sum(left.num_bytes for left in plan.unstyled)

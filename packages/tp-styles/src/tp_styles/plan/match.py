@@ -41,7 +41,7 @@ def match_plan(
         except PlanError as error:
             problems += error.problems
     used: set[Pattern] = set()
-    found: list[Match] = []
+    matches: list[Match] = []
     for name in names:
         matching = [pattern for pattern in patterns if pattern.matches(name)]
         used.update(matching)
@@ -59,10 +59,10 @@ def match_plan(
                 )
             )
         if is_style(plan[first.text]):
-            found.append(Match(name, first.text, plan[first.text]))
+            matches.append(Match(name, first.text, plan[first.text]))
     if strict:
         problems += [_unmatched(pattern.text, names) for pattern in patterns if pattern not in used]
-    return found, problems
+    return matches, problems
 
 
 def is_style(style: object) -> bool:

@@ -131,8 +131,8 @@ def plan_module(
     """Plan one of several calls: a later call may still shard the other of two tied weights."""
     if isinstance(plan, TorchParallelStyle):  # for the model itself
         plan = {"": plan}
-    given: object = plan
-    if not isinstance(given, Mapping):
+    styles: object = plan
+    if not isinstance(styles, Mapping):
         problem = Problem("wrong-type", "plan", found=str(type(plan)), hint="pass a style, or a dict of FQN and style")
         text = f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(plan)} found!"
         raise StyleTypeError(problem, text)
@@ -142,12 +142,12 @@ def plan_module(
     matches, problems = match_plan(modules, plan, strict=strict)
     planned: dict[str, PlannedModule] = {}
     for match in matches:
-        for found in _expanded(modules, match.name, match.pattern, match.style, tp_size):
-            rival = planned.get(found.name)
-            if rival is not None and rival.style != found.style:
-                problems.append(_two_styles(found, rival))
+        for entry in _expanded(modules, match.name, match.pattern, match.style, tp_size):
+            rival = planned.get(entry.name)
+            if rival is not None and rival.style != entry.style:
+                problems.append(_two_styles(entry, rival))
                 continue  # the first style stays
-            planned[found.name] = found
+            planned[entry.name] = entry
     for name in _around_layers(modules, planned):
         planned.setdefault(name, next(_expanded(modules, name, "(around its layers)", WithoutNestedTensors(), tp_size)))
     if rest == "replicated":  # last: only parameters left by all styles
@@ -155,9 +155,9 @@ def plan_module(
             planned[name] = next(_expanded(modules, name, 'rest="replicated"', style, tp_size))
     ordered = [planned[name] for name in modules if name in planned]  # the model's order on all ranks
     ordered = _without_shared(ordered, modules, problems)
-    for found in ordered:
-        problems += found.spec.problems
-        problems += _state_problems(found, modules[found.name], tp_size)
+    for entry in ordered:
+        problems += entry.spec.problems
+        problems += _state_problems(entry, modules[entry.name], tp_size)
     claims = _claims(ordered, problems)
     problems += _tied_problems(model, claims, ordered, is_staged)
     left = [
@@ -256,12 +256,12 @@ def _without_shared(
     ordered: list[PlannedModule], modules: dict[str, nn.Module], problems: list[Problem]
 ) -> list[PlannedModule]:
     """Keep one entry for a module with several names in the model."""
-    kept: dict[int, PlannedModule] = {}
-    for found in ordered:
-        rival = kept.setdefault(id(modules[found.name]), found)
-        if rival.style != found.style:
-            problems.append(_two_styles(found, rival))
-    return list(kept.values())
+    first_uses: dict[int, PlannedModule] = {}
+    for planned in ordered:
+        rival = first_uses.setdefault(id(modules[planned.name]), planned)
+        if rival.style != planned.style:
+            problems.append(_two_styles(planned, rival))
+    return list(first_uses.values())
 
 
 def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> Iterator[Problem]:
@@ -305,16 +305,16 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
 def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:
     """Map each parameter FQN to the module with its style."""
     claims: dict[str, PlannedModule] = {}
-    for found in ordered:
-        for name, _ in found.spec.parameters:
-            fqn = found.info.where(name)
-            rival = claims.setdefault(fqn, found)
-            if rival is not found:
+    for planned in ordered:
+        for name, _ in planned.spec.parameters:
+            fqn = planned.info.where(name)
+            rival = claims.setdefault(fqn, planned)
+            if rival is not planned:
                 problems.append(
                     Problem(
                         "ambiguous-pattern",
                         fqn,
-                        found=f"{rival.style!r} on {rival.name!r} and {found.style!r} on {found.name!r}",
+                        found=f"{rival.style!r} on {rival.name!r} and {planned.style!r} on {planned.name!r}",
                         hint="a parameter belongs to one style",
                     )
                 )
@@ -325,7 +325,7 @@ def _tied_problems(
     model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule], is_staged: bool
 ) -> list[Problem]:
     """List tied parameters without the same split everywhere: they would no longer be tied."""
-    foreign = [found for found in ordered if found.spec.compute == "foreign"]
+    foreign = [planned for planned in ordered if planned.spec.compute == "foreign"]
     problems = []
     for tied in names_of_parameters(model):
         if len(tied) < 2 or _same_module(model, tied):  # not tied
@@ -336,7 +336,7 @@ def _tied_problems(
             if owner is not None:
                 split = dict(owner.spec.parameters)[name.removeprefix(owner.name + ".") if owner.name else name].split
                 splits[name] = str(split)
-            elif any(is_below(name, found.name) for found in foreign):
+            elif any(is_below(name, planned.name) for planned in foreign):
                 splits[name] = "foreign style"
             else:
                 splits[name] = "no style"

@@ -90,8 +90,8 @@ class ReplicatedParameters(Style):
 def _argument_names(kind: type[Style]) -> tuple[str, ...]:
     # A user's subclass may take any arguments: its meaning is in the attributes of our base class.
     ours = next(base for base in kind.__mro__ if base.__module__.startswith("tp_styles."))
-    known = inspect.signature(ours).parameters.values()
-    return tuple(parameter.name for parameter in known if parameter.kind is not parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(ours).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL)
 
 
 def _text(value: object) -> str:

@@ -124,8 +124,8 @@ class AttentionForward(RowLinear):
         if packed is not None:
             weights = packed.chunk(3)
         else:
-            found = [self.parameter(f"{name}_proj_weight") for name in "qkv"]
-            weights = tuple(weight for weight in found if weight is not None)
+            projections = [self.parameter(f"{name}_proj_weight") for name in "qkv"]
+            weights = tuple(weight for weight in projections if weight is not None)
         biases = bias.chunk(3) if bias is not None else (None, None, None)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
@@ -196,10 +196,10 @@ class AttentionForward(RowLinear):
     def _weights(self, weights: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
         """Return the weights of all heads, or their mean, on every rank."""
         if average:
-            whole = self.average(weights.sum(dim=1) / self.all_heads)  # a partial mean, then summed
+            averaged = self.average(weights.sum(dim=1) / self.all_heads)  # a partial mean, then summed
         else:
-            whole = self.gather(weights)
-        return whole if batched else whole.squeeze(0)
+            averaged = self.gather(weights)
+        return averaged if batched else averaged.squeeze(0)
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -55,14 +55,14 @@ def restore(changes: list[ModuleChange]) -> None:
 def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
     """Release the full parameters and mark them stale: training one raises an error."""
     names = {module: name for name, module in model.named_modules()}
-    found = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
+    reason = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
     hint = "build the optimizer after the plan is applied; apply it to a module that holds all ties"
     for change in changes:
         path = names.get(change.module, "")
         for name, original in change.parameters.items():
             if not is_stale(original):  # a tied one is marked once
                 fqn = f"{path}.{name}" if path else name
-                problem = Problem("parameter-replaced", fqn, found=found, hint=hint)
+                problem = Problem("parameter-replaced", fqn, found=reason, hint=hint)
                 mark_stale(original, problem, change.module._parameters.get(name))
         change.replaced = tuple(change.parameters)
         change.parameters.clear()

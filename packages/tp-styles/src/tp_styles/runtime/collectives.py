@@ -93,7 +93,7 @@ class TPGroup:
         """Return this rank's shard along `dim` of the sum over the ranks; `sizes` has all ranks' lengths."""
         pieces = torch.split(x, list(sizes), dim=dim)
         largest = max(sizes)
-        stacked = torch.stack([_padded(piece, dim, largest) for piece in pieces])  # shards of one size
+        stacked = torch.stack([_padded(chunk, dim, largest) for chunk in pieces])  # shards of one size
         if is_compiling():
             out = functional_collectives.reduce_scatter_tensor(stacked, "sum", 0, (self.mesh, 0)).squeeze(0)
         else:
@@ -113,15 +113,15 @@ class TPGroup:
         sizes: Sequence[int],
     ) -> torch.Tensor:
         """Exchange shards of `source_dim` for shards of `dim`; both lists of sizes are by rank."""
-        pieces = [piece.contiguous() for piece in torch.split(x, list(sizes), dim=dim)]
-        packed = torch.cat([piece.reshape(-1) for piece in pieces])
+        pieces = [chunk.contiguous() for chunk in torch.split(x, list(sizes), dim=dim)]
+        packed = torch.cat([chunk.reshape(-1) for chunk in pieces])
         shapes = []
         for size in source_sizes:  # shape of the block from each rank
             shape = list(x.shape)
             shape[source_dim], shape[dim] = size, sizes[self.rank]
             shapes.append(shape)
         received = [math.prod(shape) for shape in shapes]
-        sent = [piece.numel() for piece in pieces]
+        sent = [chunk.numel() for chunk in pieces]
         if is_compiling():
             out = functional_collectives.all_to_all_single(packed, received, sent, (self.mesh, 0))
         else:

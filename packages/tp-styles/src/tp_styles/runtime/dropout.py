@@ -142,9 +142,9 @@ def _without(module: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
 def checked_modules(plan: TPPlan, regions: Iterable[str]) -> list[str]:
     """Return FQNs of regions, and of styled modules with forwards of their own outside of them."""
     alone = [
-        found.name
-        for found in plan.modules
-        if found.spec.compute in MODULE_FORWARDS and not any(is_below(found.name, region) for region in regions)
+        planned.name
+        for planned in plan.modules
+        if planned.spec.compute in MODULE_FORWARDS and not any(is_below(planned.name, region) for region in regions)
     ]
     return [*regions, *alone]
 

@@ -134,8 +134,8 @@ class Forward:
 
     def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
         """Return a parameter of a module below; `name` is its name from here."""
-        (parameter,) = found = local_parameters(owner, attribute)
-        self.parts.check((name,), found)
+        (parameter,) = parameters = local_parameters(owner, attribute)
+        self.parts.check((name,), parameters)
         if parameter is None or name not in self.sums:
             return parameter
         sum_gradient, divide_by_tp = self.sums[name]
@@ -161,16 +161,16 @@ class Output:
     def to_dtensor(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None) -> torch.Tensor:
         """Return the moved output as a DTensor; `produced` is the local shape before the move."""
         source = normalized(self.flow.src, len(produced))
-        whole = list(produced)
+        outputs = list(produced)
         if isinstance(source, Shard):
             if source.dim == len(produced) - 1 and self.flow.width:
-                whole[source.dim] = self.flow.width
+                outputs[source.dim] = self.flow.width
             elif known and source.dim in known:
-                whole[source.dim] = known[source.dim]
+                outputs[source.dim] = known[source.dim]
             else:
                 self.move.check_even(produced[source.dim], source.dim)
-                whole[source.dim] = produced[source.dim] * self.axis.size
-        return as_dtensor(moved, self.axis.mesh, (normalized(self.flow.dst, moved.dim()),), torch.Size(whole))
+                outputs[source.dim] = produced[source.dim] * self.axis.size
+        return as_dtensor(moved, self.axis.mesh, (normalized(self.flow.dst, moved.dim()),), torch.Size(outputs))
 
 
 def only(spec: StyleSpec) -> Redistribution:
@@ -272,11 +272,11 @@ class RowLookup:
         if self.stop == self.start:  # no rows here: a zero computed from the weight keeps all ranks' graphs equal
             return weight.sum() + weight.new_zeros((*ids.shape, weight.shape[1]))
         local = (ids - self.start).masked_fill(elsewhere, 0)  # a valid row, masked out below
-        found = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        rows = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         padding = self.module.padding_idx
-        if padding is None or not self.start <= padding < self.stop or not found.requires_grad:
-            return found
-        return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)  # no gradient for padding
+        if padding is None or not self.start <= padding < self.stop or not rows.requires_grad:
+            return rows
+        return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)  # no gradient for padding
 
 
 class RowEmbedding(Forward):
@@ -314,43 +314,43 @@ class ModuleForward(Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; local parameters replace its own during the call."""
-        known = self._known_sizes(args, kwargs)
+        sizes = self._known_sizes(args, kwargs)
         moved_args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
-        return self.finish(self.run_inside(moved_args, kwargs), known)
+        return self.finish(self.run_inside(moved_args, kwargs), sizes)
 
     def _known_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
         """Return global sizes of the module's sharded dims, from inputs that are DTensors."""
-        known = {}
+        sizes = {}
         for name, move in self.moves.items():
             index = self.names.index(name)
             value = args[index] if index < len(args) else kwargs.get(name)
             if isinstance(value, DTensor) and isinstance(wanted := normalized(move.flow.dst, value.dim()), Shard):
-                known[wanted.dim] = value.shape[wanted.dim]
-        return known
+                sizes[wanted.dim] = value.shape[wanted.dim]
+        return sizes
 
     def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the class's own forward, on local parameters."""
-        kept: list[tuple[nn.Module, str, Any]] = []
+        replaced: list[tuple[nn.Module, str, Any]] = []
         views = [(owner, type(owner), kind) for owner, kind in self.kinds if type(owner) is not kind]
         try:
             for owner, _, kind in views:  # a subclass shows local parameters as DTensors; this forward needs local ones
                 object.__setattr__(owner, "__class__", kind)
             for owner, attribute, key in self.places:
-                found = owner._parameters.get(attribute)
-                if found is None:
+                original = owner._parameters.get(attribute)
+                if original is None:
                     refuse_computed(owner, attribute)
                     continue
                 local = self.parameter_of(owner, attribute, key)
                 if isinstance(local, ShardParameter):
                     local = local.view_as(local)  # a plain tensor with the shard's `size()`
-                if local is not found:
-                    kept.append((owner, attribute, found))
+                if local is not original:
+                    replaced.append((owner, attribute, original))
                     owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call
             with tp_rng(self.axis.mesh) if draws(self.rates) else nullcontext():
                 return self.kind.forward(self.module, *args, **kwargs)
         finally:
-            for owner, attribute, found in kept:
-                owner._parameters[attribute] = found
+            for owner, attribute, original in replaced:
+                owner._parameters[attribute] = original
             for owner, view, _ in views:
                 object.__setattr__(owner, "__class__", view)
 

@@ -42,12 +42,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         kinds = {isinstance(p, DTensor): p for p in group["params"]}
         if len(kinds) == 2 and (group.get("fused") or group.get("foreach")):
             kernels = "fused=True" if group.get("fused") else "foreach=True"
-            found = f"{kernels} on DTensors and plain tensors (one of shape {tuple(kinds[False].shape)})"
+            reason = f"{kernels} on DTensors and plain tensors (one of shape {tuple(kinds[False].shape)})"
             hint = 'apply_plan(..., rest="replicated") makes DTensors of parameters without a style'
             if isinstance(kinds[False], ShardParameter):
                 hint = "sections of a fused weight are no DTensors: leave it out, or give them a group of their own"
             name = f"optimizer: {type(optimizer).__name__}"
-            problems.append(Problem("mixed-parameters", name, found=found, hint=hint))
+            problems.append(Problem("mixed-parameters", name, found=reason, hint=hint))
     if problems:
         _checked.discard(optimizer)  # raise again in the next step
         raise PlanError(problems)

@@ -35,8 +35,8 @@ class ShardParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
         if id(self) in memo:
-            found: ShardParameter = memo[id(self)]
-            return found
+            twin: ShardParameter = memo[id(self)]
+            return twin
         value = self.detach().clone(memory_format=torch.preserve_format)
         copied = memo[id(self)] = rebuild(value, self.requires_grad, self.__dict__)
         return copied
@@ -64,8 +64,8 @@ class ShardParameter(nn.Parameter):
             getattr(torch.Tensor, name)(self, *args, **kwargs)
             return self
         hint = "initialise before the plan is applied; or reset_parameters() of the module; or load_state_dict()"
-        found = f"{name} on one rank's shard of {list(self._sharding_info.shape)}"
-        raise PlanError(Problem("local-shard-as-full", found=found, hint=hint))
+        reason = f"{name} on one rank's shard of {list(self._sharding_info.shape)}"
+        raise PlanError(Problem("local-shard-as-full", found=reason, hint=hint))
 
 
 def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
@@ -122,16 +122,16 @@ class ShardCheck:
             PlanError: One is an ordinary parameter.
         """
         for name, local in zip(names, locals, strict=True):
-            known = self.sizes.get(name)
-            if known is None or local is None:
+            expected = self.sizes.get(name)
+            if expected is None or local is None:
                 continue
-            dim, size = known
+            dim, size = expected
             if local.shape[dim] != size:
                 where = f"{self.name}.{name}".lstrip(".")
                 refuse_transforms(where)
-                found = f"{local.shape[dim]} on this rank"
+                reason = f"{local.shape[dim]} on this rank"
                 hint = f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard"
-                raise StyleInputError(Problem("shape-mismatch", where, dim=dim, found=found, hint=hint))
+                raise StyleInputError(Problem("shape-mismatch", where, dim=dim, found=reason, hint=hint))
             # Other than parameters: a DTensor's local tensor, or a tensor in place for a functional call. Exact types
             # first: this runs in every step, and isinstance on a parameter's class is slow.
             kind = type(local)
@@ -226,7 +226,7 @@ def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None
     A plain tensor in `_parameters` is this rank's shard already, even if a subclass of the module returns something
     else for the attribute. All DTensors with gradients take one autograd node together.
     """
-    found: list[torch.Tensor | None] = []
+    parameters: list[torch.Tensor | None] = []
     any_dtensor = False
     own = module._parameters
     for name in names:
@@ -236,10 +236,10 @@ def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None
             parameter = getattr(module, name, None)
         # The exact type first: isinstance on a class with a metaclass, like a tensor's, is slow.
         any_dtensor = any_dtensor or (type(parameter) is not ShardParameter and isinstance(parameter, DTensor))
-        found.append(parameter)
+        parameters.append(parameter)
     if any_dtensor:
-        _unwrap(found)
-    return found
+        _unwrap(parameters)
+    return parameters
 
 
 def _unwrap(parameters: list[torch.Tensor | None]) -> None:
@@ -269,9 +269,9 @@ def refuse_computed(module: nn.Module, name: str) -> None:
         PlanError: There is one. On a DTensor they compute the same as on the full weight.
     """
     below = getattr(module._modules.get("parametrizations"), name, nn.Module())
-    found = [*below._parameters.items(), *((key, module._parameters.get(key)) for key in (f"{name}_orig", f"{name}_v"))]
+    items = [*below._parameters.items(), *((key, module._parameters.get(key)) for key in (f"{name}_orig", f"{name}_v"))]
     # torch's older weight norm makes an ordinary parameter of a shard.
-    if any(isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) for _, parameter in found):
+    if any(isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) for _, parameter in items):
         hint = "put it on and take it off again before the plan is applied"
         raise PlanError(
             Problem("local-shard-as-full", name, found=f"computed from a part, in {type(module).__name__}", hint=hint)

@@ -54,15 +54,15 @@ class Redistribute:
             x = self.redistributed(x)
             gradient = self.flow.gradient or gradient_layout(self.flow.dst)
             return x.to_local(grad_placements=(normalized(gradient, x.dim()),))
-        found = self._transfers.get(x.dim())  # negative dims depend on it
-        if found is None:
-            found = self._transfers[x.dim()] = self.flow.transfer(x.dim())
-        if found.forward.op == "none" and (found.backward.op == "none" or not x.requires_grad):
+        transfer = self._transfers.get(x.dim())  # negative dims depend on it
+        if transfer is None:
+            transfer = self._transfers[x.dim()] = self.flow.transfer(x.dim())
+        if transfer.forward.op == "none" and (transfer.backward.op == "none" or not x.requires_grad):
             return x  # nothing moves in either pass
         if is_compiling() or (x.requires_grad and torch.is_grad_enabled()) or is_transformed():
             refuse_transforms(self.name)
-            return _moved(x, found, self, inplace_ok=self.inplace_ok)
-        return self.run(found.forward, x, {}, in_place=self.inplace_ok)
+            return _moved(x, transfer, self, inplace_ok=self.inplace_ok)
+        return self.run(transfer.forward, x, {}, in_place=self.inplace_ok)
 
     def redistributed(self, x: DTensor) -> DTensor:
         """Return a DTensor in the wanted layout, from any layout."""
@@ -94,10 +94,10 @@ class Redistribute:
                 return axis.all_reduce_(x) if in_place else axis.all_reduce(x)
             case "all_gather":
                 assert step.dim is not None
-                found = self._shard_sizes(x, step.dim, sizes)
+                shard_sizes = self._shard_sizes(x, step.dim, sizes)
                 if self.sections is not None and self._feature_sizes(x, step.dim) is not None:
-                    return replace(self.sections, dim=step.dim).join(axis.gather_parts(x, step.dim, found))
-                return axis.all_gather(x, step.dim, found)
+                    return replace(self.sections, dim=step.dim).join(axis.gather_parts(x, step.dim, shard_sizes))
+                return axis.all_gather(x, step.dim, shard_sizes)
             case "slice":
                 assert step.dim is not None
                 if self._feature_sizes(x, step.dim) is not None and self.sections is not None:
@@ -144,8 +144,8 @@ class Redistribute:
         sizes = self.axis.all_gather_objects(size, "the first call")
         if len(set(sizes)) > 1:
             hint = "pad to a multiple of the tp size, or pass a DTensor, which has a global size"
-            found = f"sizes {sizes} on the ranks"
-            raise StyleInputError(Problem("uneven-shards", self.name, dim=dim, found=found, hint=hint))
+            reason = f"sizes {sizes} on the ranks"
+            raise StyleInputError(Problem("uneven-shards", self.name, dim=dim, found=reason, hint=hint))
         self.is_even = True
 
     def _sizes_of_full(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
@@ -193,7 +193,7 @@ class BlockInput(Redistribute):
         if (
             entered is not None
             and self.source is x
-            and (in_graph or self.versions == x._version + entered._version)
+            and self.versions == (-1 if in_graph else x._version + entered._version)
             and entered.requires_grad == (x.requires_grad and torch.is_grad_enabled())
         ):
             return entered
@@ -202,7 +202,7 @@ class BlockInput(Redistribute):
             return x
         if in_graph:  # writes cannot be seen there; of a view, which comes of equal layouts, torch refuses them
             if self.flow.src == self.flow.dst and not isinstance(x, DTensor):
-                self.source, self.entered = x, entered
+                self.source, self.entered, self.versions = x, entered, -1
         elif not (x.is_inference() or entered.is_inference()):  # these have no versions
             self.source, self.entered, self.versions = x, entered, x._version + entered._version
         return entered

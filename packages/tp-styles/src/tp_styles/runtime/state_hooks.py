@@ -114,15 +114,15 @@ class SectionedShard(torch.Tensor):
     def _sections(self) -> list[tuple[list[int], torch.Tensor]]:
         mesh, split, local = self._sharding_info.mesh, self.division, self.plain()
         assert split.dim is not None
-        found = []
+        sections = []
         at = 0
         for start, stop in split.ranges(mesh.get_local_rank(), mesh.size()):
             offsets = [0] * local.dim()
             offsets[split.dim] = start
             if stop > start:  # no empty chunks
-                found.append((offsets, local.narrow(split.dim, at, stop - start)))
+                sections.append((offsets, local.narrow(split.dim, at, stop - start)))
             at += stop - start
-        return found
+        return sections
 
 
 class _StandIn:
@@ -139,8 +139,8 @@ class _StandIn:
 
     def parts(self) -> dict[str, ShardParameter]:
         """Return the local parameters with sharding metadata."""
-        found = {name: self.module._parameters.get(name) for name in self.names}
-        return {name: part for name, part in found.items() if isinstance(part, ShardParameter)}
+        parameters = {name: self.module._parameters.get(name) for name in self.names}
+        return {name: part for name, part in parameters.items() if isinstance(part, ShardParameter)}
 
 
 class PreserveShardingOnApply(_StandIn):
@@ -151,14 +151,14 @@ class PreserveShardingOnApply(_StandIn):
         module = self.module
         before = {name: (part, dict(vars(part))) for name, part in self.parts().items()}
         type(module)._apply(module, fn, recurse)
-        for name, (old, known) in before.items():
+        for name, (old, description) in before.items():
             new = module._parameters.get(name)
             if new is old and type(new) is nn.Parameter:  # swapped: the same object with other contents
                 object.__setattr__(new, "__class__", ShardParameter)
-                vars(new).update(known)
+                vars(new).update(description)
             elif new is not None and new is not old:
-                module._parameters[name] = kept = rebuild(new.detach(), new.requires_grad, known)
-                kept.grad = new.grad
+                module._parameters[name] = rebuilt = rebuild(new.detach(), new.requires_grad, description)
+                rebuilt.grad = new.grad
         return module
 
 
@@ -176,16 +176,16 @@ class ResetFullParameters(_StandIn):
             for name, part in parts.items():
                 module._parameters[name] = nn.Parameter(_local(part).new_zeros(_info(part).shape))
             type(module).reset_parameters(module)
-            whole = {name: module._parameters[name].detach() for name in parts}
+            full = {name: module._parameters[name].detach() for name in parts}
         finally:  # after an error too
             module._parameters.update(parts)
         for name, part in parts.items():
-            _local(part).copy_(_cut(whole[name], _info(part), name))
+            _local(part).copy_(_cut(full[name], _info(part), name))
 
     def parts(self) -> dict[str, Any]:
         """Return the local parameters, and DTensors on CPU: there torch draws the same numbers for each shard."""
-        found: dict[str, Any] = {name: self.module._parameters.get(name) for name in self.names}
-        on_cpu = {n: p for n, p in found.items() if isinstance(p, DTensor) and p.device.type == "cpu"}
+        parameters: dict[str, Any] = {name: self.module._parameters.get(name) for name in self.names}
+        on_cpu = {n: p for n, p in parameters.items() if isinstance(p, DTensor) and p.device.type == "cpu"}
         # FSDP2's, on a mesh of two dims, are left to torch: a split describes one dim of a mesh.
         return super().parts() | {name: part for name, part in on_cpu.items() if part.device_mesh.ndim == 1}
 
@@ -219,9 +219,9 @@ class FullModelOnly:
         """
         if kwargs.get("state_dict") is not None:
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
-        found = f"{self.name} on shards"
+        reason = f"{self.name} on shards"
         raise PlanError(
-            Problem("local-shard-as-full", type(self.model).__name__, found=found, hint=FULL_MODEL[self.name])
+            Problem("local-shard-as-full", type(self.model).__name__, found=reason, hint=FULL_MODEL[self.name])
         )
 
 

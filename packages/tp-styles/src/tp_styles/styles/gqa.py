@@ -60,17 +60,17 @@ def divide_heads(
         return Heads(queries, keys, tp_size), None
     if queries % tp_size == 0 and tp_size % keys == 0 and kv_replicate:
         return Heads(queries, keys, tp_size, copies=tp_size // keys), None
-    whole = [size for size in range(1, queries + 1) if queries % size == 0 and keys % size == 0]  # for the hint
+    divisors = [size for size in range(1, queries + 1) if queries % size == 0 and keys % size == 0]  # for the hint
     copied = [size for size in range(1, queries + 1) if queries % size == 0 and size % keys == 0]
     could = queries % tp_size == 0 and tp_size % keys == 0
     label = f"num_key_value_heads={keys}" if queries % tp_size == 0 else f"num_heads={queries}"
     if keys != queries and queries % tp_size:
         label += f", num_key_value_heads={keys}"
-    hint = "valid " + ", ".join(str(size) for size in whole)
+    hint = "valid " + ", ".join(str(size) for size in divisors)
     if could:
         hint += ", or kv_replicate=True"
     elif copied and keys != queries:
-        hint += "; with kv_replicate=True also " + ", ".join(str(size) for size in copied if size not in whole)
+        hint += "; with kv_replicate=True also " + ", ".join(str(size) for size in copied if size not in divisors)
     return None, Problem("does-not-divide", name, found=f"{label} with tp={tp_size}", hint=hint)
 
 
@@ -123,19 +123,19 @@ class GQAParallel(ParallelStyle):
         names = (self.qkv, self.o) if self.qkv else (self.q, self.k, self.v, self.o)
         missing = [name for name in names if name and info.parameter(f"{name}.weight") is None]
         if queries is None or keys is None or missing:
-            found = f"no {', '.join(missing)}" if missing else "no attribute with the number of heads"
+            reason = f"no {', '.join(missing)}" if missing else "no attribute with the number of heads"
             hint = "pass the names and numbers: GQAParallel(q=..., num_heads=...)"
             code = "unknown-name" if missing else "missing-argument"
-            return StyleSpec(problems=(Problem(code, info.where(), found=found, hint=hint),))
+            return StyleSpec(problems=(Problem(code, info.where(), found=reason, hint=hint),))
         heads, problem = divide_heads(info.where(), queries, keys, tp_size, kv_replicate=self.kv_replicate)
         if heads is None or problem is not None:
             return StyleSpec(problems=(problem,) if problem is not None else ())
         out = info.parameter(f"{self.o}.weight")
         assert out is not None
         if out.shape[1] % heads.queries:
-            found = f"{out.shape[1]} input features for {heads.queries} heads"
+            reason = f"{out.shape[1]} input features for {heads.queries} heads"
             hint = "every head has the same size"
-            return StyleSpec(problems=(Problem("does-not-divide", info.where(self.o), found=found, hint=hint),))
+            return StyleSpec(problems=(Problem("does-not-divide", info.where(self.o), found=reason, hint=hint),))
         children = self._projections(info, heads, out.shape[1] // heads.queries)
         norms: list[tuple[str, object]] = [(name, NoParallel(sum_gradient=True)) for name in self.norms]
         return StyleSpec(
@@ -164,10 +164,10 @@ class GQAParallel(ParallelStyle):
         values = {"heads": heads.local_queries, "kv_heads": heads.local_keys, "groups": heads.local_groups}
         if self.attributes is not None:
             return tuple((name, values[kind]) for name, kind in self.attributes.items())
-        known = dict.fromkeys(QUERY_HEADS, ("heads", heads.queries))  # name -> kind, global value
-        known |= dict.fromkeys(KEY_HEADS, ("kv_heads", heads.keys))
-        known |= dict.fromkeys(GROUPS, ("groups", heads.queries // heads.keys))
-        return tuple((name, values[kind]) for name, (kind, value) in known.items() if info.size(name) == value)
+        counts = dict.fromkeys(QUERY_HEADS, ("heads", heads.queries))  # name -> kind, global value
+        counts |= dict.fromkeys(KEY_HEADS, ("kv_heads", heads.keys))
+        counts |= dict.fromkeys(GROUPS, ("groups", heads.queries // heads.keys))
+        return tuple((name, values[kind]) for name, (kind, value) in counts.items() if info.size(name) == value)
 
 
 def _first(info: ModuleInfo, names: tuple[str, ...]) -> int | None:

@@ -51,9 +51,9 @@ def linear_problems(info: ModuleInfo, shape: LinearShape, known: tuple[str, ...]
     expected = [0, 0]
     expected[shape.in_dim], expected[shape.out_dim] = shape.in_features, shape.out_features
     if weight is None or list(weight.shape) != expected:
-        found = "no weight" if weight is None else f"a weight of shape {weight.shape}"
+        reason = "no weight" if weight is None else f"a weight of shape {weight.shape}"
         problems.append(
-            Problem("shape-mismatch", info.where("weight"), found=found, hint=f"its features need {tuple(expected)}")
+            Problem("shape-mismatch", info.where("weight"), found=reason, hint=f"its features need {tuple(expected)}")
         )
     others = [p.name for p in info.parameters if p.name not in known]
     if others:
@@ -116,7 +116,7 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]])
     for name, flow in flows:
         try:
             # With this many dims `Shard(-1)` differs from a dim counted from the front.
-            found = flow.transfer(PROBE_DIMS)
+            transfer = flow.transfer(PROBE_DIMS)
         except NoTransfer as error:
             problems.append(
                 Problem(
@@ -124,7 +124,7 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]])
                 )
             )
             continue
-        steps = (found.forward, found.backward)
+        steps = (transfer.forward, transfer.backward)
         if (
             flow.split is not None
             and not flow.split.is_single  # they shard contiguous rows

@@ -47,8 +47,8 @@ class LoRAParallel(ParallelStyle):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return the styles of the layers below; see `ParallelStyle.spec`."""
-        found = {name: _below(info, name, nn.Linear) for name in (self.base, self.a, self.b)}
-        missing = [name for name, layers in found.items() if not layers]
+        linears = {name: _below(info, name, nn.Linear) for name in (self.base, self.a, self.b)}
+        missing = [name for name, layers in linears.items() if not layers]
         if missing:
             hint = "pass the names of the base layer, A and B"
             problem = Problem("lora-mismatch", info.where(), found=f"no linear layer {', '.join(missing)}", hint=hint)
@@ -64,8 +64,8 @@ class LoRAParallel(ParallelStyle):
             return StyleSpec(problems=(problem,))
         first: ParallelStyle = NoParallel() if column else RowwiseParallel(input_layouts=enters)
         second: ParallelStyle = base if column else NoParallel()
-        children: list[tuple[str, object]] = [(name, base) for name in found[self.base]]
-        children += [(name, first) for name in found[self.a]] + [(name, second) for name in found[self.b]]
+        children: list[tuple[str, object]] = [(name, base) for name in linears[self.base]]
+        children += [(name, first) for name in linears[self.a]] + [(name, second) for name in linears[self.b]]
         if not column and enters == Shard(-1):
             children += [(name, NoParallel(sum_gradient=True)) for name in _below(info, self.dropout, nn.Dropout)]
         problems = [  # other parameters, like DoRA's magnitude
@@ -73,7 +73,7 @@ class LoRAParallel(ParallelStyle):
                 "lora-mismatch", info.where(p.name), found=str(p.shape), hint="only A and B are known beside the base"
             )
             for p in info.parameters
-            if not any(p.name.startswith(name + ".") for names in found.values() for name in names)
+            if not any(p.name.startswith(name + ".") for names in linears.values() for name in names)
         ]
         return StyleSpec(compute="none", children=tuple(children), problems=tuple(problems))
 
@@ -81,6 +81,6 @@ class LoRAParallel(ParallelStyle):
 def _below(info: ModuleInfo, name: str, kind: type[nn.Module]) -> list[str]:
     return [
         child
-        for child, found in info.children
-        if (child == name or child.startswith(name + ".")) and issubclass(found, kind)
+        for child, inner in info.children
+        if (child == name or child.startswith(name + ".")) and issubclass(inner, kind)
     ]

@@ -190,13 +190,13 @@ class PrepareModuleInputOutput(ParallelStyle):
 def _several(layouts: Layouts | None, argument: str) -> tuple[Placement | None, ...] | None:
     if layouts is None:
         return None  # no layouts: inputs are left alone
-    found = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
-    for placement in found:
+    listed = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+    for placement in listed:
         if placement is not None and not isinstance(placement, Placement):
             raise StyleTypeError(
                 Problem("wrong-type", argument, found=repr(placement), hint="a placement or None for each")
             )
-    return found
+    return listed
 
 
 def _check_lengths(

@@ -25,10 +25,10 @@ class NoParallel(ParallelStyle):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return a spec with replicated parameters; see `ParallelStyle.spec`."""
-        whole = ParameterSpec(Split.replicated(), sum_gradient=self.sum_gradient)
+        replicated = ParameterSpec(Split.replicated(), sum_gradient=self.sum_gradient)
         return StyleSpec(
             compute="module",
-            parameters=tuple((parameter.name, whole) for parameter in info.parameters),
+            parameters=tuple((parameter.name, replicated) for parameter in info.parameters),
             shards_randomness=self.sum_gradient,  # dropout on shards: other draws on each rank
         )
 

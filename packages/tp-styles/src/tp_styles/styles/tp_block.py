@@ -45,9 +45,9 @@ class BlockParallel(ParallelStyle):
         """See `ParallelStyle.spec`."""
         problems = []
         if self.tp_size not in (None, tp_size):  # its counts are for one size
-            found = f"tp={tp_size}, planned for {self.tp_size}"
+            reason = f"tp={tp_size}, planned for {self.tp_size}"
             problems.append(
-                Problem("mesh-mismatch", info.where(), found=found, hint="plan again for this number of ranks")
+                Problem("mesh-mismatch", info.where(), found=reason, hint="plan again for this number of ranks")
             )
         parameters = []
         for name in (*self.shard, *self.sum_gradient):
@@ -87,16 +87,16 @@ class ColwiseKVReplicated(FusedColwiseParallel):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """See `ParallelStyle.spec`."""
-        made = super().spec(info, tp_size)  # its split gives each rank's rows
-        problems = made.problems
-        if made.compute != "column-linear" and not problems:
+        spec = super().spec(info, tp_size)  # its split gives each rank's rows
+        problems = spec.problems
+        if spec.compute != "column-linear" and not problems:
             hint = "rows are picked of an nn.Linear; use GQAParallel(kv_replicate=True), or a smaller tp size"
             problems = (Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint),)
-        whole = ParameterSpec(Split.replicated(), sum_gradient=True)
+        replicated = ParameterSpec(Split.replicated(), sum_gradient=True)
         return StyleSpec(
             compute="picked-column-linear",
-            parameters=tuple((name, whole) for name, _ in made.parameters),
-            inputs=made.inputs,
-            outputs=made.outputs,
+            parameters=tuple((name, replicated) for name, _ in spec.parameters),
+            inputs=spec.inputs,
+            outputs=spec.outputs,
             problems=problems,
         )

@@ -50,7 +50,7 @@ def vocab_parallel_cross_entropy(
         IndexError: On CPU, a target outside of the classes.
     """
     if not torch.compiler.is_compiling() and IN_ORIGINAL.get() and not isinstance(logits, DTensor):
-        found = F.cross_entropy(  # the original of a check has full logits
+        losses = F.cross_entropy(  # the original of a check has full logits
             logits.flatten(0, -2),
             target.flatten(),
             weight=weight,
@@ -58,7 +58,7 @@ def vocab_parallel_cross_entropy(
             label_smoothing=label_smoothing,
             reduction=reduction,
         )
-        return found.view(target.shape) if reduction == "none" else found
+        return losses.view(target.shape) if reduction == "none" else losses
     if isinstance(logits, DTensor):
         mesh, num_classes, logits = _from_dtensor(logits, mesh, num_classes)
     if mesh is None:
@@ -108,13 +108,13 @@ def _from_dtensor(
     if tuple(logits.placements) != (Shard(last),):
         hint = "they have to be sharded on the last dim of a 1-D mesh: redistribute(placements=[Shard(-1)])"
         raise PlanError(Problem("layout-mismatch", "logits", found=str(logits.placements), hint=hint))
-    for name, given, known in (
+    for name, asked, own in (
         ("mesh", mesh, logits.device_mesh),
         ("num_classes", num_classes, logits.shape[-1]),
     ):
-        if given is not None and given != known:
+        if asked is not None and asked != own:
             raise PlanError(
-                Problem("conflicting-arguments", name, found=str(given), hint=f"the DTensor's is {known}: leave it out")
+                Problem("conflicting-arguments", name, found=str(asked), hint=f"the DTensor's is {own}: leave it out")
             )
     return logits.device_mesh, logits.shape[-1], logits.to_local()
 

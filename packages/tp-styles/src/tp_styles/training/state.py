@@ -47,13 +47,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _meshes(model: nn.Module) -> list[DeviceMesh]:
     """Return the meshes of the model's sharded parameters."""
-    found: dict[DeviceMesh, None] = {}  # ordered, so ranks use them in one order
+    meshes: dict[DeviceMesh, None] = {}  # ordered, so ranks use them in one order
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            found[parameter.device_mesh] = None
+            meshes[parameter.device_mesh] = None
         elif isinstance(parameter, ShardParameter):
-            found[parameter._sharding_info.mesh] = None
-    return list(found)
+            meshes[parameter._sharding_info.mesh] = None
+    return list(meshes)
 
 
 def whole(value: Any) -> Any:

@@ -55,7 +55,7 @@ class ModuleInfo:
 
     def parameter(self, name: str) -> ParameterInfo | None:
         """Return the parameter of that name, None if there is none."""
-        return next((found for found in self.parameters if found.name == name), None)
+        return next((info for info in self.parameters if info.name == name), None)
 
     def size(self, name: str) -> int | float | None:
         """Return the attribute of that name, None if there is none."""

@@ -95,13 +95,13 @@ class Split:
 
     def ranges(self, rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
         """Return global `(start, stop)` of `rank`'s shard of each section, in order."""
-        found = []
+        ranges = []
         offset = 0
         for section in self.sections:
             start, stop = section.bounds(rank, tp_size)
-            found.append((offset + start, offset + stop))  # offset: earlier sections
+            ranges.append((offset + start, offset + stop))  # offset: earlier sections
             offset += section.size
-        return tuple(found)
+        return tuple(ranges)
 
     def local_size(self, rank: int, tp_size: int) -> int:
         """Return the rows of `rank`'s shard."""

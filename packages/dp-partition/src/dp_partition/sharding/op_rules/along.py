@@ -33,10 +33,10 @@ _OF_FIRST_ONLY = frozenset(["index_select"])  # the index has one dim of its own
 @rule(*_NAMES)
 def along(call: Call) -> Iterator[Candidate]:
     ndim = len(call.shape(call.arg(0)))
-    given = call.named("dim", call.named("dims", -1))
+    dims = call.named("dim", call.named("dims", -1))
     if call.name == "roll" and not call.named("dims"):
         return  # rolls the flat tensor: rows do not stay rows
-    touched = {d % ndim for d in ([given] if isinstance(given, int) else given)} if ndim else set()
+    touched = {d % ndim for d in ([dims] if isinstance(dims, int) else dims)} if ndim else set()
     nodes = call.tensors(call.arg(0)) if call.name in _OF_FIRST_ONLY else call.tensors()
     if any(len(call.shape(node)) != ndim for node in nodes):
         return
@@ -50,11 +50,11 @@ def along(call: Call) -> Iterator[Candidate]:
 def reduce_along(call: Call) -> Iterator[Candidate]:
     """Reductions without a partial form: other dims only."""
     source = call.arg(0)
-    given = call.named("dim")
+    dims = call.named("dim")
     ndim = len(call.shape(source))
-    if given is None or ndim == 0:  # over all dims
+    if dims is None or ndim == 0:  # over all dims
         return
-    reduced = {d % ndim for d in ([given] if isinstance(given, int) else given)}
+    reduced = {d % ndim for d in ([dims] if isinstance(dims, int) else dims)}
     value = call.node.meta.get("val")
     first = value[0] if isinstance(value, tuple | list) else value
     keep = first is not None and first.ndim == ndim

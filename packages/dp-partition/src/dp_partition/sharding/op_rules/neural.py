@@ -59,18 +59,18 @@ def _mask_carries_batch(call: Call, node: fx.Node, first: fx.Node) -> bool:
 @rule("native_layer_norm")
 def layer_norm(call: Call) -> Iterator[Candidate]:
     source = call.arg(0)
-    kept = len(call.shape(source)) - len(call.arg(1))  # leading dims, not normalised
+    num_batch_dims = len(call.shape(source)) - len(call.arg(1))  # leading dims, not normalised
     for _, dim in call.shards([source]):
-        if dim < kept:
+        if dim < num_batch_dims:
             yield Candidate({source: Shard(dim)}, (Shard(dim), Shard(dim), Shard(dim)))
 
 
 @rule("native_layer_norm_backward")
 def layer_norm_backward(call: Call) -> Iterator[Candidate]:
     grad, source, _, mean, rstd = (call.arg(i) for i in range(5))
-    kept = len(call.shape(source)) - len(call.arg(2))
+    num_batch_dims = len(call.shape(source)) - len(call.arg(2))
     for dim in dict.fromkeys(d for _, d in call.shards([grad, source])):
-        if dim < kept:
+        if dim < num_batch_dims:
             inputs: dict[fx.Node, Placement] = dict.fromkeys((grad, source, mean, rstd), Shard(dim))
             yield Candidate(inputs, (Shard(dim), SUM, SUM))  # gradients of weight and bias
 

@@ -86,19 +86,19 @@ class Call:
 
     def tensors(self, *values: Any) -> list[fx.Node]:
         """Return the tensor nodes in the given arguments, or in the full call; each once."""
-        found = nodes_in(values if values else (self.node.args, dict(self.node.kwargs)))
-        return [n for n in dict.fromkeys(found) if isinstance(n.meta.get("val"), torch.Tensor)]
+        nodes = nodes_in(values if values else (self.node.args, dict(self.node.kwargs)))
+        return [n for n in dict.fromkeys(nodes) if isinstance(n.meta.get("val"), torch.Tensor)]
 
     def shards(self, nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, int]]:
         """Return the sharded nodes, with their dims."""
-        found = []
+        shards = []
         for node in nodes:
             placement = self.placement_of(node)
             if isinstance(placement, Shard):
-                found.append((node, placement.dim))
+                shards.append((node, placement.dim))
             elif isinstance(self.desired.get(node), Shard):  # an unreduced gradient
-                found.append((node, self.desired[node].dim))  # type: ignore[attr-defined]
-        return found
+                shards.append((node, self.desired[node].dim))  # type: ignore[attr-defined]
+        return shards
 
     def splits(self, node: fx.Node, dim: int) -> bool:
         """Return True if the world size divides the dim of a tensor."""

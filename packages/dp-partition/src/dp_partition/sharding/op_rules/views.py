@@ -90,8 +90,8 @@ def unsqueeze(call: Call, dim: int) -> int:
 @follows("squeeze")
 def squeeze(call: Call, dim: int) -> int | None:
     shape = call.shape(call.arg(0))
-    given = call.arg(1)  # None in the overload that drops every dim of size one
-    dims = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+    asked = call.arg(1)  # None in the overload that drops every dim of size one
+    dims = range(len(shape)) if asked is None else [asked] if isinstance(asked, int) else asked
     gone = {d % len(shape) for d in dims if shape and shape[d % len(shape)] == 1}
     return None if dim in gone else dim - sum(1 for d in gone if d < dim)
 

@@ -88,17 +88,17 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
     """
     # By class: the lender of a borrowing layer is known at run time only, so all of the class stay replicated.
     borrowers = {type(each): name for name, each in context.modules.items() if _borrows(context, name)}
-    kept = []
+    blocks = []
     for one in found:
         borrower = None if one.unit is None else borrowers.get(type(context.modules[one.unit.name]))
         if one.unit is None or borrower is None or one.unit.kind is not TPBlockKind.ATTENTION:
-            kept.append(one)
+            blocks.append(one)
             continue
         text = f"layers such as {borrower} have no keys and values of their own and read those of others"
         hint = "shard the heads of all of these layers by hand, or of none"
         problem = Problem("heads-not-recognised", one.unit.name, found=text, hint=hint)
-        kept.append(Found(left_whole=tuple((cut.name, problem) for cut in one.unit.cuts)))
-    return kept
+        blocks.append(Found(left_whole=tuple((cut.name, problem) for cut in one.unit.cuts)))
+    return blocks
 
 
 def _borrows(context: Context, name: str) -> bool:
@@ -137,8 +137,8 @@ def _two_linears_with_heads(module: nn.Module, name: str, views: list[LinearView
 
 
 def _only(by_name: dict[str, LinearView], words: frozenset[str]) -> LinearView | None:
-    found = [view for child, view in by_name.items() if child in words]
-    return found[0] if len(found) == 1 else None  # an ambiguous name is no evidence
+    views = [view for child, view in by_name.items() if child in words]
+    return views[0] if len(views) == 1 else None  # an ambiguous name is no evidence
 
 
 def _with_output(
@@ -177,9 +177,9 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
     declared = declared_heads(list(context.chain(projections.holder)))
     where = projections.scope
     if declared.num_heads is None:
-        found = "no attribute or config gives the number of heads"
+        reason = "no attribute or config gives the number of heads"
         hint = f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}"
-        return Problem("missing-argument", where, found=found, hint=hint)
+        return Problem("missing-argument", where, found=reason, hint=hint)
     # The output projection reads num_heads * head_dim channels; its width is the one reliable size.
     width = projections.out.in_features
     if width % declared.num_heads:
@@ -215,14 +215,14 @@ def _sharing_problem(context: Context, projections: Projections, heads: Heads) -
     """Return the problem if the heads do not divide over the ranks."""
     tp_size = context.options.tp_size
     if heads.num_heads % tp_size:
-        found = f"num_heads={heads.num_heads} with tp={tp_size}"
+        reason = f"num_heads={heads.num_heads} with tp={tp_size}"
         hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}"
-        return Problem("does-not-divide", projections.scope, found=found, hint=hint)
+        return Problem("does-not-divide", projections.scope, found=reason, hint=hint)
     if heads.num_kv_heads % tp_size and not (context.options.kv_replicate and not projections.fused):
         more = "; a fused projection cannot replicate k and v" if projections.fused else ", or kv_replicate=True"
-        found = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}"
+        reason = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}"
         hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}"
-        return Problem("does-not-divide", projections.scope, found=found, hint=hint)
+        return Problem("does-not-divide", projections.scope, found=reason, hint=hint)
     return None
 
 
@@ -249,18 +249,18 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
         hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
         notes = (*notes, Problem("kv-replicated", projections.scope, found=f"{text} on every rank", hint=hint))
     cuts = tuple(cut for view in columns for cut in column_cuts(view, "S({dim})"))
-    whole = () if share_kv else tuple(name for view in (k, v) for name in parameter_names(view))
-    return Found(_unit(projections, heads, cuts, inner, evidence, whole), notes=notes)
+    replicated = () if share_kv else tuple(name for view in (k, v) for name in parameter_names(view))
+    return Found(_unit(projections, heads, cuts, inner, evidence, replicated), notes=notes)
 
 
 def _fused(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
     (fused,) = projections.inputs
     orders, why = _possible_orders(context, projections, heads)
-    known = len(orders) == 1
+    has_one_order = len(orders) == 1
     refused: Problem | None = None
     for order in orders:
         slices = {fused: fused_slices(order, heads, context.options.tp_size)}
-        evidence = _evidence(context, projections, slices, inner, heads.head_dim, known=why if known else None)
+        evidence = _evidence(context, projections, slices, inner, heads.head_dim, known=why if has_one_order else None)
         if isinstance(evidence, Problem):
             refused = evidence
             continue
@@ -271,12 +271,12 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
         cuts = column_cuts(fused, pattern)
         return Found(_unit(projections, heads, cuts, inner, evidence), notes=unverified(projections.scope, evidence))
     assert refused is not None
-    if known or refused.code == "slices-mix":
+    if has_one_order or refused.code == "slices-mix":
         return kept_replicated(refused, *projections.inputs, projections.out)
-    found = f"q, k and v come out of {leaf(fused.name)!r} together, in an unknown order; {refused.found}"
+    text = f"q, k and v come out of {leaf(fused.name)!r} together, in an unknown order; {refused.found}"
     hint = 'say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)'
     return kept_replicated(
-        Problem("heads-not-recognised", projections.scope, found=found, hint=hint), *projections.inputs, projections.out
+        Problem("heads-not-recognised", projections.scope, found=text, hint=hint), *projections.inputs, projections.out
     )
 
 
@@ -313,7 +313,7 @@ def fused_slices(order: FusedOrder, heads: Heads, tp_size: int) -> Slices:
     if order != "sections":
         return even_slices(q + 2 * kv, tp_size)  # heads or groups are contiguous: plain chunks of them
     starts = [(0, q), (q, kv), (q + kv, kv)]
-    parts = [[start + piece for piece in even_slices(size, tp_size)] for start, size in starts]
+    parts = [[start + rows for rows in even_slices(size, tp_size)] for start, size in starts]
     return [torch.cat([part[rank] for part in parts]) for rank in range(tp_size)]
 
 
@@ -337,9 +337,9 @@ def _evidence(
         if verdict.separate:  # norms before q, k and v or after the output are outside the region: not between
             return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:  # None: the forward could not be run, so fall through to the names
-            found = f"its forward was probed: {verdict.reason}"
+            description = f"its forward was probed: {verdict.reason}"
             hint = "its heads cannot be computed separately; leave it replicated"
-            return Problem("slices-mix", projections.scope, found=found, hint=hint)
+            return Problem("slices-mix", projections.scope, found=description, hint=hint)
         reason = verdict.reason
     else:
         reason = "it was not probed"
@@ -380,9 +380,9 @@ def _unit(
 
 def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
     """Return the remark on a unit recognised by names and shapes alone."""
-    found = "recognised by names and shapes; its forward could not be run on its own"
+    reason = "recognised by names and shapes; its forward could not be run on its own"
     hint = "compare one step with the unsharded module before you trust it"
-    return (Problem("unverified", scope, found=found, hint=hint),) if evidence is Evidence.NAMED else ()
+    return (Problem("unverified", scope, found=reason, hint=hint),) if evidence is Evidence.NAMED else ()
 
 
 def kept_replicated(problem: Problem, *views: LinearView) -> Found:

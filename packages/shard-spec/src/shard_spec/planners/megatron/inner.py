@@ -38,11 +38,11 @@ class Inner:
 
 def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, ...], heads: Heads) -> Inner:
     """Classify every other parameter of the module `holder`."""
-    known = {id(parameter) for view in linears for parameter in view.module.parameters()}
+    in_linears = {id(parameter) for view in linears for parameter in view.module.parameters()}
     cuts, replicated, numbers, doubts = [], [], [], []
     after_the_output = _AFTER_THE_OUTPUT.get(type(context.modules[holder]).__name__, ())
     for name, parameter in context.modules[holder].named_parameters():
-        if id(parameter) in known:
+        if id(parameter) in in_linears:
             continue
         fqn, shape = join(holder, name), tuple(parameter.shape)
         head_dims = [dim for dim, size in enumerate(shape) if size == heads.num_heads]
@@ -88,6 +88,6 @@ def _is_input_norm(name: str, shape: tuple[int, ...], heads: Heads) -> bool:
 
 def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
     """Report a parameter that keeps its attention replicated."""
-    found = f"a parameter of shape {shape} beside q, k and v that may act across heads"
+    reason = f"a parameter of shape {shape} beside q, k and v that may act across heads"
     hint = "if every head can be computed apart, write the rules of this attention by hand"
-    return Problem("partial-gradient", fqn, found=found, hint=hint)
+    return Problem("partial-gradient", fqn, found=reason, hint=hint)

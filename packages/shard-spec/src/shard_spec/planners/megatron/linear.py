@@ -68,12 +68,12 @@ def as_linear(name: str, module: nn.Module) -> LinearView | None:
 
 def linear_children(name: str, module: nn.Module) -> dict[str, LinearView]:
     """Return the direct children that are plain linear layers, by child name, in order."""
-    found = {}
+    linears = {}
     for child_name, child in module.named_children():
         view = as_linear(join(name, child_name), child)
         if view is not None:
-            found[child_name] = view
-    return found
+            linears[child_name] = view
+    return linears
 
 
 def join(*parts: str) -> str:

@@ -204,8 +204,8 @@ def _evidence(
         return Evidence.NAMED
     if block.fused and context.options.fused is not None:
         return Evidence.USER_SPECIFIED
-    found = f"linears whose shapes look like a feed-forward block; {reason}"
-    return Problem("heads-not-recognised", block.scope, found=found, hint="write its rules by hand")
+    description = f"linears whose shapes look like a feed-forward block; {reason}"
+    return Problem("heads-not-recognised", block.scope, found=description, hint="write its rules by hand")
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
@@ -219,13 +219,13 @@ def _parameters_between(context: Context, block: FeedForward, known: Evidence | 
         # Library classes: only a norm can be there. Other classes: any parameter with a dimension of the hidden size.
         meets = width in parameter.shape if known is None else tuple(parameter.shape) == (width,)
         if meets and width != outer:
-            found = f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block"
+            reason = f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block"
             hint = "a norm over the hidden channels needs all of them; leave the block replicated"
-            return Problem("partial-gradient", join(block.scope, name), found=found, hint=hint)
+            return Problem("partial-gradient", join(block.scope, name), found=reason, hint=hint)
     return None
 
 
 def uneven(scope: str, width: int, tp_size: int) -> Problem:
     """Return the remark on shards of unequal size."""
-    found = f"{width} over tp={tp_size} does not divide: the first ranks hold more"
-    return Problem("uneven-shards", scope, found=found, hint="pad it, or choose a tp size that divides it")
+    reason = f"{width} over tp={tp_size} does not divide: the first ranks hold more"
+    return Problem("uneven-shards", scope, found=reason, hint="pad it, or choose a tp size that divides it")

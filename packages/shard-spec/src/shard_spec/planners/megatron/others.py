@@ -25,8 +25,8 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
     width, tp_size = module.embed_dim, context.options.tp_size
     if module.num_heads % tp_size:
         valid = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
-        found = f"num_heads={module.num_heads} with tp={tp_size}"
-        problem = Problem("does-not-divide", name, found=found, hint=f"valid tp sizes: {valid}")
+        reason = f"num_heads={module.num_heads} with tp={tp_size}"
+        problem = Problem("does-not-divide", name, found=reason, hint=f"valid tp sizes: {valid}")
         return Found(left_whole=tuple((join(name, parameter), problem) for parameter in own))
     sections = f"I(0, [{width}, {width}, {width}])"  # q, k and v by sections: each rank gets its heads of all three
     placements = {
@@ -59,17 +59,17 @@ def find_experts(context: Context, name: str) -> Found | None:
         return None
     fqns = tuple(join(name, key) for key in weights)
     transposed = getattr(module, "is_transposed", _TRANSPOSED.get(type(module).__name__))
-    known = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
-    if not from_library(module) or not isinstance(transposed, bool) or not known:
-        found = "three-dimensional expert weights of unknown arrangement"
+    is_supported = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+    if not from_library(module) or not isinstance(transposed, bool) or not is_supported:
+        reason = "three-dimensional expert weights of unknown arrangement"
         hint = "shard by experts with expert_axis=, or write the rules by hand"
-        problem = Problem("heads-not-recognised", name, found=found, hint=hint)
+        problem = Problem("heads-not-recognised", name, found=reason, hint=hint)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     out_dim, in_dim = (2, 1) if transposed else (1, 2)
     width = down.shape[in_dim]
     if gate_up.shape[out_dim] != 2 * width or width % context.options.tp_size:
-        found = f"{width} channels an expert with tp={context.options.tp_size}"
-        problem = Problem("does-not-divide", name, found=found)
+        reason = f"{width} channels an expert with tp={context.options.tp_size}"
+        problem = Problem("does-not-divide", name, found=reason)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     concatenated = getattr(module, "is_concatenated", True)
     pattern = f"I({{dim}}, [{width}, {width}])" if concatenated else "B({dim}, 2)"  # gate then up, or alternating
@@ -108,12 +108,12 @@ def find_vocabulary(context: Context) -> list[Found]:
         if id(module.weight) in tied or _is_token_embedding(name, module, sizes, linears)
     }
     rows = {module.num_embeddings for module in tokens.values()} | sizes
-    found = [_embedding(context, name, module) for name, module in tokens.items()]
+    units = [_embedding(context, name, module) for name, module in tokens.items()]
     for view in linears:
         if id(view.module.weight) in tied or (leaf(view.name).lower() in names.HEAD and view.out_features in rows):
             context.claim(view)
-            found.append(_head(context, view))
-    return found
+            units.append(_head(context, view))
+    return units
 
 
 def _is_token_embedding(name: str, module: nn.Embedding, sizes: set[int], linears: list[LinearView]) -> bool:
@@ -128,13 +128,13 @@ def _embedding(context: Context, name: str, module: nn.Embedding) -> Found:
     weight, tp_size = join(name, "weight"), context.options.tp_size
     own = not _forward_is_known(module, nn.Embedding)
     if own or module.max_norm is not None or module.num_embeddings < tp_size:
-        found, hint = f"{module.num_embeddings} rows", "fewer rows than ranks"
+        reason, hint = f"{module.num_embeddings} rows", "fewer rows than ranks"
         if module.max_norm is not None:
-            found, hint = f"max_norm={module.max_norm}", "max_norm rewrites rows that a rank may not hold"
+            reason, hint = f"max_norm={module.max_norm}", "max_norm rewrites rows that a rank may not hold"
         if own:
-            found = f"the forward of {type(module).__qualname__} is its own"
+            reason = f"the forward of {type(module).__qualname__} is its own"
             hint = "if it is linear in the rows, write the rule by hand"
-        return Found(left_whole=((weight, Problem("left-replicated", name, found=found, hint=hint)),))
+        return Found(left_whole=((weight, Problem("left-replicated", name, found=reason, hint=hint)),))
     notes = (uneven(name, module.num_embeddings, tp_size),) if module.num_embeddings % tp_size else ()
     unit = TPBlock(
         TPBlockKind.EMBEDDING,

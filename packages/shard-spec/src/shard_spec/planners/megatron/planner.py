@@ -65,23 +65,23 @@ class Analysis:
 def analyse(module: nn.Module, options: Options) -> Analysis:
     """Recognise attention first, then feed-forward blocks, experts, embeddings and heads."""
     context = Context(module, options)
-    found: list[Found] = []
+    candidates: list[Found] = []
     for name in context.modules:  # attention first: its output projection could pass for a feed-forward row
-        found += [one for one in (find_multihead_attention(context, name), find_attention(context, name)) if one]
-    found = not_lent(context, found)
+        candidates += [one for one in (find_multihead_attention(context, name), find_attention(context, name)) if one]
+    candidates = not_lent(context, candidates)
     heads = find_vocabulary(context)  # before feed-forward blocks: a model's `output` is not the row of one
     for name in context.modules:
-        found += find_mlps(context, name)
+        candidates += find_mlps(context, name)
     for name in context.modules:
         experts = find_experts(context, name)
-        found += [experts] if experts else []
-    found += heads
-    units = tuple(one.unit for one in found if one.unit is not None)
-    left_whole = {name: problem for one in found for name, problem in one.left_whole}
-    notes = tuple(note for one in found for note in one.notes) + tuple(_gradient_notes(units))
+        candidates += [experts] if experts else []
+    candidates += heads
+    units = tuple(one.unit for one in candidates if one.unit is not None)
+    left_whole = {name: problem for one in candidates for name, problem in one.left_whole}
+    notes = tuple(note for one in candidates for note in one.notes) + tuple(_gradient_notes(units))
     matmul = _matmul_weights(context)
-    known = {cut.name for unit in units for cut in unit.cuts} | set(left_whole)  # left_whole has its own reason
-    unrecognised = {name: _unrecognised(name) for name in matmul if name not in known}
+    decided = {cut.name for unit in units for cut in unit.cuts} | set(left_whole)  # left_whole has its own reason
+    unrecognised = {name: _unrecognised(name) for name in matmul if name not in decided}
     return Analysis(units, left_whole, unrecognised, notes, matmul)
 
 
@@ -89,25 +89,25 @@ def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
     notes = []
     for unit in units:
         if unit.kind is TPBlockKind.EXPERTS:
-            found = "each rank holds a partial output of the experts"
+            reason = "each rank holds a partial output of the experts"
             hint = "all-reduce the gradients of this module's inputs, router weights too (tp-styles does)"
-            notes.append(Problem("partial-activation", unit.name, found=found, hint=hint))
+            notes.append(Problem("partial-activation", unit.name, found=reason, hint=hint))
         for name in unit.replicated:
-            found = "replicated on every rank, used only for the rank's own heads"
+            reason = "replicated on every rank, used only for the rank's own heads"
             hint = "sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves"
-            notes.append(Problem("partial-gradient", name, found=found, hint=hint))
+            notes.append(Problem("partial-gradient", name, found=reason, hint=hint))
     return notes
 
 
 def _matmul_weights(context: Context) -> dict[str, int]:
-    found: dict[str, int] = {}
+    weights: dict[str, int] = {}
     seen: set[int] = set()  # tied tensors count once
     for name, module in context.modules.items():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen and _is_matmul_weight(name, module, key, parameter):
                 seen.add(id(parameter))
-                found[join(name, key)] = parameter.numel() * parameter.element_size()
-    return found
+                weights[join(name, key)] = parameter.numel() * parameter.element_size()
+    return weights
 
 
 def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Parameter) -> bool:
@@ -123,9 +123,9 @@ def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Para
 
 
 def _unrecognised(name: str) -> Problem:
-    found = "belongs to no attention, feed-forward block, expert or head that this planner recognises"
+    reason = "belongs to no attention, feed-forward block, expert or head that this planner recognises"
     hint = "it stays replicated; add a rule for it if its size matters"
-    return Problem("heads-not-recognised", name, found=found, hint=hint)
+    return Problem("heads-not-recognised", name, found=reason, hint=hint)
 
 
 class MegatronPlanner(LayoutPlanner):
@@ -218,8 +218,8 @@ class MegatronPlanner(LayoutPlanner):
             for key, parameter in own.items():
                 fqn = f"{name}.{key}" if name else key
                 if parameter.shape[0] % size:
-                    found = f"{parameter.shape[0]} experts with {self.expert_axis}={size}"
-                    problems.append(Problem("does-not-divide", fqn, 0, self.expert_axis, found))
+                    reason = f"{parameter.shape[0]} experts with {self.expert_axis}={size}"
+                    problems.append(Problem("does-not-divide", fqn, 0, self.expert_axis, reason))
                 layouts[fqn] = Layout(self.mesh, {self.expert_axis: "S(0)"})
         if problems:
             raise PlanError(problems)
@@ -233,17 +233,17 @@ def _one_name_each(module: nn.Module, layouts: dict[str, Layout]) -> dict[str, L
         PlanError: one tensor would get two layouts.
     """
     first: dict[int, str] = {}
-    kept: dict[str, Layout] = {}
+    layouts_by_name: dict[str, Layout] = {}
     problems = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = first.setdefault(id(parameter), name)  # tied: under the first name
         layout = layouts.get(name)
         if layout is None:
             continue
-        if owner in kept and kept[owner] != layout:
-            found = f"{owner} -> {kept[owner]}, {name} -> {layout}"
-            problems.append(Problem("tied-weights", name, found=found, hint="untie them or write the rule by hand"))
-        kept.setdefault(owner, layout)
+        if owner in layouts_by_name and layouts_by_name[owner] != layout:
+            reason = f"{owner} -> {layouts_by_name[owner]}, {name} -> {layout}"
+            problems.append(Problem("tied-weights", name, found=reason, hint="untie them or write the rule by hand"))
+        layouts_by_name.setdefault(owner, layout)
     if problems:
         raise PlanError(problems)
-    return kept
+    return layouts_by_name
