@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import Part, PlanError, load_safetensors, save_safetensors
+from shard_reshard import Part, PlanError, load_safetensors, reshard_state_dict, save_safetensors
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 pytestmark = pytest.mark.extra("safetensors")
@@ -73,6 +74,29 @@ def _state(ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         for name, value in full.items()
     }
     return full, state
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_fsdp2_has_gathered_for_a_validation(ranks: Ranks, tmp_path: Path) -> None:
+    """Its root stays gathered behind a forward without gradients; reading its state dict shards it again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    full = {name: value.clone() for name, value in model.state_dict().items()}
+    fully_shard(model, mesh=ranks.mesh((2,), ("dp",)))
+    folder = _folder(ranks, tmp_path) / "model"
+    for call in (save_safetensors, load_safetensors, reshard_state_dict):
+        with torch.no_grad():
+            model(torch.ones(2, 7))
+        if call is save_safetensors:
+            save_safetensors(model, folder)
+        elif call is load_safetensors:
+            load_safetensors(folder, out=model)
+        else:
+            reshard_state_dict({name: value + 1 for name, value in full.items()}, out=model)
+    _equal(_read(folder), full)
+    after = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    _equal(after, {name: value + 1 for name, value in full.items()})
+    assert sum(isinstance(value, DTensor) for value in model.state_dict().values()) == 4
 
 
 @pytest.mark.ranks(2, 4)
