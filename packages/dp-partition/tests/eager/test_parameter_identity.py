@@ -49,8 +49,8 @@ def _full(model: nn.Module) -> list[torch.Tensor]:
     return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
 
 
-MARKS: dict[str, Callable[[nn.Module], Any]] = {
-    "attribute": lambda model: [setattr(p, "no_decay", p.ndim == 1) for p in model.parameters()],
+MARKS: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda model: [vars(p).update(no_decay=p.ndim == 1) for p in model.parameters()],
     "ids": lambda model: {id(p) for p in model.parameters() if p.ndim == 1},
     "memory": lambda model: {p.data_ptr() for p in model.parameters() if p.ndim == 1},
     "set": lambda model: {p for p in model.parameters() if p.ndim == 1},
@@ -71,7 +71,7 @@ def test_weight_decay_by_marks_on_parameters(ranks: Ranks, capture: Any, style: 
             model = _model()
             marks, optimizer = mark(model), torch.optim.SGD(model.parameters(), lr=0.1)
 
-            def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+            def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
                 F.cross_entropy(model(x), y).backward()
                 with torch.no_grad():
                     for p in model.parameters():
@@ -102,15 +102,15 @@ def test_weight_decay_by_marks_on_parameters(ranks: Ranks, capture: Any, style: 
     assert ways == {kind: capture == "auto" and kind == "attribute" for kind in MARKS}
 
 
-WRITES: dict[str, Callable[[nn.Module], Any]] = {
-    "gradient row": lambda m: m[0].weight.grad[1].zero_(),  # type: ignore[index, union-attr]
-    "gradient narrowed": lambda m: m[0].weight.grad.narrow(0, 3, 2).mul_(2),  # type: ignore[index, union-attr]
-    "parameter row": lambda m: m[0].weight[0].fill_(0.5),  # type: ignore[index]
-    "element": lambda m: m[2].bias.__setitem__(1, 0.25),  # type: ignore[index, operator]
-    "diagonal": lambda m: m[2].weight.diagonal().add_(0.1),  # type: ignore[index, operator]
-    "flat": lambda m: m[0].weight.view(-1)[3:5].mul_(0.5),  # type: ignore[index, operator]
-    "data": lambda m: m[0].weight.data[2].mul_(0.5),  # type: ignore[index]
-    "detached": lambda m: m[0].weight.detach().mul_(0.9),  # type: ignore[index, operator]
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "gradient row": lambda m: m[0].weight.grad[1].zero_(),
+    "gradient narrowed": lambda m: m[0].weight.grad.narrow(0, 3, 2).mul_(2),
+    "parameter row": lambda m: m[0].weight[0].fill_(0.5),
+    "element": lambda m: m[2].bias.__setitem__(1, 0.25),
+    "diagonal": lambda m: m[2].weight.diagonal().add_(0.1),
+    "flat": lambda m: m[0].weight.view(-1)[3:5].mul_(0.5),
+    "data": lambda m: m[0].weight.data[2].mul_(0.5),
+    "detached": lambda m: m[0].weight.detach().mul_(0.9),
 }
 
 
@@ -190,9 +190,9 @@ def test_a_failed_backward_pass_raises_in_its_call_and_the_next_works(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     by_hand = _averaged(torch.optim.SGD(reference.parameters(), lr=0.1))
 
-    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, now: tuple[int, ...] = ()) -> None:
-        hidden = _Fails.apply(model[1](model[0](x)), now)  # type: ignore[index, operator]
-        loss = F.cross_entropy(model[2](hidden), y)  # type: ignore[index, operator]
+    def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor, now: tuple[int, ...] = ()) -> None:
+        hidden: Any = fails(model[1](model[0](x)), now)
+        loss = F.cross_entropy(model[2](hidden), y)
         if not is_caught:
             loss.backward()
         else:
@@ -203,6 +203,7 @@ def test_a_failed_backward_pass_raises_in_its_call_and_the_next_works(
         optimizer.step()
         optimizer.zero_grad()
 
+    fails: Any = _Fails.apply
     compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="never")
     raised = 0
     with warnings.catch_warnings():
@@ -232,10 +233,10 @@ def test_a_failed_backward_pass_raises_in_its_call_and_the_next_works(
 
 @pytest.mark.ranks(2)
 def test_backward_between_calls_is_a_ranks_own_and_late_hooks_raise(ranks: Ranks) -> None:
-    model = _model()
+    model: Any = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -261,7 +262,7 @@ def test_shards_take_full_checkpoints_and_go_back_to_the_optimizer(ranks: Ranks)
     second = torch.optim.AdamW(other.parameters(), lr=0.01)
     by_hand = _averaged(torch.optim.AdamW(reference.parameters(), lr=0.01))
 
-    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()

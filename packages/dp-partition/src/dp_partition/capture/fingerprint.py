@@ -15,6 +15,7 @@ import enum
 import functools
 import inspect
 import itertools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -404,14 +405,15 @@ def program_key(
     """
     training = tuple([module.training for module in step_state.reads.modules])
     params = step_state.params.values()
-    trained = tuple([p.requires_grad for p in params])
+    trained = tuple(map(operator.attrgetter("requires_grad"), params))
     # Attributes set by users (`p.no_decay`): a step may branch on them. A DTensor has one of torch's.
-    marks = [own for p in params if len(own := vars(p)) > ("_is_param" in own)]
+    marks = [own for own in map(vars, params) if len(own) > ("_is_param" in own)]
+    attributes = fingerprint(marks) if marks else ()
     autocast = tuple(
         [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
     )
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
     placed = {id(module) for _, module in step_state.modules} if step_state.is_reached else ()
-    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers, fingerprint(marks))
+    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers, attributes)
     leaves = tuple(map(leaf_key, call.leaves, itertools.repeat(marked)))
     return leaves, call.spec, training, trained, optimizers.key, constants

@@ -92,12 +92,14 @@ class Reach:
         ids = set(numbers.values())
         result: set[int] = set()
         for container in self.containers:
-            entries = itertools.islice(container.items() if isinstance(container, dict) else container, _MOST)
-            for x in itertools.chain.from_iterable(entries) if isinstance(container, dict) else entries:
+            is_keyed = isinstance(container, keys)
+            values: Iterable[Any] = container.values() if isinstance(container, dict) else ()
+            for x in itertools.islice(container, _MOST):
+                if is_keyed and id(x) in ids:
+                    result.add(id(x))
+            for x in itertools.chain(itertools.islice(container, _MOST), itertools.islice(values, _MOST)):
                 if type(x) is int and x in numbers:
                     result.add(numbers[x])
-            if isinstance(container, keys):
-                result |= {id(x) for x in itertools.islice(container, _MOST) if id(x) in ids}
         return result
 
     def _visit(self, value: Any, depth: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -250,7 +250,7 @@ def placement_of(mesh: DeviceMesh) -> Place:
     return lambda x: distribute_tensor(x.detach(), mesh, placements, src_data_rank=None) if x.ndim else x
 
 
-def _refuse_writes(unit: FSDPModule) -> None:
+def _refuse_writes(unit: nn.Module) -> None:
     """Raise if a forward writes a gathered parameter, which would be lost, or follows a failed backward pass."""
     versions: dict[tuple[nn.Module, str], int] = {}  # forwards nest, and modules share names
 
@@ -266,7 +266,7 @@ def _refuse_writes(unit: FSDPModule) -> None:
                 reason = "a forward writes a gathered parameter"
                 raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
 
-    for module in unit.modules():  # type: ignore[attr-defined]  # an FSDPModule is a module
+    for module in unit.modules():
         module.register_load_state_dict_pre_hook(place_loaded)
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, prepend=True)  # before FSDP2 frees it
@@ -274,7 +274,8 @@ def _refuse_writes(unit: FSDPModule) -> None:
 
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Shard full plain tensors of a state dict for a module's shards; the same file is loaded on every rank."""
-    for name, parameter in module._parameters.items():
+    parameters: dict[str, Any] = module._parameters
+    for name, parameter in parameters.items():
         value = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             state_dict[prefix + name] = _shard_like(value, parameter)
@@ -282,7 +283,8 @@ def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
 
 def place_loaded_state(place: Place, optimizer: Optimizer) -> None:
     """Shard full plain state loaded into an optimizer, as its parameters are."""
-    for parameter, state in optimizer.state.items():
+    states: dict[Any, dict[Any, Any]] = optimizer.state
+    for parameter, state in states.items():
         for key, value in state.items():
             is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
