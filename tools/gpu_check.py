@@ -219,7 +219,7 @@ def test_packing(ranks: Ranks, dtype: torch.dtype, move: tuple[str, str]) -> Non
         exchange.prepare(sources, outs, device).run(lambda *_: None, False)
 
     outs, copied = exchange.allocate(device), 0
-    for memory in (recipe.memory for recipe in exchange.recipes(sources, outs)):
+    for memory in exchange.memories(sources, outs)[0]:
         copied += sum(side.num_bytes for side in (memory.sends, memory.receives) if side.span is None)
         copied += sum(math.prod(source.sizes) * plan.itemsize for source, *_ in memory.own)
     plain = torch.ones(max(copied // 4, 1), device=device)
