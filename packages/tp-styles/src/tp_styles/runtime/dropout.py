@@ -71,9 +71,8 @@ class Region:
     def __init__(self, axis: TPGroup, rates: Rates, groups: list[list[nn.Module]]) -> None:
         self.rank, self.device = axis.rank, torch.device(axis.mesh.device_type)
         self.rates, self.groups = rates, groups
-        self.missing: list[
-            list[nn.Module]
-        ] = []  # replaced, not written to: the compiler forgets what graphs do to sets
+        # Replaced, not written to: the compiler forgets what graphs do to sets.
+        self.missing: list[list[nn.Module]] = []
         self.outside: torch.Tensor | None = None
 
     def install(self, module: nn.Module, rows: list[nn.Module]) -> list[Callable[[], None]]:
