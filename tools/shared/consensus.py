@@ -43,9 +43,9 @@ def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
         members = dist.get_process_group_ranks(mesh.get_group(axis))
         if list(along) != members:
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
-            found = f"ranks {list(along)} along the axis, {members} in its process group"
+            reason = f"ranks {list(along)} along the axis, {members} in its process group"
             hint = "torch gathers in the order of the group: use ascending ranks, or DeviceMesh.from_group"
-            problems.append(Problem("mesh-mismatch", "mesh", axis=name, found=found, hint=hint))
+            problems.append(Problem("mesh-mismatch", "mesh", axis=name, found=reason, hint=hint))
     return problems
 
 

@@ -42,8 +42,8 @@ def elementwise_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tenso
         if reason := next(filter(None, (_first_reason(each, *group) for group in groups)), ""):
             hint = "use an elementwise optimizer for them (SGD, Adam, AdamW, ...); if it is one all the same, set "
             hint += "optimizer.is_elementwise = True"
-            name, found = f"optimizer: {type(each).__name__}", f"it holds local shards, and {reason}"
-            problems.append(Problem("not-elementwise", name, found=found, hint=hint))
+            name, description = f"optimizer: {type(each).__name__}", f"it holds local shards, and {reason}"
+            problems.append(Problem("not-elementwise", name, found=description, hint=hint))
     return problems
 
 
@@ -68,16 +68,16 @@ def _reason(optimizer: Optimizer, group: dict[str, Any], full: torch.Tensor, dim
     devices = [full.device] if full.device.type != "cpu" else []  # the CPU's generator is always restored
     try:
         with torch.random.fork_rng(devices), torch.enable_grad():
-            whole = _train(optimizer, group, full, grads)
+            full_update = _train(optimizer, group, full, grads)
             parts = [
                 _train(optimizer, group, half, [grad.chunk(2, dim)[index].contiguous() for grad in grads])
                 for index, half in enumerate(halves)
             ]
     except Exception as error:
         return f"it cannot be tried on a small tensor ({type(error).__name__}: {error})"
-    count = min(map(len, (whole, *parts)))  # a closure may be called another number of times
-    difference = float((whole[:count] - torch.cat([x[:count] for x in parts], dim + 1)).double().abs().max())
-    update = float((whole - full).double().abs().max())
+    count = min(map(len, (full_update, *parts)))  # a closure may be called another number of times
+    difference = float((full_update[:count] - torch.cat([x[:count] for x in parts], dim + 1)).double().abs().max())
+    update = float((full_update - full).double().abs().max())
     if math.isfinite(difference) and difference <= RTOL * max(update, torch.finfo(full.dtype).eps):
         return ""
     return f"it updates half a tensor differently from the full one (by {difference:.1e} of {update:.1e})"
@@ -88,8 +88,8 @@ def _train(
 ) -> torch.Tensor:
     """Return ``value`` at each call of the closure and at the end: the end alone would not expose LBFGS."""
     parameter, values = nn.Parameter(value.clone()), list[torch.Tensor]()
-    known = inspect.signature(type(optimizer).__init__).parameters
-    settings = {key: setting for key, setting in optimizer.defaults.items() if key in known}
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    settings = {key: setting for key, setting in optimizer.defaults.items() if key in accepted}
     trial = type(optimizer)([parameter], **settings)
     own = {key: setting for key, setting in group.items() if key != "params"}
     trial.param_groups[0].update({key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in own.items()})

@@ -118,14 +118,14 @@ def grad_norm(
                 with named_collective("grad_norm"):
                     dist.all_reduce(total, op=op, group=group)
         totals.append(total)
-    found = _combined(totals, order, device, dtype)
-    found = found if math.isinf(order) else found ** (1.0 / order)
-    if error_if_nonfinite and not bool(torch.isfinite(found)):
+    norm = _combined(totals, order, device, dtype)
+    norm = norm if math.isinf(order) else norm ** (1.0 / order)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is non-finite ({found.item()}), so they cannot be clipped;"
+            f"the norm of order {norm_type} of the gradients is non-finite ({norm.item()}), so they cannot be clipped;"
             " pass error_if_nonfinite=False to scale them by it all the same"
         )
-    return found
+    return norm
 
 
 class _Meshes:
@@ -183,13 +183,13 @@ def _check(parameters: list[torch.Tensor], order: float) -> None:
     is_bridged = any(not BRIDGE_TAGS.isdisjoint(parameter.__dict__) for parameter in parameters)
     for index, parameter in enumerate(parameters):
         if isinstance(parameter.grad, DTensor) and any(isinstance(p, Partial) for p in parameter.grad.placements):
-            found, hint = f"parameter {index}: {parameter.grad.placements}", "reduce it before clipping"
-            problems.append(Problem("partial-gradient", found=found, hint=hint))
+            reason, hint = f"parameter {index}: {parameter.grad.placements}", "reduce it before clipping"
+            problems.append(Problem("partial-gradient", found=reason, hint=hint))
         # Without a bridge a plain parameter beside sharded ones is replicated, as everywhere in tensor parallelism.
         if is_bridged and _placed(parameter) is None:
-            name, found = f"parameter {index} of shape {tuple(parameter.shape)}", "a plain tensor among bridged ones"
+            name, reason = f"parameter {index} of shape {tuple(parameter.shape)}", "a plain tensor among bridged ones"
             hint = "is it replicated or a shard? bridge the module it belongs to, or set its _sharding_info"
-            problems.append(Problem("invalid-layout", name, found=found, hint=hint))
+            problems.append(Problem("invalid-layout", name, found=reason, hint=hint))
     raise_problems(problems)
 
 
@@ -210,12 +210,12 @@ def _counted(parameter: torch.Tensor) -> list[torch.Tensor]:
     if info is None or not info.needs_sections:
         return [local]
     axis, dim = info.section_axis()
-    rank, offset, found = info.mesh.get_local_rank(axis), 0, []
+    rank, offset, ranges = info.mesh.get_local_rank(axis), 0, []
     for section, (start, stop) in zip(info.sections, info.ranges(rank), strict=True):
         if rank % section.copies == 0:
-            found.append(local.narrow(dim, offset, stop - start))
+            ranges.append(local.narrow(dim, offset, stop - start))
         offset += stop - start
-    return found
+    return ranges
 
 
 def _powers(gradients: list[torch.Tensor], order: float) -> list[torch.Tensor]:

@@ -81,12 +81,12 @@ class ShardingInfo(NamedTuple):
     def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return global ``(start, stop)`` rows of each section for a rank along the sharding axis."""
         axis, _ = self.section_axis()
-        size, offset, found = self.mesh.size(axis), 0, []
+        size, offset, ranges = self.mesh.size(axis), 0, []
         for section in self.sections:
             start, stop = section.bounds(rank, size)
-            found.append((offset + start, offset + stop))
+            ranges.append((offset + start, offset + stop))
             offset += section.size
-        return tuple(found)
+        return tuple(ranges)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A plain tuple when pickled: unpickling needs neither this package nor this version of it.

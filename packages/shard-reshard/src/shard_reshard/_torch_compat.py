@@ -157,8 +157,8 @@ def tensor_leaves(values: Any) -> list[torch.Tensor]:
 def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the arguments that an operator writes to, by its schema."""
     specs = func._schema.arguments
-    given = [(spec, args[at] if at < len(args) else kwargs.get(spec.name)) for at, spec in enumerate(specs)]
-    return tensor_leaves([value for spec, value in given if spec.alias_info is not None and spec.alias_info.is_write])
+    bound = [(spec, args[at] if at < len(args) else kwargs.get(spec.name)) for at, spec in enumerate(specs)]
+    return tensor_leaves([value for spec, value in bound if spec.alias_info is not None and spec.alias_info.is_write])
 
 
 def storage_key(tensor: torch.Tensor) -> int:

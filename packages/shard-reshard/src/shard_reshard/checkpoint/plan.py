@@ -121,7 +121,7 @@ def plan_load(
 
     def planned(layouts: Mapping[str, ShardMap]) -> StateDictPlan:
         sources = {name: TensorMeta(shape, dtype, layouts[name], name) for name, (shape, dtype, _) in stored.items()}
-        facts = [replace(known, sources=sources if rank == 0 else {}) for rank, known in enumerate(targets)]
+        facts = [replace(held, sources=sources if rank == 0 else {}) for rank, held in enumerate(targets)]
         return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, strict)
 
     # Demand does not depend on readers: a first plan, with one rank as reader of everything, gives it.

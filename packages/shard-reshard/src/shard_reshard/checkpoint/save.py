@@ -127,8 +127,8 @@ def save_safetensors(
     dist.all_gather_object(everyone, (facts, sums), group=members.group)
     plan, problems = None, differing_tensors([found for _, found in everyone])
     try:
-        known = [found for found, _ in everyone]
-        plan = plan_save(known, key_map, max_file_bytes, bucket_bytes, members.to_group)
+        metadata = [found for found, _ in everyone]
+        plan = plan_save(metadata, key_map, max_file_bytes, bucket_bytes, members.to_group)
         here = LocalTargets(members, plan.moves)
         problems += source_problems(here, sources, ())
     except Exception as error:

@@ -448,8 +448,8 @@ class _Recorder(DispatchMode):
                     self._landed(owner, target, source, hidden)
                 else:
                     place = tuple(target.stride()), int(target.storage_offset()) - start
-                    whole = Landing((0,) * target.dim(), tuple(target.shape), *place)
-                    self._note(owner, source, whole, hidden)
+                    landing = Landing((0,) * target.dim(), tuple(target.shape), *place)
+                    self._note(owner, source, landing, hidden)
             region.fill_(True)
         for name, value in self.held.items():
             if self.owners[storage_key(value)] == owner:

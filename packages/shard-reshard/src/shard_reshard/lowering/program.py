@@ -188,8 +188,8 @@ def _placed(part: RankSchedule, plan: Plan, rank: int, stage: int, base: tuple[i
         return part
 
     def moved(side: int, tensor: int, start: Index) -> tuple[int, Index]:
-        found = places[side]
-        number, shift = (tensor, None) if found is None else found[tensor]
+        place = places[side]
+        number, shift = (tensor, None) if place is None else place[tensor]
         return base[side] + number, start if shift is None else tuple(map(add, start, shift))
 
     def placed(copy: Copy, sends: bool, receives: bool) -> Copy:  # of what peers have, this rank's side is known

@@ -126,7 +126,7 @@ def _plan_of_all(members: GroupInfo, question: Question, facts: RankMeta, sums: 
     problems, plan = differing_tensors([sums for _, sums in everyone]), None
     try:
         plan = plan_state_dict(
-            [known for known, _ in everyone],
+            [metadata for metadata, _ in everyone],
             question.dst_layouts,
             question.key_map,
             question.bucket_bytes,

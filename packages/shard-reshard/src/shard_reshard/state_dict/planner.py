@@ -112,19 +112,19 @@ def _merge(
     several: dict[str, dict[int, TensorMeta]] = {}
     alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object
     for rank, table in enumerate(tables):
-        for name, known in table.items():
-            if times[name] == 1 and known.layout:
-                merged[name] = known
+        for name, entry in table.items():
+            if times[name] == 1 and entry.layout:
+                merged[name] = entry
             else:
-                several.setdefault(name, {})[rank] = known
+                several.setdefault(name, {})[rank] = entry
     for name, by_rank in sorted(several.items()):
         first = next(iter(by_rank.values()))
-        for rank, known in by_rank.items():
-            if name in located and known.layout is first.layout is None and known.dtype == first.dtype:
+        for rank, entry in by_rank.items():
+            if name in located and entry.layout is first.layout is None and entry.dtype == first.dtype:
                 continue
-            if known[:2] != first[:2] or (known.layout is None) != (first.layout is None):
-                kind = "a plain tensor" if known.layout is None else "a sharded tensor"
-                reason = f"rank {rank}: {kind} of {known.shape} {known.dtype}, before: {first.shape} {first.dtype}"
+            if entry[:2] != first[:2] or (entry.layout is None) != (first.layout is None):
+                kind = "a plain tensor" if entry.layout is None else "a sharded tensor"
+                reason = f"rank {rank}: {kind} of {entry.shape} {entry.dtype}, before: {first.shape} {first.dtype}"
                 hint = "shape, dtype and kind of a tensor are the same on every rank"
                 problems.append(Problem("ranks-disagree", f"{side} {name}", found=reason, hint=hint))
                 break
@@ -132,10 +132,10 @@ def _merge(
             joined = _joined_layout(by_rank)
             layout = alike.setdefault(joined, joined)
             if layout is None and side == "out":
-                reason = f"the layouts {', '.join(sorted({repr(known.layout) for known in by_rank.values()}))}"
+                reason = f"the layouts {', '.join(sorted({repr(entry.layout) for entry in by_rank.values()}))}"
                 hint = "give one layout for all ranks in dst_layouts"
                 problems.append(Problem("ranks-disagree", f"out {name}", found=reason, hint=hint))
-            tied = {known.tied_to for known in by_rank.values() if known.tied_to}
+            tied = {entry.tied_to for entry in by_rank.values() if entry.tied_to}
             merged[name] = first._replace(layout=layout or first.layout, tied_to=tied.pop() if len(tied) == 1 else name)
     return dict(sorted(merged.items()))
 

@@ -113,7 +113,7 @@ def reset_parameters_of(module: nn.Module, device: torch.device, seed: int) -> I
 
 
 def _reset(owner: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    whole = copy.copy(owner)  # the module itself is unchanged until the end
+    twin = copy.copy(owner)  # the module itself is unchanged until the end
     tensors: dict[str, torch.Tensor] = {}
     for table_name in ("_parameters", "_buffers"):
         table = dict(owner.__dict__[table_name])
@@ -123,8 +123,8 @@ def _reset(owner: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
                 is_parameter = table_name == "_parameters"
                 table[name] = nn.Parameter(full, requires_grad=value.requires_grad) if is_parameter else full
                 tensors[name] = table[name]
-        whole.__dict__[table_name] = table
-    method: Any = getattr(whole, "reset_parameters", None) or whole._reset_parameters  # both spellings occur in torch
+        twin.__dict__[table_name] = table
+    method: Any = getattr(twin, "reset_parameters", None) or twin._reset_parameters  # both spellings occur in torch
     method()  # writes to the copy's tensors
     return {name: tensor.detach() for name, tensor in tensors.items()}
 

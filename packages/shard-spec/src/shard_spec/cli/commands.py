@@ -98,7 +98,7 @@ def _converted(plan: ShardingPlan, metadata: ModelMetadata | None, target: str, 
     if target == "json":
         return plan.to_json()
     if target == "dtensor":
-        document: Any = {name: list(map(str, said)) for name, said in plan.to_dtensor_placements(metadata).items()}
+        document: Any = {name: list(map(str, specs)) for name, specs in plan.to_dtensor_placements(metadata).items()}
         return json.dumps(document, indent=1) + "\n"
     assert metadata is not None
     if target == "compact":

@@ -105,23 +105,23 @@ def to_parallelize_plan(
     plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None
 ) -> dict[str, ParallelStyle]:
     """Map module FQNs to styles; see ``ShardingPlan.to_parallelize_plan``."""
-    found = resolve(plan, module)
-    axis = the_axis(found, axis)
-    problems = cut_elsewhere(found, axis, "a parallelize_plan") + sharder_problems(found, "a parallelize_plan")
-    problems += _tied_problems(found, axis)
+    state = resolve(plan, module)
+    axis = the_axis(state, axis)
+    problems = cut_elsewhere(state, axis, "a parallelize_plan") + sharder_problems(state, "a parallelize_plan")
+    problems += _tied_problems(state, axis)
     styles: dict[str, ParallelStyle] = {}
-    for path, tensors in tensors_by_module(found.metadata).items():
-        cut = {t.name.rsplit(".", 1)[-1]: cut_dim(found.layouts.get(t.name), t, axis) for t in tensors}
+    for path, tensors in tensors_by_module(state.metadata).items():
+        cut = {t.name.rsplit(".", 1)[-1]: cut_dim(state.layouts.get(t.name), t, axis) for t in tensors}
         if all(dim is None for dim in cut.values()):  # replicated: no style needed
             continue
-        layouts = [found.layouts[t.name] for t in tensors]
+        layouts = [state.layouts[t.name] for t in tensors]
         special = any(isinstance(each.specs[each.mesh.axis_index(axis)], SpecialShard) for each in layouts)
-        wrong = _refusal(path, found.metadata.modules.get(path, ""), cut, special, axis)
+        wrong = _refusal(path, state.metadata.modules.get(path, ""), cut, special, axis)
         if wrong is not None:
             problems.append(wrong)
             continue
         try:
-            styles[path] = _style(found.metadata.modules[path], cut["weight"], output_of(plan, path, axis))
+            styles[path] = _style(state.metadata.modules[path], cut["weight"], output_of(plan, path, axis))
         except PlanError as error:
             problems.extend(error.problems)
     problems += _unused_outputs(plan, styles)

@@ -121,8 +121,8 @@ class MeshCache:
     def _own_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
         """Return this rank's group of one axis; every rank creates the groups in one order."""
         everybody, me = self.group.size == dist.get_world_size(), dist.get_rank()
-        made = [_torch_compat.new_ordered_group(list(each), everybody) for each in groups if everybody or me in each]
-        (own,) = [each for each in made if each is not None]
+        mine = [_torch_compat.new_ordered_group(list(each), everybody) for each in groups if everybody or me in each]
+        (own,) = [each for each in mine if each is not None]
         assert isinstance(own, dist.ProcessGroup)
         return own
 

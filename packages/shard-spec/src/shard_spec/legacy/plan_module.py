@@ -119,9 +119,9 @@ def order_problems(tensors: tuple[TensorAction, ...], outputs: Mapping[str, Shar
         if action.layout is not None:
             orders.setdefault(tuple(action.layout.mesh.ranks), action.names[0])
     for path, wanted in outputs.items():
-        known = known_layout(wanted)
-        if known is not None:
-            orders.setdefault(tuple(known.mesh.ranks), f"output_plan[{path!r}]")
+        layout_like = known_layout(wanted)
+        if layout_like is not None:
+            orders.setdefault(tuple(layout_like.mesh.ranks), f"output_plan[{path!r}]")
     if len(orders) < 2:
         return []
     reason = "; ".join(f"{name}: {list(order)}" for order, name in orders.items())
@@ -176,9 +176,9 @@ def plan_module(
     plan = own_plan(plan, ranks)
     if not isinstance(module, nn.Module):
         raise PlanError(Problem("wrong-type", "module", found=type(module).__qualname__, hint="give an nn.Module"))
-    found = examine(plan, module)
+    resolution = examine(plan, module)
     problems = [*validate(plan, module), *source_problems(src_rank, len(ranks))]
-    tensors, more = read_tensors(module, found, dist.get_rank(group), src_rank, whole)
+    tensors, more = read_tensors(module, resolution, dist.get_rank(group), src_rank, whole)
     problems += more
     for action in tensors:
         if action.layout is not None:
@@ -189,8 +189,8 @@ def plan_module(
     outputs, more = _outputs(plan, ranks)
     problems += more
     problems += order_problems(tensors, outputs)
-    problems += _sharder_problems(found, outputs, plan.return_local_tensor or ())
-    device, more = device_of(module, plan, found, group)
+    problems += _sharder_problems(resolution, outputs, plan.return_local_tensor or ())
+    device, more = device_of(module, plan, resolution, group)
     problems += more
     raise_problems(dict.fromkeys(problems))
     forwards = _forwards(module, tensors)
@@ -199,7 +199,7 @@ def plan_module(
         tensors=tensors,
         forwards=forwards,
         options={path: f"{type(each).__name__}({each.extra_repr()})" for path, each in owners},
-        sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
+        sharders={path: as_sharder(sharder) for path, sharder in sorted(resolution.sharders.items())},
         outputs=outputs,
         locals=tuple(plan.return_local_tensor or ()),
         everything=whole,
@@ -232,13 +232,13 @@ def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, Shard
         assert wanted is not None
         name = f"output_plan[{path!r}]"
         try:
-            known = known_layout(wanted)
+            layout_like = known_layout(wanted)
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
             continue
         outputs[path] = in_mesh_order(wanted) if isinstance(wanted, Layout) else wanted
-        if known is not None:
-            problems += rank_problems(name, tuple(known.mesh.ranks), ranks)
+        if layout_like is not None:
+            problems += rank_problems(name, tuple(layout_like.mesh.ranks), ranks)
     return outputs, problems
 
 

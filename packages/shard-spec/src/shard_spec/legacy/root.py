@@ -82,9 +82,9 @@ class CompareAndHook:
 
     def adopt(self, module: nn.Module) -> None:
         """Take the module for compared, and hook its parameters; sends nothing."""
-        known: dict[str, object] = {}
+        tensors: dict[str, object] = {}
         for fqn, owner, tensor in self._tensors(module):
-            known[fqn] = tensor if isinstance(tensor, nn.Parameter) else owner
+            tensors[fqn] = tensor if isinstance(tensor, nn.Parameter) else owner
             if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
                 continue
             hook: SumGradient | LayGradient
@@ -98,7 +98,7 @@ class CompareAndHook:
                 _torch_compat.revive_hooks(tensor)
             elif not is_sharded(tensor) or _runs_sharded(owner):
                 self._handles.append(tensor.register_hook(hook))
-        self._known = known
+        self._known = tensors
 
     def remove(self) -> None:
         """Take the hooks of parameters away again."""

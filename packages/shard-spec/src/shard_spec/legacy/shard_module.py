@@ -289,9 +289,9 @@ def _meshes_wanted(actions: ExecutionPlan) -> list[Layout]:
     """Layouts of everything that will lie on a mesh, as far as that is known before there is an output."""
     layouts = [action.layout for action in actions.tensors if action.layout is not None]
     for wanted in actions.outputs.values():
-        known = known_layout(wanted)
-        if known is not None:
-            layouts.append(known)
+        layout_like = known_layout(wanted)
+        if layout_like is not None:
+            layouts.append(layout_like)
     return layouts
 
 

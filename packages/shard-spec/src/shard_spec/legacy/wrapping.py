@@ -38,8 +38,8 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
     """``local`` as a DTensor of global ``shape``. Its gradient lies alike; that of a partial sum is replicated."""
     gradient = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
     meaning = _Meaning(mesh, torch.Size(shape), tuple(placements), gradient)
-    made: DTensor = _Wrap.apply(local, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return made
+    wrapped: DTensor = _Wrap.apply(local, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return wrapped
 
 
 def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch.Tensor:

@@ -116,7 +116,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     usable = [_as_name(rule) if rule.key in names else rule for rule in plan.rules if rule.pattern is not None]
     sharders = _place_sharders([rule for rule in usable if rule.kind == "sharder"], metadata, problems)
     index = _RuleIndex([rule for rule in usable if rule.kind != "sharder"])
-    made = _Layouts(problems)
+    chosen_layouts = _Layouts(problems)
     decided: dict[str, tuple[Rule | None, Layout | None]] = {}
     matched: dict[str, tuple[str, ...]] = {}
     for tensor in metadata.tensors:
@@ -125,7 +125,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         matched[tensor.name] = tuple(dict.fromkeys(rule.key for group in rules.values() for rule in group))
         if _taken_by_sharder(tensor, rules, sharders, problems):
             continue  # its layout is the Sharder's business
-        decided[tensor.name] = _decide(tensor, rules, made, plan.strict, problems)
+        decided[tensor.name] = _decide(tensor, rules, chosen_layouts, plan.strict, problems)
     problems += [_matches_nothing(rule.key, metadata) for rule in index.rules if rule.key not in index.used]
     mesh = plan.mesh or _common_mesh(layout for _, layout in decided.values())
     default = None if mesh is None else Layout.replicated(mesh)  # tensors without a rule replicate
