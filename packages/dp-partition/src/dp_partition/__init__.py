@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dp_partition.__about__ import __version__
+from dp_partition.__about__ import __version__ as __version__
 from dp_partition._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dp_partition.runtime.rollback import StepInterrupted as StepInterrupted
 
 __all__ = [
-    "__version__",
     "compile",
     "Step",
     "Batch",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shard_reshard.__about__ import __version__
+from shard_reshard.__about__ import __version__ as __version__
 from shard_reshard._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ __all__ = [
     "LocalShard",
     "PlanError",
     "Problem",
-    "__version__",
 ]
 
 __getattr__, __dir__ = lazy_exports(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shard_spec.__about__ import __version__
+from shard_spec.__about__ import __version__ as __version__
 from shard_spec._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ __all__ = [
     "MegatronPlanner",
     "FullyShardPlanner",
     "OptimalPlanner",
-    "__version__",
 ]
 
 __getattr__, __dir__ = lazy_exports(

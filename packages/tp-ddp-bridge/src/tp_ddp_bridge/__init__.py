@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tp_ddp_bridge.__about__ import __version__
+from tp_ddp_bridge.__about__ import __version__ as __version__
 from tp_ddp_bridge._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ __all__ = [
     "optimizer_state_to_local",
     "PlanError",
     "Problem",
-    "__version__",
 ]
 
 __getattr__, __dir__ = lazy_exports(
