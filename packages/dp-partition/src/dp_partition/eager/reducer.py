@@ -99,8 +99,6 @@ class GradientReducer:
     def call(self) -> Iterator[None]:
         """Run one call of the step in the block. A rank that raises makes its peers raise, in this call."""
         self.index, self.calls, self.has_raised, self._entry = 0, self.calls + 1, False, None
-        if any(hooks_after_accumulation(parameter) > 1 for parameter in self.parameters):
-            raise PlanError(Problem("parameter-hooks", self.name, found=LOCAL_HOOK, hint=HOOK_HINT))
         for one in self.passes:
             one.launched, one.arrived = 0, set()
         if not self.parameters or self.world == 1:
@@ -110,6 +108,8 @@ class GradientReducer:
         self._meets = self.calls == 1 or self._has_cpu
         self._runs = True
         try:
+            if any(hooks_after_accumulation(p) > 1 for p in self.parameters):  # in the block: peers raise as well
+                raise PlanError(Problem("parameter-hooks", self.name, found=LOCAL_HOOK, hint=HOOK_HINT))
             yield
             if any(one.arrived for one in self.passes):  # gradients of some parameters are this rank's alone
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
