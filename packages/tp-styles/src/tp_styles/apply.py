@@ -1,32 +1,47 @@
-"""Apply a plan: first all steps that communicate or may fail, then all changes; all of it or nothing."""
+"""Apply a plan: first all steps that communicate or may fail, then all changes; all of it or nothing. Undo it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles._shared.consensus import assert_consistent
-from tp_styles._shared.stale_parameters import current_parameter, is_stale
-from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles._shared.sharding_info import sharding_info_of
+from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
+from tp_styles._torch_compat import TorchParallelStyle, current_mesh
 from tp_styles.check.checker import Check, Checker, install_check, scopes_of, watch_registrations
 from tp_styles.check.runs import originals
-from tp_styles.handle import TPHandle
-from tp_styles.plan.explain import comparable_lines
+from tp_styles.plan.explain import comparable_lines, regions_of
 from tp_styles.plan.planned import Plan, PlannedModule, Rest, TPPlan, plan_module
-from tp_styles.plan.regions import regions_of
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.changes import KeyRemover, ModuleChange, apply_torch_style, restore, settle
-from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.dropout import checked_modules, install_regions
-from tp_styles.runtime.install import install_module, share_inputs
-from tp_styles.runtime.optimizer_checks import check_optimizers
-from tp_styles.runtime.parameters import ShardParameter, agreed_values, is_shard, make_parameter
+from tp_styles.runtime.install import (
+    KeyRemover,
+    ModuleChange,
+    apply_torch_style,
+    install_module,
+    restore,
+    settle,
+    share_inputs,
+    take_back,
+)
+from tp_styles.runtime.parameters import (
+    ShardParameter,
+    agreed_values,
+    check_optimizers,
+    full_tensor,
+    is_shard,
+    make_parameter,
+    split_of,
+)
+from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.runtime.state_hooks import (
     FULL_MODEL,
     FullModelOnly,
@@ -35,8 +50,120 @@ from tp_styles.runtime.state_hooks import (
     PreserveShardingOnApply,
     ResetFullParameters,
 )
-from tp_styles.values.spec import ParameterSpec, PerRank
-from tp_styles.values.split import Split
+from tp_styles.values import ParameterSpec, PerRank, Split
+
+
+class TPHandle:
+    """A model with an applied plan.
+
+    Attributes:
+        plan: The applied plan.
+        model: The model.
+        mesh: The 1-D mesh.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: TPPlan, axis: TPGroup, changes: list[ModuleChange], checker: Checker | None
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.mesh = axis.mesh
+        self._axis = axis
+        self._changes = changes
+        self._checker = checker
+
+    def report(self, path: str | None = None) -> str:
+        """Return plan and checked calls as text; with `path` also write it there."""
+        checked = self._checker.report() if self._checker is not None else []
+        text = "\n".join([self.plan.explain(), *checked])
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        return text
+
+    def undo(self) -> nn.Module:
+        """Restore full parameters (with their present values and gradients) and the model's own forwards.
+
+        Every rank calls it: shards are gathered. The parameters are new objects.
+
+        Returns:
+            The model.
+
+        Raises:
+            PlanError: It was undone before, on this rank or on another; or another rank has other parameters in place.
+        """
+        fault = None
+        if self.plan.modules and not self._changes:
+            hint = "apply the plan again first"
+            fault = PlanError(Problem("already-applied", found="undo() a second time", hint=hint))
+        same = "every rank needs the same parameters in the same places"
+        assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=same)
+        full: dict[int, nn.Parameter] = {}
+        restored = [
+            (
+                change.module,
+                name,
+                _whole(change.module._parameters.get(name), change.splits.get(name), self._axis, full),
+            )
+            for change in self._changes
+            for name in change.replaced
+        ]
+        names = {module: name for name, module in self.model.named_modules()}
+        for module, name, parameter in restored:  # no communication from here on
+            part, path = module._parameters.get(name), names.get(module, "")
+            module._parameters[name] = parameter
+            if part is not None:
+                reason = "undo() gave the module a full parameter; an optimizer still holds the shard"
+                fqn = f"{path}.{name}" if path else name
+                mark_stale(part, Problem("parameter-replaced", fqn, found=reason, hint="build the optimizer again"))
+        take_back(self._changes)
+        self._changes = []  # a second undo() raises
+        return self.model
+
+    def _parts(self) -> list[str]:
+        """List the shards to gather, one a line."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return [
+            f"{names.get(change.module, '')}.{name}: ".lstrip(".")
+            + _gathering(change.module._parameters.get(name), change.splits.get(name))
+            for change in self._changes
+            for name in change.replaced
+        ]
+
+
+def _gathering(current: nn.Parameter | None, split: Split | None) -> str:
+    """Return metadata to compare before gathering a parameter and its gradient; nothing of a single rank."""
+    if current is None:
+        return "none"
+    if split is not None and split.is_replicated:
+        return "whole"
+    gradient = "with" if current.grad is not None else "without"
+    return f"{type(current).__name__}, {current.dtype}, {gradient} a gradient"
+
+
+def _whole(
+    current: nn.Parameter | None, split: Split | None, axis: TPGroup, memo: dict[int, nn.Parameter]
+) -> nn.Parameter | None:
+    if current is None:
+        return None
+    if id(current) not in memo:
+        parameter = nn.Parameter(_gathered(current, split, axis), current.requires_grad)
+        attributes = {key: value for key, value in vars(current).items() if key != "_sharding_info"}  # full now
+        parameter.__dict__.update(attributes)
+        if current.grad is not None:
+            parameter.grad = _gathered(current.grad, split, axis)
+        memo[id(current)] = parameter
+    return memo[id(current)]
+
+
+def _gathered(value: torch.Tensor, split: Split | None, axis: TPGroup) -> torch.Tensor:
+    if split is not None:
+        return full_tensor(value, axis, split)
+    if isinstance(value, DTensor):
+        return cast(DTensor, value.detach()).full_tensor()
+    info = sharding_info_of(value)
+    return full_tensor(value, axis, split_of(info)) if info is not None else value.detach().clone()
+
 
 CALL = "apply_plan"
 
@@ -353,3 +480,57 @@ def _keep(change: ModuleChange) -> None:
     if hasattr(type(owner), "reset_parameters"):
         vars(owner)["reset_parameters"] = ResetFullParameters(owner, names)
         change.removers.append(lambda: vars(owner).pop("reset_parameters", None) and None)
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: TorchParallelStyle | Mapping[str, TorchParallelStyle] | None = None,
+    tp_mesh_dim: int = 0,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Make a module tensor parallel, in place, and return it. `apply_plan` does the same and returns a handle.
+
+    Args:
+        module: The module.
+        device_mesh: The mesh; by default that of the innermost `with mesh:` block.
+        parallelize_plan: One style for the module, or FQN pattern -> style; patterns without a module are an error.
+        tp_mesh_dim: Tensor-parallel dim of a mesh with several.
+        src_data_rank: Group rank with the source values; None takes each rank's own.
+
+    Raises:
+        PlanError: All problems of the plan, before any change; on every rank, if there is one
+            on any.
+    """
+    device_mesh = device_mesh if device_mesh is not None else current_mesh()
+    mesh = None if device_mesh is None else one_dim(device_mesh, tp_mesh_dim)
+    if parallelize_plan is None:
+        if mesh is not None:  # another rank may have a plan
+            apply_staged(module, mesh, {}, src_data_rank)
+        warnings.warn("parallelize_module without a parallelize_plan changes nothing", stacklevel=2)
+        return module
+    if mesh is None:
+        raise PlanError(
+            Problem("missing-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
+        )
+    apply_staged(module, mesh, parallelize_plan, src_data_rank)
+    return module
+
+
+def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    """Return one dim of a mesh as a 1-D mesh over this rank's group; makes no new process group.
+
+    Raises:
+        PlanError: The mesh has no such dim.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    if not -mesh.ndim <= dim < mesh.ndim:
+        raise PlanError(
+            Problem("invalid-mesh", "tp_mesh_dim", found=str(dim), hint=f"the mesh has {mesh.ndim} dims: {mesh}")
+        )
+    dim %= mesh.ndim
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[dim]]  # stays a slice of its root mesh
+    return DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type)

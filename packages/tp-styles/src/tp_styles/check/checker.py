@@ -31,16 +31,15 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed
 from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
-from tp_styles.check.inputs import Inputs, Mode, NotReady, is_close
-from tp_styles.check.randomness import ConstantRandomness
+from tp_styles.check.inputs import ConstantRandomness, Inputs, Mode, NotReady, is_close
 from tp_styles.check.runs import GradientsAside, Original, Run, Trace, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
-from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.dropout import default_generator
 from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.parameters import ShardParameter, agreed_values
-from tp_styles.runtime.rng import default_generator
-from tp_styles.values.spec import is_below
+from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.values import is_below
 
 Check = Literal["first", "always", "never"]
 OFTEN = 8

@@ -28,12 +28,10 @@ from tp_styles._torch_compat import (
     without_torch_function,
 )
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
-from tp_styles.runtime.changes import TABLES, KeyRemover, ModuleChange
-from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.forwards import Forward
-from tp_styles.runtime.install import DisableFastPath
+from tp_styles.runtime.install import TABLES, DisableFastPath, KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
-from tp_styles.runtime.redistribute import as_dtensor
+from tp_styles.runtime.redistribute import TPGroup, as_dtensor
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""

@@ -10,21 +10,13 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tp_styles._shared.problems import own_errors
-from tp_styles.from_plan.axis_shards import AxisCuts, cuts_on_axis
-from tp_styles.from_plan.regions import Region, find_regions, sizes_by_name, uncut_blocks
+from tp_styles.from_plan.regions import AxisCuts, Region, cuts_on_axis, find_regions, sizes_by_name, uncut_blocks
 from tp_styles.problems import PlanError, Problem
+from tp_styles.styles.attention import GROUPS, KEY_HEADS, QUERY_HEADS, MultiheadAttentionParallel
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.colwise import ColwiseParallel
-from tp_styles.styles.experts import ParametersParallel
-from tp_styles.styles.fused import FusedColwiseParallel
-from tp_styles.styles.gqa import GROUPS, KEY_HEADS, QUERY_HEADS
-from tp_styles.styles.layers import linear_shape
-from tp_styles.styles.mha import MultiheadAttentionParallel
-from tp_styles.styles.replicated import NoParallel
-from tp_styles.styles.rowwise import RowwiseParallel
-from tp_styles.styles.tp_block import BlockParallel, ColwiseKVReplicated
-from tp_styles.values.spec import describe, is_below, names_of_parameters
-from tp_styles.values.split import Split
+from tp_styles.styles.blocks import BlockParallel, ColwiseKVReplicated, NoParallel, ParametersParallel
+from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel, linear_shape
+from tp_styles.values import Split, describe, is_below, names_of_parameters
 
 if TYPE_CHECKING:
     from shard_spec import ShardingPlan

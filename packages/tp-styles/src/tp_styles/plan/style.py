@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from tp_styles._torch_compat import TorchParallelStyle
-from tp_styles.values.spec import ModuleInfo, ParameterSpec, StyleSpec
-from tp_styles.values.split import Split
+from tp_styles.values import ModuleInfo, ParameterSpec, Split, StyleSpec
 
 PrepareInput = Callable[..., Any]
 PrepareOutput = Callable[..., Any]

@@ -16,18 +16,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from tp_styles.problems import Problem, StyleInputError
-from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.dropout import draws, rates_of
+from tp_styles.runtime.dropout import draws, rates_of, tp_rng
 from tp_styles.runtime.parameters import (
     ShardCheck,
     ShardParameter,
     local_parameters,
     refuse_computed,
 )
-from tp_styles.runtime.redistribute import Redistribute, as_dtensor
-from tp_styles.runtime.rng import tp_rng
-from tp_styles.values.spec import Redistribution, StyleSpec, describe
-from tp_styles.values.transfer import normalized
+from tp_styles.runtime.redistribute import Redistribute, TPGroup, as_dtensor
+from tp_styles.values import Redistribution, StyleSpec, describe, normalized
 
 
 def move_inputs(

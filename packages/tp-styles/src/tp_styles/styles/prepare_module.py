@@ -9,8 +9,8 @@ from torch.distributed.tensor import Placement
 
 from tp_styles.problems import Problem, StyleTypeError
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.layers import flow_problems
-from tp_styles.values.spec import ModuleInfo, Redistribution, StyleSpec
+from tp_styles.styles.linear import flow_problems
+from tp_styles.values import ModuleInfo, Redistribution, StyleSpec
 
 Layouts = Placement | tuple[Placement | None, ...]
 

@@ -1,4 +1,4 @@
-"""Cross entropy over a sharded vocabulary, without gathering the logits."""
+"""Helpers of a training loop: cross entropy over a sharded vocabulary, the state dict of the full model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tp_styles._shared.consensus import assert_consistent
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.collectives import TPGroup
-from tp_styles.values.split import Section
+from tp_styles.runtime.parameters import ShardParameter
+from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.runtime.state_hooks import SectionedShard
+from tp_styles.values import Section
 
 
 def vocab_parallel_cross_entropy(
@@ -246,3 +250,52 @@ def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
             )
         return flat[:-2].view(highest.shape)
     return axis.all_reduce_max_(highest.contiguous())
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of the unsharded model, on every rank; every rank calls it.
+
+    Args:
+        model: A model with parallel modules.
+
+    Returns:
+        Plain tensors under unchanged names.
+
+    Raises:
+        PlanError: A rank has no state dict, or other entries; on every rank.
+    """
+    state: dict[str, Any] = {}
+    fault = None
+    try:
+        state = model.state_dict()
+    except Exception as error:
+        fault = error  # raised below, on all ranks
+    divided = [
+        f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | SectionedShard)
+    ]
+    for mesh in _meshes(model):
+        try:
+            assert_consistent(mesh, "full_state_dict", divided, fault, hint="every rank needs the same parameters")
+        except Exception as error:  # ranks of the other meshes must raise too
+            fault = error
+    if fault is not None:
+        raise fault
+    return {name: whole(value) for name, value in state.items()}
+
+
+def _meshes(model: nn.Module) -> list[DeviceMesh]:
+    """Return the meshes of the model's sharded parameters."""
+    meshes: dict[DeviceMesh, None] = {}  # ordered, so ranks use them in one order
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            meshes[parameter.device_mesh] = None
+        elif isinstance(parameter, ShardParameter):
+            meshes[parameter._sharding_info.mesh] = None
+    return list(meshes)
+
+
+def whole(value: Any) -> Any:
+    """Return the global tensor of a state-dict entry, other entries unchanged."""
+    if isinstance(value, DTensor | SectionedShard):
+        return value.full_tensor()
+    return value
