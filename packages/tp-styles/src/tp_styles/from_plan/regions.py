@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.attention import Heads
-from tp_styles.styles.linear import linear_shape
+from tp_styles.styles.linear import LinearShape, linear_shape
 from tp_styles.values import Section, Split, describe
 
 if TYPE_CHECKING:
@@ -136,33 +135,30 @@ def rows_of(split: Split, rank: int, tp_size: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Region:
-    """Modules between column-wise and row-wise layers, on each rank's own channels or heads.
+    """A block of the planner that the plan shards as the planner would.
 
     Attributes:
-        kind: The planner's kind: `"attention"`, `"mlp"`, `"experts"`, `"embedding"`, `"head"`.
-        scope: FQN of the smallest module around all of it.
-        columns: FQN of each column-wise layer -> split of its output features.
-        row: FQN of the row-wise layer; `""` if there is none.
-        row_split: Split of the row-wise layer's input features.
-        inner: FQN of each sharded parameter between them -> its split.
-        picked: Column-wise layers in full on every rank; each rank computes only the rows of its heads.
+        block: The planner's: its kind, the smallest module around it, its layers.
+        splits: FQN of every sharded parameter of it -> its split.
         heads: Heads of an attention, None for other kinds.
-        parameters: FQN of every sharded parameter of the region -> its split.
-        whole: FQNs of replicated parameters inside.
-        is_torchs: It is an `nn.MultiheadAttention`.
+        picked: Column-wise layers in full on every rank; each rank computes only the rows of its heads.
     """
 
-    kind: str
-    scope: str
-    columns: dict[str, Split]
-    row: str
-    row_split: Split
-    inner: dict[str, Split]
-    picked: dict[str, Split]
+    block: TPBlock
+    splits: dict[str, Split]
     heads: Heads | None
-    parameters: dict[str, Split]
-    whole: tuple[str, ...] = ()
-    is_torchs: bool = False
+    picked: dict[str, Split]
+
+    @property
+    def columns(self) -> dict[str, Split]:
+        """FQN of each column-wise layer -> split of its output features."""
+        weights = [cut.name for cut in self.block.columns if _is_weight(cut.name)]
+        return {owner_of(name): replace(self.splits[name], dim=0) for name in weights}
+
+    @property
+    def row(self) -> str:
+        """FQN of the row-wise layer; `""` if there is none."""
+        return owner_of(self.block.rows[0].name) if self.block.rows else ""
 
 
 FUSED_ORDERS = (None, "sections", "heads", "groups", "pairs")
@@ -179,11 +175,11 @@ def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
         if explained >= cuts.splits.keys():
             break
         planner = MegatronPlanner({cuts.axis: cuts.tp_size}, cuts.axis, kv_replicate=True, fused=fused)  # type: ignore[arg-type]
-        for unit in planner.analyse(module).units:
-            region = _region(module, unit, cuts)
+        for block in planner.analyse(module).units:
+            region = _region(module, block, cuts)
             if region is not None:
-                regions.setdefault(f"{unit.name} {unit.kind} {region.row}", region)
-                explained |= _aliases(module, region.parameters)
+                regions.setdefault(f"{block.name} {block.kind} {region.row}", region)
+                explained |= _aliases(module, region.splits)
     return list(regions.values())
 
 
@@ -201,81 +197,58 @@ def _aliases(module: nn.Module, names: dict[str, Split]) -> set[str]:
     return {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in wanted}
 
 
-def _region(module: nn.Module, unit: TPBlock, cuts: AxisCuts) -> Region | None:
-    """Return the unit's region if the plan shards exactly the unit's parameters, in the same way."""
+def _region(module: nn.Module, block: TPBlock, cuts: AxisCuts) -> Region | None:
+    """Return the block's region if the plan shards exactly the block's parameters, in the same way."""
     from shard_spec import Layout, MeshSpec
 
     splits = {}
-    for cut in unit.cuts:
+    for cut in block.cuts:
         layout = Layout(MeshSpec({cuts.axis: cuts.tp_size}), {cuts.axis: cut.placement})
         split, problem = split_on_axis(cut.name, layout, cuts.axis, module.get_parameter(cut.name).shape)
         if split is None or problem is not None or not cuts.agree(cut.name, split):
             return None  # another layout
         splits[cut.name] = split
-    if any(name in cuts.splits for name in (*unit.replicated, *unit.row_biases)):  # must stay replicated
+    if any(name in cuts.splits for name in (*block.replicated, *block.row_biases)):  # must stay replicated
         return None
-    rows = [cut.name for cut in unit.rows]
-    columns = {_owner(cut.name): replace(splits[cut.name], dim=0) for cut in unit.columns if _is_weight(cut.name)}
-    heads = _heads(module, unit, splits, cuts.tp_size) if unit.kind == "attention" else None
-    row = _owner(rows[0]) if rows else ""
-    return Region(
-        kind=str(unit.kind),
-        scope=unit.name,
-        columns=columns,
-        row=row,
-        row_split=replace(splits[rows[0]], dim=0) if rows else Split.replicated(),
-        inner={cut.name: splits[cut.name] for cut in unit.inner},
-        picked=dict(_picked(module, unit, heads)),
-        heads=heads,
-        parameters=splits,
-        whole=unit.replicated,
-        is_torchs=isinstance(module.get_submodule(unit.name), nn.MultiheadAttention),
-    )
+    counted = block.kind == "attention" and not is_torchs(module, block)  # the style of torch's counts its own
+    heads = _heads(module, block, splits, cuts.tp_size) if counted else None
+    picked: dict[str, Split] = {}
+    for name in block.replicated:
+        if heads is not None and heads.copies > 1 and (shape := _linear(module, name)):  # fewer heads than ranks
+            rows = shape.out_features
+            picked[owner_of(name)] = Split(0, (Section(rows, rows // heads.keys, heads.copies),))
+    return Region(block, splits, heads, picked)
 
 
-def _heads(module: nn.Module, unit: TPBlock, splits: dict[str, Split], tp_size: int) -> Heads | None:
+def is_torchs(module: nn.Module, block: TPBlock) -> bool:
+    """True if a block is an `nn.MultiheadAttention`."""
+    return isinstance(module.get_submodule(block.name), nn.MultiheadAttention)
+
+
+def _heads(module: nn.Module, block: TPBlock, splits: dict[str, Split], tp_size: int) -> Heads | None:
     """Return head counts, from the sizes of the layers and the number of pieces."""
-    if isinstance(module.get_submodule(unit.name), nn.MultiheadAttention):
-        return None  # its style counts them
-    width = splits[unit.rows[0].name].global_size
-    outputs = [splits[cut.name].global_size for cut in unit.columns if _is_weight(cut.name)]
-    keys = [name for name in unit.replicated if _is_linear_weight(module, name)]
+    width = splits[block.rows[0].name].global_size
+    outputs = [splits[cut.name].global_size for cut in block.columns if _is_weight(cut.name)]
+    keys = [shape for name in block.replicated if (shape := _linear(module, name))]
     if keys:  # only the query projection is sharded
-        rows = _out_features(module, keys[0])
-        queries = unit.num_pieces
-        size = width // queries
-        count = rows // size
+        queries = block.num_pieces
+        count = keys[0].out_features // (width // queries)
         return Heads(queries, count, tp_size, copies=tp_size // count) if count and tp_size % count == 0 else None
-    count = unit.num_pieces
+    count = block.num_pieces
     size = (outputs[1] if len(outputs) > 1 else (outputs[0] - width) // 2) // count  # fused: q, then k and v
     return Heads(width // size, count, tp_size) if size else None
 
 
-def _picked(module: nn.Module, unit: TPBlock, heads: Heads | None) -> Iterator[tuple[str, Split]]:
-    """Yield key and value projections of fewer key-value heads than ranks."""
-    if heads is None or heads.copies == 1:
-        return
-    for name in unit.replicated:
-        if _is_linear_weight(module, name):
-            rows = _out_features(module, name)
-            yield _owner(name), Split(0, (Section(rows, rows // heads.keys, heads.copies),))
-
-
-def _is_linear_weight(module: nn.Module, name: str) -> bool:
-    return _is_weight(name) and linear_shape(describe(module.get_submodule(_owner(name)))) is not None
-
-
-def _out_features(module: nn.Module, name: str) -> int:
-    shape = linear_shape(describe(module.get_submodule(_owner(name))))
-    assert shape is not None
-    return shape.out_features
+def _linear(module: nn.Module, name: str) -> LinearShape | None:
+    """Return the sizes of the linear layer with this weight; None for other parameters."""
+    return linear_shape(describe(module.get_submodule(owner_of(name)))) if _is_weight(name) else None
 
 
 def _is_weight(name: str) -> bool:
     return name.rpartition(".")[2] == "weight"
 
 
-def _owner(name: str) -> str:
+def owner_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
