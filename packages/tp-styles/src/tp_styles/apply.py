@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,9 +17,9 @@ from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
-from tp_styles.check.checker import Check, Checker, install_check, scopes_of, watch_registrations
+from tp_styles.check.checker import Check, Checker, install_check, watch_registrations
 from tp_styles.check.runs import originals
-from tp_styles.plan.explain import comparable_lines, regions_of
+from tp_styles.plan.explain import plan_as_dict, regions_of
 from tp_styles.plan.planned import Plan, PlannedModule, Rest, TPPlan, plan_module
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.dropout import checked_modules, install_regions
@@ -123,22 +124,17 @@ class TPHandle:
     def _parts(self) -> list[str]:
         """List the shards to gather, one a line."""
         names = {module: name for name, module in self.model.named_modules()}
-        return [
-            f"{names.get(change.module, '')}.{name}: ".lstrip(".")
-            + _gathering(change.module._parameters.get(name), change.splits.get(name))
-            for change in self._changes
-            for name in change.replaced
-        ]
-
-
-def _gathering(current: nn.Parameter | None, split: Split | None) -> str:
-    """Return metadata to compare before gathering a parameter and its gradient; nothing of a single rank."""
-    if current is None:
-        return "none"
-    if split is not None and split.is_replicated:
-        return "whole"
-    gradient = "with" if current.grad is not None else "without"
-    return f"{type(current).__name__}, {current.dtype}, {gradient} a gradient"
+        lines = []
+        for change in self._changes:
+            for name in change.replaced:
+                current, split, text = change.module._parameters.get(name), change.splits.get(name), "none"
+                if current is not None and split is not None and split.is_replicated:
+                    text = "replicated"  # a rank's own, gathered from no other
+                elif current is not None:
+                    gradient = "with" if current.grad is not None else "without"
+                    text = f"{type(current).__name__}, {current.dtype}, {gradient} a gradient"
+                lines.append(f"{names.get(change.module, '')}.{name}: ".lstrip(".") + text)
+        return lines
 
 
 def _whole(
@@ -224,7 +220,15 @@ def apply_staged(
     axis = TPGroup(mesh)  # no process group is made
     compares = check != "never" and not (is_staged and src_data_rank is None)
     arguments = (f"src_data_rank={src_data_rank!r}", f"check={check!r}", f"rest={rest!r}")
-    decided, fault = _decided(model, plan, axis, src_data_rank, strict, check, is_staged, rest)
+    decided, fault = plan if isinstance(plan, TPPlan) else TPPlan(axis.size), None
+    try:
+        if not isinstance(plan, TPPlan):
+            decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged, rest=rest)
+        problems = tuple(_problems_of_the_call(decided, axis, src_data_rank, check, rest))
+        TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
+        _check_model(model, decided, axis, is_staged)
+    except Exception as error:
+        fault = error  # raised once all ranks have compared
     if compares:
         _compare(decided, arguments, model, axis, fault)
     elif fault is not None:
@@ -241,8 +245,9 @@ def apply_staged(
             else:
                 changes += _apply_own(planned, modules[planned.name], axis, new_parameters)
         for one in model.modules():
-            if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers
-                changes.append(ModuleChange(one, removers=_stand_in(one)))
+            if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers: refuse what takes a full one
+                vars(one).update({name: FullModelOnly(one, name) for name in FULL_MODEL})
+                changes.append(ModuleChange(one, removers=[KeyRemover(vars(one), name) for name in FULL_MODEL]))
         share_inputs(model, decided, axis)
         regions = regions_of(decided)
         changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, regions)))
@@ -251,8 +256,8 @@ def apply_staged(
             checker = Checker(
                 model, axis, originals(changes), always=check == "always", is_staged=is_staged, may_leave=may_leave
             )
-            scopes = scopes_of(model, decided, checked_modules(decided, regions))
-            changes.append(ModuleChange(model, removers=install_check(checker, scopes)))
+            removers = install_check(checker, model, decided, checked_modules(decided, regions))
+            changes.append(ModuleChange(model, removers=removers))
     except BaseException:
         restore(changes)  # all of the plan or nothing
         raise
@@ -293,29 +298,6 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- steps
-
-
-def _decided(
-    model: nn.Module,
-    plan: Plan | TorchParallelStyle | TPPlan,
-    axis: TPGroup,
-    src_data_rank: int | None,
-    strict: bool,
-    check: Check,
-    is_staged: bool,
-    rest: Rest,
-) -> tuple[TPPlan, Exception | None]:
-    """Return the plan, and this rank's problem with it: raised only after all ranks have compared."""
-    decided = plan if isinstance(plan, TPPlan) else TPPlan(axis.size)
-    try:
-        if not isinstance(plan, TPPlan):
-            decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged, rest=rest)
-        problems = tuple(_problems_of_the_call(decided, axis, src_data_rank, check, rest))
-        TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
-        _check_model(model, decided, axis, is_staged)
-    except Exception as fault:
-        return decided, fault
-    return decided, None
 
 
 def _problems_of_the_call(
@@ -380,14 +362,14 @@ def _compare(
     """Compare arguments, plan, and parameters' metadata between the ranks; or raise this rank's error on all."""
     if fault is not None:
         assert_consistent(axis.group, CALL, error=fault)
-    parameters = [
-        f"{planned.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}"
+    lines = [
+        f"{planned.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}{'' if p.requires_grad else ' frozen'}"
         for planned in plan.modules
         for name, p, _ in parameters_of(planned, model.get_submodule(planned.name))
     ]
-    plan_lines = [*comparable_lines(plan), f"digest of the plan: {plan.digest}"]
+    lines += [json.dumps(module, sort_keys=True) for module in plan_as_dict(plan)["modules"]]
     hint = "compare apply_plan's arguments, and plan_styles(...).to_json() of both"
-    assert_consistent(axis.group, CALL, [*arguments, *parameters, *plan_lines], hint=hint)
+    assert_consistent(axis.group, CALL, [*arguments, *lines, f"digest of the plan: {plan.digest}"], hint=hint)
 
 
 def _new_parameters(
@@ -404,8 +386,8 @@ def _new_parameters(
                 created[id(original)] = current_parameter(original)  # type: ignore[assignment]  # a parameter's is one
                 continue
             if compares and src_data_rank is None and spec.split.is_replicated and not original.is_meta:
-                same = _is_same_everywhere(original.detach(), axis)
-                unequal += [] if same else [planned.info.where(name)]
+                same = torch.equal(agreed_values(original.detach(), axis, 0), original.detach())
+                unequal += [] if all(axis.all_gather_objects(same, CALL)) else [planned.info.where(name)]
             created[id(original)] = make_parameter(original, spec, axis, src_data_rank)
     if unequal:
         text, hint = "other values than on rank 0 of the group", "src_data_rank=0 broadcasts them"
@@ -421,11 +403,6 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
         if original is None:
             raise KeyError(name)
         yield name, original, spec
-
-
-def _is_same_everywhere(value: torch.Tensor, axis: TPGroup) -> bool:
-    is_same = torch.equal(agreed_values(value, axis, 0), value)
-    return all(axis.all_gather_objects(is_same, CALL))
 
 
 def _apply_own(
@@ -458,12 +435,6 @@ def _apply_own(
             _keep(change)
     changes[""].removers += install_module(found, module, axis)
     return list(changes.values())
-
-
-def _stand_in(model: nn.Module) -> list[Callable[[], None]]:
-    """Replace methods that take a model of transformers for a full one by refusals."""
-    vars(model).update({name: FullModelOnly(model, name) for name in FULL_MODEL})
-    return [KeyRemover(vars(model), name) for name in FULL_MODEL]
 
 
 def _keep(change: ModuleChange) -> None:

@@ -111,7 +111,11 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
             if module.name in together and not where.startswith("->"):
                 continue
             dims = ndim if flow.width or where.startswith("->") else ndim - 1
-            for when, step in _steps(flow, dims):
+            try:
+                steps = flow.transfer(dims)
+            except NoTransfer:
+                continue  # reported in plan.problems
+            for when, step in (("forward", steps.forward), ("backward", steps.backward)):
                 if step.communicates:
                     width = flow.width if flow.width else 1  # of one feature if the width is unknown
                     yield Collective(
@@ -124,14 +128,6 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
                 for size in info.shape if info is not None else ():
                     count *= size
                 yield Collective(module.name, name, "backward", Step("all_reduce"), elements=count)
-
-
-def _steps(flow: Redistribution, ndim: int) -> list[tuple[str, Step]]:
-    try:
-        steps = flow.transfer(ndim)
-    except NoTransfer:
-        return []  # reported in plan.problems
-    return [("forward", steps.forward), ("backward", steps.backward)]
 
 
 def _sent(step: Step, whole: int, tp_size: int) -> float:
@@ -201,17 +197,12 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
         ]
     if name is None and plan.unstyled:
         total = sum(left.num_bytes for left in plan.unstyled)
-        lines.append(f"replicated: {len(plan.unstyled)} parameters, {total:,} bytes")
+        lines.append(f"replicated: {len(plan.unstyled)} parameters, {_bytes(total)}")
         lines += [f"    {left.name}  {_shape(left.shape)}" for left in plan.unstyled]
     if plan.problems:
         lines.append(f"problems: {len(plan.problems)}")
         lines += [f"    {problem}" for problem in plan.problems]
     return "\n".join(lines)
-
-
-def comparable_lines(plan: TPPlan) -> list[str]:
-    """Return the text of a plan in lines, equal on ranks with equal plans."""
-    return _ADDRESS.sub("", explain_plan(plan, None, None)).splitlines()
 
 
 def _parameter_lines(module: PlannedModule, tp_size: int) -> Iterator[str]:
@@ -243,7 +234,13 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _amount(found: Collective, module: PlannedModule, num_tokens: int | None) -> str:
     itemsize = max((info.dtype.itemsize for info in module.info.parameters if info.dtype.is_floating_point), default=4)
     if found.elements:
-        return f"{found.elements * itemsize:,} bytes"
+        return _bytes(found.elements * itemsize)
     if num_tokens is None:
-        return f"{found.elements_per_token * itemsize:,.0f} bytes a token"
-    return f"{found.elements_per_token * itemsize * num_tokens:,.0f} bytes"
+        return f"{_bytes(found.elements_per_token * itemsize)} a token"
+    return _bytes(found.elements_per_token * itemsize * num_tokens)
+
+
+def _bytes(count: float) -> str:
+    """Return a number of bytes in the unit that fits, with one decimal above bytes themselves."""
+    unit = next((index for index in range(4) if count < 1024 ** (index + 1)), 4)
+    return f"{count:,.0f} bytes" if unit == 0 else f"{count / 1024**unit:,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
