@@ -40,8 +40,9 @@ class Style(TorchParallelStyle):
 
     @property
     def is_foreign(self) -> bool:
-        """True if the style defines only `_apply`, and no `spec`."""
-        return False
+        """True if the style defines only an `_apply` of its own, and no `spec`."""
+        kind = type(self)
+        return kind.spec is Style.spec and not kind._apply.__module__.startswith("tp_styles.")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise AssertionError("styles below are added by the planner, and applied by it")

@@ -109,7 +109,6 @@ class Forward:
             if parameter.sum_gradient
         }
         self.parts = ShardCheck(module, spec, axis, name)
-        self.leaves: list[Output | None] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
@@ -184,7 +183,6 @@ class ColumnLinear(Forward):
         super().__init__(module, spec, axis, name)
         ((_, self.enter),) = self.moves.items()
         self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
-        self.leaves = [self.leave]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Compute this rank's output features."""
@@ -215,7 +213,6 @@ class RowLinear(Forward):
         super().__init__(module, spec, axis, name)
         self.enter = next(iter(self.moves.values()))
         self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, inplace_ok=True)
-        self.leaves = [self.leave]
         self.adds_whole = isinstance(self.leave.flow.dst, Replicate)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:

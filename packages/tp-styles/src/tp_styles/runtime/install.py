@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles._shared.stale_parameters import is_stale, mark_stale
 from tp_styles.plan.explain import shared_inputs
@@ -34,7 +32,7 @@ from tp_styles.runtime.forwards import (
     move_outputs,
 )
 from tp_styles.runtime.redistribute import BlockInput, Redistribute, TPGroup
-from tp_styles.values import Redistribution, Split, StyleSpec, describe, normalized
+from tp_styles.values import Split, StyleSpec, describe
 
 
 @dataclass
@@ -230,7 +228,8 @@ class MoveInputs:
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         self.names = describe(module).arguments or tuple(name for name, _ in spec.inputs)
-        self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
+        moves = {key: Redistribute(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
+        self.moves = {key: move if spec.local_input else move.to_dtensor for key, move in moves.items()}
         self.name = name
         self.num_positional = spec.num_positional  # None: any number
 
@@ -245,28 +244,6 @@ class MoveInputs:
             problem = Problem("argument-count", f"{self.name}(...)", found=f"{len(args)} positional inputs", hint=hint)
             raise StyleInputError(problem, "module inputs and input_layouts should have same length!")
         return move_inputs(self.moves, self.names, args, kwargs)
-
-
-class InputMove:
-    """Redistribution of one input, to a plain tensor or a DTensor."""
-
-    def __init__(self, flow: Redistribution, axis: TPGroup, name: str, *, local: bool) -> None:
-        self.local = local
-        self.flow = flow
-        self.axis = axis
-        self.move = Redistribute(flow, axis, name)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the redistributed input."""
-        if self.local:
-            return self.move(x)
-        if isinstance(x, DTensor):
-            return self.move.redistributed(x)
-        source = normalized(self.flow.src, x.dim())
-        if isinstance(source, Shard):
-            self.move.check_even(x.shape[source.dim], source.dim)
-        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)
-        return self.move.redistributed(wrapped)
 
 
 class MoveOutputs:

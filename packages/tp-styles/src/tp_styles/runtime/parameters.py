@@ -167,6 +167,9 @@ def make_parameter(
 ) -> nn.Parameter:
     """Return a parameter with this rank's shard of `original`, which is left unchanged.
 
+    It is a DTensor, or in layouts beyond DTensor (fused sections, copied heads) a plain tensor with `_sharding_info`;
+    shape, `requires_grad` and user attributes are those of `original`.
+
     Args:
         original: The full parameter, on every rank.
         spec: Its split.
@@ -175,24 +178,15 @@ def make_parameter(
     """
     full = agreed_values(original.detach(), axis, src_data_rank)
     local = spec.split.take(full, axis.rank, axis.size)
-    return wrap_local(local, original, spec.split, axis)
-
-
-def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: TPGroup) -> nn.Parameter:
-    """Return a parameter of this rank's shard; shape, `requires_grad` and user attributes are those of `original`.
-
-    It is a DTensor, or in layouts beyond DTensor (fused sections, copied heads) a plain tensor with
-    `_sharding_info`.
-    """
     parameter: nn.Parameter
-    if split.is_plain(axis.size):
-        wrapped = as_dtensor(local, axis.mesh, (split.placement(),), original.shape)
+    if spec.split.is_plain(axis.size):
+        wrapped = as_dtensor(local, axis.mesh, (spec.split.placement(),), original.shape)
         parameter = nn.Parameter(wrapped, requires_grad=original.requires_grad)
         parameter.__dict__.update(original.__dict__)
         return parameter
     parameter = ShardParameter(local, original.requires_grad)
     parameter.__dict__.update(original.__dict__)
-    parameter._sharding_info = sharding_info(split, axis.mesh, original.shape)
+    parameter._sharding_info = sharding_info(spec.split, axis.mesh, original.shape)
     return parameter
 
 
@@ -319,17 +313,9 @@ def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.T
     if isinstance(local, DTensor):
         local = local.to_local()
     if split.dim is None or local.is_meta:
-        if split.dim is not None:
-            return local.new_empty(_global_shape(local, split))
-        return local.clone()
+        shape = [split.global_size if dim == split.dim else size for dim, size in enumerate(local.shape)]
+        return local.new_empty(shape) if split.dim is not None else local.clone()
     return split.join(axis.gather_parts(local, split.dim, split.sizes(axis.size)))
-
-
-def _global_shape(local: torch.Tensor, split: Split) -> list[int]:
-    assert split.dim is not None
-    shape = list(local.shape)
-    shape[split.dim] = split.global_size
-    return shape
 
 
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()

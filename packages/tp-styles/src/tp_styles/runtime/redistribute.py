@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tp_styles._shared.consensus import all_gather_objects
@@ -212,6 +212,15 @@ class Redistribute:
             raise StyleInputError(Problem("mesh-mismatch", self.name, found=f"a DTensor on {x.device_mesh}", hint=hint))
         wanted = (normalized(self.flow.dst, x.dim()),)
         return x if x.placements == wanted else x.redistribute(placements=wanted)
+
+    def to_dtensor(self, x: torch.Tensor) -> DTensor:
+        """Return the activation in the wanted layout, as a DTensor; shards in plain tensors are even."""
+        if not isinstance(x, DTensor):
+            source = normalized(self.flow.src, x.dim())
+            if isinstance(source, Shard):
+                self.check_even(x.shape[source.dim], source.dim)
+            x = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)
+        return self.redistributed(x)
 
     # ------------------------------------------------------------------ the steps
 
