@@ -14,7 +14,7 @@ import tp_models as models
 import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.redistribute import TPGroup
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

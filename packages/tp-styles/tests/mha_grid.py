@@ -12,7 +12,7 @@ import tp_models as models
 import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.redistribute import TPGroup
 
 HEADS, SIZE, BATCH, TARGET, SOURCE = 4, 3, 2, 5, 7
 WIDTH = HEADS * SIZE

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from tp_styles.runtime import redistribute
-from tp_styles.values.transfer import Step, Transfer
+from tp_styles.values import Step, Transfer
 
 NOTHING = Step("none")
 SUM = Step("all_reduce")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,28 @@ def test_report(ranks: Ranks, tmp_path: Path) -> None:
     assert handle.report(str(path)) + "\n" == path.read_text(encoding="utf-8")
     assert "ColwiseParallel" in handle.report()
     assert handle.plan.tp_size == 2
+
+
+@pytest.mark.ranks(2)
+def test_functions_that_apply_plan_enters(ranks: Ranks) -> None:
+    """Each counts once, comprehensions with their function; a pair of layers, in the second call of the process."""
+    folder = str(Path(tp.__file__).parent)
+    entered: set[tuple[str, str]] = set()
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(folder) and not code.co_name.startswith("<"):
+            entered.add((code.co_filename.removeprefix(folder), code.co_qualname))
+
+    mesh, plan = ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+    for _ in range(2):
+        model = models.seeded(models.MLP)
+        entered.clear()
+        sys.setprofile(profile)
+        try:
+            tp.apply_plan(model, mesh, plan)
+        finally:
+            sys.setprofile(None)
+    files = {file for file, _ in entered}
+    assert len(entered) <= 130, (len(entered), sorted(entered))
+    assert len(files) <= 18, sorted(files)

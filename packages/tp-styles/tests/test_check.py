@@ -429,18 +429,18 @@ def test_a_steady_region_calls_nothing_of_the_check(ranks: Ranks) -> None:
         in_check = sum(count for name, count in called.items() if "tp_styles/check/" in name)
         assert (in_check > 100) if step == 0 else (in_check <= 4) if step > 1 else True, (step, in_check)
     hooks = [[type(hook).__name__ for hook in part._forward_pre_hooks.values()] for part in model]
-    assert "CheckHook" not in hooks[0] + hooks[1]
+    assert "Scope" not in hooks[0] + hooks[1]
     model[0].eval()  # alone
     with pytest.raises(tp.PlanError, match=r"check-mismatch.*region '0'"):
         model(tokens())
-    assert next(iter(model[0]._forward_pre_hooks.values())).scope.name == "0"  # the check's
+    assert next(iter(model[0]._forward_pre_hooks.values())).name == "0"  # the check's
     assert [type(hook).__name__ for hook in model[1]._forward_pre_hooks.values()] == hooks[1]  # its mode was checked
     model[1].eval()
     with pytest.raises(tp.PlanError, match=r"check-mismatch.*region '0'"):
         model(tokens())
     assert [type(hook).__name__ for hook in model[1]._forward_pre_hooks.values()] == [
         "function",
-        "CheckHook",
+        "Scope",
         *hooks[1][1:],
     ]
 

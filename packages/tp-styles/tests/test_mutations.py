@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from tp_styles.runtime import redistribute
 from tp_styles.runtime.redistribute import Redistribute
-from tp_styles.values.transfer import Step
+from tp_styles.values import Step
 
 Mutant = tuple[str, Callable[[], Any], tp.TPPlan]
 

@@ -15,8 +15,8 @@ import tp_styles as tp
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from tp_styles.plan.explain import collectives
-from tp_styles.plan.match import match_plan
-from tp_styles.values.transfer import NoTransfer, Step, step, transfer
+from tp_styles.plan.planned import match_plan
+from tp_styles.values import NoTransfer, Step, step, transfer
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ DIFFERENT: list[tuple[Call, str]] = [
     (apply(lambda: mlp().double()), r"ranks-disagree.*up.weight: .12, 8. torch.float64 cpu"),
     (apply(on_meta), r"ranks-disagree.*up.weight: .12, 8. torch.float32 meta"),
     (apply(lambda: models.MLP(8, 14)), r"ranks-disagree.*up.weight: .14, 8."),
-    (apply(frozen), "ranks-disagree.*6, 8.*frozen"),
+    (apply(frozen), "ranks-disagree.*12, 8.*frozen"),
     (apply(src_data_rank=1), "ranks-disagree.*src_data_rank=1"),
 ]
 

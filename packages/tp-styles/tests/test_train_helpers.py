@@ -16,7 +16,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from tp_styles.values.split import Split
+from tp_styles.values import Split
 
 EXACT = 1e-12
 

@@ -138,11 +138,17 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
         (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
         slope.square().sum().backward()
     assert_same_gradients(model, alone, mesh)
-    logits = x64(3, 4).requires_grad_()
-    loss = tp.vocab_parallel_cross_entropy(logits, torch.tensor([1, 0, 5]), mesh=mesh)
-    (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
-    with pytest.raises(tp.PlanError, match="not-differentiable"):
-        torch.autograd.backward([slope.sum()])
+    logits, target = x64(3, 8), torch.tensor([1, 0, 5])
+    local, full = (logits.chunk(2, -1)[ranks.rank].clone().requires_grad_(), logits.clone().requires_grad_())
+    for x, loss in (
+        (local, tp.vocab_parallel_cross_entropy(local, target, mesh=mesh, label_smoothing=0.1)),
+        (full, nn.functional.cross_entropy(full, target, label_smoothing=0.1)),
+    ):
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        slope.pow(3).sum().backward()
+    assert local.grad is not None
+    assert full.grad is not None
+    torch.testing.assert_close(local.grad, full.grad.chunk(2, -1)[ranks.rank])
 
 
 @pytest.mark.ranks(2)

@@ -12,8 +12,8 @@ import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.runtime.redistribute import TPGroup
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 

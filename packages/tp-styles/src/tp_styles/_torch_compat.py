@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel.style import ParallelStyle as TorchParallelStyle
@@ -40,7 +40,6 @@ __all__ = [
     "reduce_scatter_into",
     "tree_flatten",
     "tree_map",
-    "tree_unflatten",
     "without_torch_function",
 ]
 

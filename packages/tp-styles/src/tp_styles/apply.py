@@ -1,32 +1,48 @@
-"""Apply a plan: first all steps that communicate or may fail, then all changes; all of it or nothing."""
+"""Apply a plan: first all steps that communicate or may fail, then all changes; all of it or nothing. Undo it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles._shared.consensus import assert_consistent
-from tp_styles._shared.stale_parameters import current_parameter, is_stale
-from tp_styles._torch_compat import TorchParallelStyle
-from tp_styles.check.checker import Check, Checker, install_check, scopes_of, watch_registrations
+from tp_styles._shared.sharding_info import sharding_info_of
+from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
+from tp_styles._torch_compat import TorchParallelStyle, current_mesh
+from tp_styles.check.checker import Check, Checker, install_check, watch_registrations
 from tp_styles.check.runs import originals
-from tp_styles.handle import TPHandle
-from tp_styles.plan.explain import comparable_lines
+from tp_styles.plan.explain import plan_as_dict, regions_of
 from tp_styles.plan.planned import Plan, PlannedModule, Rest, TPPlan, plan_module
-from tp_styles.plan.regions import regions_of
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.changes import KeyRemover, ModuleChange, apply_torch_style, restore, settle
-from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.dropout import checked_modules, install_regions
-from tp_styles.runtime.install import install_module, share_inputs
-from tp_styles.runtime.optimizer_checks import check_optimizers
-from tp_styles.runtime.parameters import ShardParameter, agreed_values, is_shard, make_parameter
+from tp_styles.runtime.install import (
+    KeyRemover,
+    ModuleChange,
+    apply_torch_style,
+    install_module,
+    restore,
+    settle,
+    share_inputs,
+    take_back,
+)
+from tp_styles.runtime.parameters import (
+    ShardParameter,
+    agreed_values,
+    check_optimizers,
+    full_tensor,
+    is_shard,
+    make_parameter,
+    split_of,
+)
+from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.runtime.state_hooks import (
     FULL_MODEL,
     FullModelOnly,
@@ -35,8 +51,115 @@ from tp_styles.runtime.state_hooks import (
     PreserveShardingOnApply,
     ResetFullParameters,
 )
-from tp_styles.values.spec import ParameterSpec, PerRank
-from tp_styles.values.split import Split
+from tp_styles.values import ParameterSpec, PerRank, Split
+
+
+class TPHandle:
+    """A model with an applied plan.
+
+    Attributes:
+        plan: The applied plan.
+        model: The model.
+        mesh: The 1-D mesh.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: TPPlan, axis: TPGroup, changes: list[ModuleChange], checker: Checker | None
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.mesh = axis.mesh
+        self._axis = axis
+        self._changes = changes
+        self._checker = checker
+
+    def report(self, path: str | None = None) -> str:
+        """Return plan and checked calls as text; with `path` also write it there."""
+        checked = self._checker.report() if self._checker is not None else []
+        text = "\n".join([self.plan.explain(), *checked])
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        return text
+
+    def undo(self) -> nn.Module:
+        """Restore full parameters (with their present values and gradients) and the model's own forwards.
+
+        Every rank calls it: shards are gathered. The parameters are new objects.
+
+        Returns:
+            The model.
+
+        Raises:
+            PlanError: It was undone before, on this rank or on another; or another rank has other parameters in place.
+        """
+        fault = None
+        if self.plan.modules and not self._changes:
+            hint = "apply the plan again first"
+            fault = PlanError(Problem("already-applied", found="undo() a second time", hint=hint))
+        same = "every rank needs the same parameters in the same places"
+        assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=same)
+        full: dict[int, nn.Parameter] = {}
+        restored = [
+            (
+                change.module,
+                name,
+                _whole(change.module._parameters.get(name), change.splits.get(name), self._axis, full),
+            )
+            for change in self._changes
+            for name in change.replaced
+        ]
+        names = {module: name for name, module in self.model.named_modules()}
+        for module, name, parameter in restored:  # no communication from here on
+            part, path = module._parameters.get(name), names.get(module, "")
+            module._parameters[name] = parameter
+            if part is not None:
+                reason = "undo() gave the module a full parameter; an optimizer still holds the shard"
+                fqn = f"{path}.{name}" if path else name
+                mark_stale(part, Problem("parameter-replaced", fqn, found=reason, hint="build the optimizer again"))
+        take_back(self._changes)
+        self._changes = []  # a second undo() raises
+        return self.model
+
+    def _parts(self) -> list[str]:
+        """List the shards to gather, one a line."""
+        names = {module: name for name, module in self.model.named_modules()}
+        lines = []
+        for change in self._changes:
+            for name in change.replaced:
+                current, split, text = change.module._parameters.get(name), change.splits.get(name), "none"
+                if current is not None and split is not None and split.is_replicated:
+                    text = "replicated"  # a rank's own, gathered from no other
+                elif current is not None:
+                    gradient = "with" if current.grad is not None else "without"
+                    text = f"{type(current).__name__}, {current.dtype}, {gradient} a gradient"
+                lines.append(f"{names.get(change.module, '')}.{name}: ".lstrip(".") + text)
+        return lines
+
+
+def _whole(
+    current: nn.Parameter | None, split: Split | None, axis: TPGroup, memo: dict[int, nn.Parameter]
+) -> nn.Parameter | None:
+    if current is None:
+        return None
+    if id(current) not in memo:
+        parameter = nn.Parameter(_gathered(current, split, axis), current.requires_grad)
+        attributes = {key: value for key, value in vars(current).items() if key != "_sharding_info"}  # full now
+        parameter.__dict__.update(attributes)
+        if current.grad is not None:
+            parameter.grad = _gathered(current.grad, split, axis)
+        memo[id(current)] = parameter
+    return memo[id(current)]
+
+
+def _gathered(value: torch.Tensor, split: Split | None, axis: TPGroup) -> torch.Tensor:
+    if split is not None:
+        return full_tensor(value, axis, split)
+    if isinstance(value, DTensor):
+        return cast(DTensor, value.detach()).full_tensor()
+    info = sharding_info_of(value)
+    return full_tensor(value, axis, split_of(info)) if info is not None else value.detach().clone()
+
 
 CALL = "apply_plan"
 
@@ -97,7 +220,15 @@ def apply_staged(
     axis = TPGroup(mesh)  # no process group is made
     compares = check != "never" and not (is_staged and src_data_rank is None)
     arguments = (f"src_data_rank={src_data_rank!r}", f"check={check!r}", f"rest={rest!r}")
-    decided, fault = _decided(model, plan, axis, src_data_rank, strict, check, is_staged, rest)
+    decided, fault = plan if isinstance(plan, TPPlan) else TPPlan(axis.size), None
+    try:
+        if not isinstance(plan, TPPlan):
+            decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged, rest=rest)
+        problems = tuple(_problems_of_the_call(decided, axis, src_data_rank, check, rest))
+        TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
+        _check_model(model, decided, axis, is_staged)
+    except Exception as error:
+        fault = error  # raised once all ranks have compared
     if compares:
         _compare(decided, arguments, model, axis, fault)
     elif fault is not None:
@@ -114,8 +245,9 @@ def apply_staged(
             else:
                 changes += _apply_own(planned, modules[planned.name], axis, new_parameters)
         for one in model.modules():
-            if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers
-                changes.append(ModuleChange(one, removers=_stand_in(one)))
+            if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers: refuse what takes a full one
+                vars(one).update({name: FullModelOnly(one, name) for name in FULL_MODEL})
+                changes.append(ModuleChange(one, removers=[KeyRemover(vars(one), name) for name in FULL_MODEL]))
         share_inputs(model, decided, axis)
         regions = regions_of(decided)
         changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, regions)))
@@ -124,8 +256,8 @@ def apply_staged(
             checker = Checker(
                 model, axis, originals(changes), always=check == "always", is_staged=is_staged, may_leave=may_leave
             )
-            scopes = scopes_of(model, decided, checked_modules(decided, regions))
-            changes.append(ModuleChange(model, removers=install_check(checker, scopes)))
+            removers = install_check(checker, model, decided, checked_modules(decided, regions))
+            changes.append(ModuleChange(model, removers=removers))
     except BaseException:
         restore(changes)  # all of the plan or nothing
         raise
@@ -166,29 +298,6 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- steps
-
-
-def _decided(
-    model: nn.Module,
-    plan: Plan | TorchParallelStyle | TPPlan,
-    axis: TPGroup,
-    src_data_rank: int | None,
-    strict: bool,
-    check: Check,
-    is_staged: bool,
-    rest: Rest,
-) -> tuple[TPPlan, Exception | None]:
-    """Return the plan, and this rank's problem with it: raised only after all ranks have compared."""
-    decided = plan if isinstance(plan, TPPlan) else TPPlan(axis.size)
-    try:
-        if not isinstance(plan, TPPlan):
-            decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged, rest=rest)
-        problems = tuple(_problems_of_the_call(decided, axis, src_data_rank, check, rest))
-        TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
-        _check_model(model, decided, axis, is_staged)
-    except Exception as fault:
-        return decided, fault
-    return decided, None
 
 
 def _problems_of_the_call(
@@ -253,14 +362,14 @@ def _compare(
     """Compare arguments, plan, and parameters' metadata between the ranks; or raise this rank's error on all."""
     if fault is not None:
         assert_consistent(axis.group, CALL, error=fault)
-    parameters = [
-        f"{planned.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}"
+    lines = [
+        f"{planned.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}{'' if p.requires_grad else ' frozen'}"
         for planned in plan.modules
         for name, p, _ in parameters_of(planned, model.get_submodule(planned.name))
     ]
-    plan_lines = [*comparable_lines(plan), f"digest of the plan: {plan.digest}"]
+    lines += [json.dumps(module, sort_keys=True) for module in plan_as_dict(plan)["modules"]]
     hint = "compare apply_plan's arguments, and plan_styles(...).to_json() of both"
-    assert_consistent(axis.group, CALL, [*arguments, *parameters, *plan_lines], hint=hint)
+    assert_consistent(axis.group, CALL, [*arguments, *lines, f"digest of the plan: {plan.digest}"], hint=hint)
 
 
 def _new_parameters(
@@ -277,8 +386,8 @@ def _new_parameters(
                 created[id(original)] = current_parameter(original)  # type: ignore[assignment]  # a parameter's is one
                 continue
             if compares and src_data_rank is None and spec.split.is_replicated and not original.is_meta:
-                same = _is_same_everywhere(original.detach(), axis)
-                unequal += [] if same else [planned.info.where(name)]
+                same = torch.equal(agreed_values(original.detach(), axis, 0), original.detach())
+                unequal += [] if all(axis.all_gather_objects(same, CALL)) else [planned.info.where(name)]
             created[id(original)] = make_parameter(original, spec, axis, src_data_rank)
     if unequal:
         text, hint = "other values than on rank 0 of the group", "src_data_rank=0 broadcasts them"
@@ -294,11 +403,6 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
         if original is None:
             raise KeyError(name)
         yield name, original, spec
-
-
-def _is_same_everywhere(value: torch.Tensor, axis: TPGroup) -> bool:
-    is_same = torch.equal(agreed_values(value, axis, 0), value)
-    return all(axis.all_gather_objects(is_same, CALL))
 
 
 def _apply_own(
@@ -333,12 +437,6 @@ def _apply_own(
     return list(changes.values())
 
 
-def _stand_in(model: nn.Module) -> list[Callable[[], None]]:
-    """Replace methods that take a model of transformers for a full one by refusals."""
-    vars(model).update({name: FullModelOnly(model, name) for name in FULL_MODEL})
-    return [KeyRemover(vars(model), name) for name in FULL_MODEL]
-
-
 def _keep(change: ModuleChange) -> None:
     """Keep a module's new parameters sharded through saving, loading, moving and replacing."""
     names = tuple(change.parameters)
@@ -353,3 +451,57 @@ def _keep(change: ModuleChange) -> None:
     if hasattr(type(owner), "reset_parameters"):
         vars(owner)["reset_parameters"] = ResetFullParameters(owner, names)
         change.removers.append(lambda: vars(owner).pop("reset_parameters", None) and None)
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: TorchParallelStyle | Mapping[str, TorchParallelStyle] | None = None,
+    tp_mesh_dim: int = 0,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Make a module tensor parallel, in place, and return it. `apply_plan` does the same and returns a handle.
+
+    Args:
+        module: The module.
+        device_mesh: The mesh; by default that of the innermost `with mesh:` block.
+        parallelize_plan: One style for the module, or FQN pattern -> style; patterns without a module are an error.
+        tp_mesh_dim: Tensor-parallel dim of a mesh with several.
+        src_data_rank: Group rank with the source values; None takes each rank's own.
+
+    Raises:
+        PlanError: All problems of the plan, before any change; on every rank, if there is one
+            on any.
+    """
+    device_mesh = device_mesh if device_mesh is not None else current_mesh()
+    mesh = None if device_mesh is None else one_dim(device_mesh, tp_mesh_dim)
+    if parallelize_plan is None:
+        if mesh is not None:  # another rank may have a plan
+            apply_staged(module, mesh, {}, src_data_rank)
+        warnings.warn("parallelize_module without a parallelize_plan changes nothing", stacklevel=2)
+        return module
+    if mesh is None:
+        raise PlanError(
+            Problem("missing-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
+        )
+    apply_staged(module, mesh, parallelize_plan, src_data_rank)
+    return module
+
+
+def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    """Return one dim of a mesh as a 1-D mesh over this rank's group; makes no new process group.
+
+    Raises:
+        PlanError: The mesh has no such dim.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    if not -mesh.ndim <= dim < mesh.ndim:
+        raise PlanError(
+            Problem("invalid-mesh", "tp_mesh_dim", found=str(dim), hint=f"the mesh has {mesh.ndim} dims: {mesh}")
+        )
+    dim %= mesh.ndim
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[dim]]  # stays a slice of its root mesh
+    return DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type)

@@ -54,7 +54,7 @@ def _load(where: str, what: str) -> Any:
 def _explain(model: Any, plan: Any, options: argparse.Namespace) -> int:
     import torch
 
-    from tp_styles.hf.auto import auto_plan
+    from tp_styles.hf.plan import auto_plan
     from tp_styles.plan.planned import plan_styles
     from tp_styles.problems import PlanError
 

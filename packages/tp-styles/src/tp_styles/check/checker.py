@@ -31,16 +31,15 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed
 from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
-from tp_styles.check.inputs import Inputs, Mode, NotReady, is_close
-from tp_styles.check.randomness import ConstantRandomness
+from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
 from tp_styles.check.runs import GradientsAside, Original, Run, Trace, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
-from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.dropout import default_generator
 from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.parameters import ShardParameter, agreed_values
-from tp_styles.runtime.rng import default_generator
-from tp_styles.values.spec import is_below
+from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.values import is_below
 
 Check = Literal["first", "always", "never"]
 OFTEN = 8
@@ -91,9 +90,10 @@ class Verdict:
 
 @dataclass(eq=False)
 class Scope:
-    """A module checked as a unit.
+    """A module checked as a unit, and its pre-hook with keywords; a region's is removed once its call is checked.
 
     Attributes:
+        checker: Checker of the plan.
         name: Its FQN, `""` for the root.
         module: The module.
         is_root: The plan was applied to it.
@@ -105,9 +105,11 @@ class Scope:
         unstyled: FQNs of parameters without a style.
         verified: Modes with results equal to the original's, from full inputs to full outputs.
         done: Modes already checked, or impossible to check -> elements of the largest input.
+        options: Checked modes, each with the keyword arguments that were True.
         not_in_float64: Modes not comparable within a run in float64: they wait for one in their own type.
     """
 
+    checker: Checker
     name: str
     module: nn.Module
     is_root: bool = False
@@ -119,10 +121,81 @@ class Scope:
     unstyled: frozenset[str] = frozenset()
     verified: set[Mode] = field(default_factory=set)
     done: dict[Mode, int] = field(default_factory=dict)
+    options: set[tuple[Mode, tuple[str, ...]]] = field(default_factory=set)
     not_in_float64: set[Mode] = field(default_factory=set)
+    _key: int = -1
+    _before: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
         return self.name or type(self.module).__name__
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the call, if its mode is new."""
+        if is_compiling():
+            if self.is_root:
+                _note_compiled(self, module.training)
+            return
+        mode = module.training, torch.is_grad_enabled()
+        checked = self.done.get(mode)
+        largest, options = size_and_options(args, kwargs) if self.is_root else (1, ())
+        # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
+        is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
+        if self.is_root and is_new and not self.checker.is_staged:
+            self.checker.forget_mode(mode)
+            checked = None
+        if self.is_root:  # regions not yet checked in their mode; the check around this one removes them
+            for region in self.checker.scopes[1:]:
+                if (region.module.training, mode[1]) not in region.done:
+                    region.install()
+        if checked is None or self.checker.always:
+            self.checker(self, args, kwargs)
+            self.options.add((mode, options))
+        elif not self.is_root and self.checker.scopes[0].done and not IN_ORIGINAL.get():
+            # A steady step pays only for the root's hook, which installs this one for a new mode. If the root's
+            # forward is not called (`encode()`), this one stays.
+            self.remove()
+
+    def install(self) -> None:
+        """Install before every other hook, except for those already before it: FSDP2's gather the parameters."""
+        hooks: Any = self.module._forward_pre_hooks
+        if self._key < 0:
+            self._key = self.module.register_forward_pre_hook(self, prepend=True, with_kwargs=True).id
+        elif self._key not in hooks:
+            hooks[self._key] = self
+            for key in (self._key, *reversed(self._before)):
+                if key in hooks:
+                    hooks.move_to_end(key, last=False)
+
+    def remove(self) -> None:
+        """Remove the hook, and store the keys of hooks before it."""
+        keys = list(self.module._forward_pre_hooks)
+        if self._key in keys:
+            self._before = keys[: keys.index(self._key)]
+            del self.module._forward_pre_hooks[self._key]
+
+    def take_back(self) -> None:
+        """Remove all traces of the hook from the module."""
+        self.remove()
+        self.module._forward_pre_hooks_with_kwargs.pop(self._key, None)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings of a comparison's two runs.
+
+    Attributes:
+        mode: Mode of the scope's module.
+        dtype: Type of floats in both; None for the model's own.
+        noise: Inputs of one value give way to noise.
+        small: The full weights of the scope are few.
+        everywhere: Gradients of all leaves are computed, not only those of the copies.
+    """
+
+    mode: Mode
+    dtype: torch.dtype | None
+    noise: bool
+    small: bool
+    everywhere: bool = False
 
 
 class Checker:
@@ -202,7 +275,7 @@ class Checker:
             f"check of {scope}: unchecked: never entered" for scope in self.scopes if seen and str(scope) not in seen
         ]
 
-    def __call__(self, hook: CheckHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check one call of a scope, before it happens.
 
         Raises:
@@ -211,9 +284,9 @@ class Checker:
         """
         if is_compiling() or IN_ORIGINAL.get() or is_transformed() or self.axis.size == 1:
             return
-        if dist.get_backend(self.axis.group) == "fake" or any(is_fake(p) for p in hook.scope.module.parameters()):
+        if dist.get_backend(self.axis.group) == "fake" or any(is_fake(p) for p in scope.module.parameters()):
             return  # no values
-        scope, mode = hook.scope, (hook.scope.module.training, torch.is_grad_enabled())
+        mode = scope.module.training, torch.is_grad_enabled()
         self.standing = {module: name for name, module in self.scopes[0].module.named_modules()}
         if IN_FLOAT64.get() and mode in scope.not_in_float64:
             return  # for a run in its own type
@@ -240,7 +313,7 @@ class Checker:
                 warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=4)
             is_final = True
         else:
-            is_final = self._check(hook, inputs, mode) or not IN_FLOAT64.get()
+            is_final = self._check(scope, inputs, mode) or not IN_FLOAT64.get()
             if scope.is_root and self.results[str(scope), mode][0] == ALIKE:
                 return  # the next call is checked
         if is_final:  # what raised is checked again by the next call
@@ -273,12 +346,11 @@ class Checker:
                 for one in union
             )
 
-    def _check(self, hook: CheckHook, inputs: Inputs, mode: Mode) -> bool:
+    def _check(self, scope: Scope, inputs: Inputs, mode: Mode) -> bool:
         """Compare; return False if the two runs could not be compared."""
-        scope, key = hook.scope, (str(hook.scope), mode)
-        verdict, constant = self._verdict(hook, inputs, mode, noise=inputs.has_noise), inputs.is_constant
+        verdict, constant = self._verdict(scope, inputs, mode, noise=inputs.has_noise), inputs.is_constant
         if inputs.has_noise and (verdict.stage < Stage.ALL or any(d.kind == "raises" for d in verdict.differences)):
-            verdict, constant = self._verdict(hook, inputs, mode, noise=False), True  # noise may be invalid
+            verdict, constant = self._verdict(scope, inputs, mode, noise=False), True  # noise may be invalid
         if verdict.differences:
             raise CheckError(_problems(scope, verdict, inputs))
         reason = verdict.failure
@@ -289,12 +361,12 @@ class Checker:
                 reason = ALIKE
             if verdict.stage == Stage.ALL and verdict.is_closed and not inputs.has_shards:
                 scope.verified.add(mode)
-        self.results[key] = reason, verdict.compared
+        self.results[str(scope), mode] = reason, verdict.compared
         if scope.is_root and not self.is_staged and verdict.stage == Stage.SHARDED:  # else the call itself will raise
             self._refuse_late_modules(scope, verdict)
         # A staged part may not run alone on full weights: other calls complete it.
         if scope.is_root and reason and verdict.stage >= (Stage.SHARDED_BACKWARD if self.is_staged else Stage.SHARDED):
-            subject = "gradients" if verdict.stage == Stage.SHARDED_BACKWARD else "outputs"
+            subject = "outputs" if verdict.stage < Stage.OUTPUTS else "gradients"
             warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {reason}", stacklevel=5)
         return verdict.stage >= Stage.OUTPUTS
 
@@ -314,48 +386,34 @@ class Checker:
 
     # ------------------------------------------------------------------ both runs
 
-    def _verdict(self, hook: CheckHook, inputs: Inputs, mode: Mode, *, noise: bool) -> Verdict:
+    def _verdict(self, scope: Scope, inputs: Inputs, mode: Mode, *, noise: bool) -> Verdict:
         """Compare both runs in the first possible way; the same verdict on every rank."""
-        small = sum(full_numel(p) for p in hook.scope.module.parameters()) <= FLOAT64_LIMIT
+        small = sum(full_numel(p) for p in scope.module.parameters()) <= FLOAT64_LIMIT
         best = Verdict()
         # Some code takes one type only. Inside a run in float64 the run around it, in its own type, covers this.
-        inside = IN_FLOAT64.get()
-        for dtype in (torch.float64,) if inside else (torch.float64, None) if small else (None,):
-            verdict = self._compared(hook, inputs, mode, dtype, noise=noise, small=small, everywhere=False)
+        for dtype in (torch.float64,) if IN_FLOAT64.get() else (torch.float64, None) if small else (None,):
+            way = Way(mode, dtype, noise, small)
+            verdict = self._compared(scope, inputs, way)
             if Stage.OUTPUTS <= verdict.stage < Stage.ALL:
                 # A re-entrant checkpoint refuses gradients of chosen leaves.
-                verdict = self._compared(hook, inputs, mode, dtype, noise=noise, small=small, everywhere=True)
+                verdict = self._compared(scope, inputs, replace(way, everywhere=True))
             if verdict.stage == Stage.ALL:
                 return verdict
             best = verdict if verdict.stage >= best.stage else best
         return best
 
-    def _compared(
-        self,
-        hook: CheckHook,
-        inputs: Inputs,
-        mode: Mode,
-        dtype: torch.dtype | None,
-        *,
-        noise: bool,
-        small: bool,
-        everywhere: bool,
-    ) -> Verdict:
-        scope = hook.scope
-        comparison = Comparison(
-            self.axis,
-            scope.has_partial_output,
-            self.may_leave or not scope.is_root,
-            only_first=not scope.is_root,
-        )
+    def _compared(self, scope: Scope, inputs: Inputs, way: Way) -> Verdict:
+        may_leave, has_partial = self.may_leave or not scope.is_root, scope.has_partial_output
+        comparison = Comparison(self.axis, has_partial, may_leave, only_first=not scope.is_root)
         verdict = Verdict(compared=comparison.compared)
         with ExitStack() as stack:
             constants = stack.enter_context(self._isolated())
             # Of the full root: code in a region may reach parameters outside of it.
-            leaves = (p for module in self.standing for p in module._parameters.values() if p is not None and p.is_leaf)
-            others = stack.enter_context(GradientsAside(p for p in leaves if p.requires_grad)) if everywhere else None
-            ours = self.agreed(lambda: inputs.copies(dtype, full=False, noise=noise))
-            wanted = self.agreed(lambda: inputs.copies(dtype, full=True, noise=noise))
+            parameters = (p for module in self.standing for p in module._parameters.values() if p is not None)
+            leaves = [p for p in parameters if p.is_leaf and p.requires_grad]
+            others = stack.enter_context(GradientsAside(leaves)) if way.everywhere else None
+            ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.noise))
+            wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.noise))
             constants.epsilon = 0.0  # copying is no part of the runs
             if ours is None or wanted is None:
                 return verdict.failed(self.failure)
@@ -363,26 +421,24 @@ class Checker:
             def run(*, original: bool, traced: bool = False) -> Run | None:
                 copies = wanted if original else ours
                 result: Run | None = self.agreed(
-                    lambda: self._run(
-                        scope, copies, dtype, hook, constants, original=original, mode=mode, small=small, traced=traced
-                    )
+                    lambda: self._run(scope, copies, way, constants, original=original, traced=traced)
                 )
                 return result
 
             # The original of a small scope runs first. It has no collectives: an error on one rank reaches all ranks,
             # instead of leaving the others waiting in the sharded run. For a large scope it uses verified regions
             # sharded, so the sharded run comes first and verifies them.
-            reference = run(original=True) if small else None
+            reference = run(original=True) if way.small else None
             original_failure = self.failure
-            if small and reference is None:
+            if way.small and reference is None:
                 self._raise_lone_error(scope)
-                if dtype is not None:
+                if way.dtype is not None:
                     return verdict.failed(original_failure)
             sharded = run(original=False)
             failure, place = self.failure, self._place()
-            if sharded is None and (dtype is not None or self.failed_by_plan):
+            if sharded is None and (way.dtype is not None or self.failed_by_plan):
                 return verdict.failed(failure)
-            if not small:
+            if not way.small:
                 reference = run(original=True)
                 original_failure = self.failure
             if sharded is None:
@@ -392,21 +448,21 @@ class Checker:
             verdict.stage = Stage.SHARDED
             if reference is None:
                 return verdict.failed(original_failure)
-            if scope.is_root and not self.is_staged and mode[0] and constants.has_drawn:
+            if scope.is_root and not self.is_staged and way.mode[0] and constants.has_drawn:
                 self._compare_generators(scope)
             verdict.stage = Stage.OUTPUTS
             comparison.tolerance = self.tolerance(constants)
             differences, outputs = comparison.outputs(sharded, reference)
             verdict.differences = self.union(differences)
             if any(one.kind == "output" for one in verdict.differences):  # repeat both with traces
-                ours = self.agreed(lambda: inputs.copies(dtype, full=False, noise=noise))
-                wanted = self.agreed(lambda: inputs.copies(dtype, full=True, noise=noise))
+                ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.noise))
+                wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.noise))
                 one, other = run(original=False, traced=True), run(original=True, traced=True)
                 if one is not None and other is not None and one.trace is not None and other.trace is not None:
                     verdict.place = comparison.first_difference(one.trace, other.trace)
             full = [output.layout == "full" for output in outputs if output.is_output]
             verdict.is_closed = len(full) > 0 and all(full)
-            if not verdict.differences and mode[1]:
+            if not verdict.differences and way.mode[1]:
                 (ones, starts), (its, its_starts) = cotangents(outputs, self.axis)
                 if ones:
                     with self._original():  # a checkpoint runs forwards again
@@ -450,17 +506,7 @@ class Checker:
             raise StyleInputError(Problem("ranks-disagree", f"{scope} generators", found=reason, hint=hint))
 
     def _run(
-        self,
-        scope: Scope,
-        copies: Any,
-        dtype: Any,
-        hook: CheckHook,
-        constants: Precision,
-        *,
-        original: bool,
-        mode: Mode,
-        small: bool,
-        traced: bool,
+        self, scope: Scope, copies: Copies, way: Way, constants: Precision, *, original: bool, traced: bool
     ) -> Run:
         others = self._checkers_below(scope.module)
         originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
@@ -473,7 +519,7 @@ class Checker:
         }
         for inner in scope.inside:
             # Modules that share a parameter with others outside run as the original too: its gradient is one sum.
-            if not small and mode in inner.verified and not _shares(inner.module, scope.module):
+            if not way.small and way.mode in inner.verified and not _shares(inner.module, scope.module):
                 opaque.add(inner.module)
         self.entered.clear()
         epsilon = constants.epsilon  # gathering weights in their own type is no part of the run
@@ -481,15 +527,15 @@ class Checker:
             scope.module,
             self.standing,
             self.axis,
-            dtype,
+            way.dtype,
             originals=originals if original else None,
             opaque=frozenset(opaque if original else ()),
-            skipped=hook,
+            skipped=scope,
             entered=None if original and not traced else self.entered,
             trace=Trace(self.standing, self.entered) if traced else None,
         )
         constants.epsilon = epsilon
-        token = IN_FLOAT64.set(IN_FLOAT64.get() or (dtype is not None and not original))
+        token = IN_FLOAT64.set(IN_FLOAT64.get() or (way.dtype is not None and not original))
         try:
             # Both runs draw alike: Python's and NumPy's numbers are not torch operations, so they are not constants.
             with random_state_restored(), self._original() if original else nullcontext():
@@ -518,7 +564,7 @@ class Checker:
     def _checkers_below(self, module: nn.Module) -> list[Checker]:
         """Return checkers of other calls for modules below, over the same mesh."""
         hooks = (hook for child in module.modules() for hook in child._forward_pre_hooks.values())
-        checkers = {hook.checker: None for hook in hooks if isinstance(hook, CheckHook) and hook.scope.is_root}
+        checkers = {hook.checker: None for hook in hooks if isinstance(hook, Scope) and hook.is_root}
         return [one for one in checkers if one is not self and one.axis.mesh == self.axis.mesh]
 
     @contextmanager
@@ -631,80 +677,10 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
                 checker.forget(module, name)
 
 
-class CheckHook:
-    """Pre-hook with keywords of a scope; a region's is removed once its call is checked.
-
-    Attributes:
-        regions: Hooks of the regions within, if the scope is the root.
-    """
-
-    def __init__(self, checker: Checker, scope: Scope) -> None:
-        self.checker = checker
-        self.scope = scope
-        self.regions: list[CheckHook] = []
-        self.key = -1
-        self.before: list[int] = []
-        self.options: set[tuple[Mode, tuple[str, ...]]] = set()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the call, if its mode is new."""
-        if is_compiling():
-            if self.scope.is_root:
-                _note_compiled(self, module.training)
-            return
-        mode = module.training, torch.is_grad_enabled()
-        checked = self.scope.done.get(mode)
-        largest, options = size_and_options(args, kwargs) if self.scope.is_root else (1, ())
-        # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
-        is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
-        if self.scope.is_root and is_new and not self.checker.is_staged:
-            self.checker.forget_mode(mode)
-            checked = None
-        self.install_regions()
-        if checked is None or self.checker.always:
-            self.checker(self, args, kwargs)
-            self.options.add((mode, options))
-        elif not self.scope.is_root and self.checker.scopes[0].done and not IN_ORIGINAL.get():
-            # A steady step pays only for the root's hook, which installs this one for a new mode. If the root's
-            # forward is not called (`encode()`), this one stays.
-            self.remove()
-
-    def install_regions(self) -> None:
-        """Reinstall hooks on regions not yet checked in their mode; the check around this one removes them."""
-        with_gradients = torch.is_grad_enabled()
-        for region in self.regions:
-            if (region.scope.module.training, with_gradients) not in region.scope.done:
-                region.install()
-
-    def install(self) -> None:
-        """Install before every other hook, except for those already before it: FSDP2's gather the parameters."""
-        hooks: Any = self.scope.module._forward_pre_hooks
-        if self.key < 0:
-            self.key = self.scope.module.register_forward_pre_hook(self, prepend=True, with_kwargs=True).id
-        elif self.key not in hooks:
-            hooks[self.key] = self
-            for key in (self.key, *reversed(self.before)):
-                if key in hooks:
-                    hooks.move_to_end(key, last=False)
-
-    def remove(self) -> None:
-        """Remove the hook, and store the keys of hooks before it."""
-        keys = list(self.scope.module._forward_pre_hooks)
-        if self.key in keys:
-            self.before = keys[: keys.index(self.key)]
-            del self.scope.module._forward_pre_hooks[self.key]
-
-    def take_back(self) -> None:
-        """Remove all traces of the hook from the module."""
-        self.remove()
-        self.scope.module._forward_pre_hooks_with_kwargs.pop(self.key, None)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
-def _note_compiled(hook: CheckHook, training: bool) -> None:
+def _note_compiled(scope: Scope, training: bool) -> None:
     """Report a mode compiled before its check; the compiler runs this once for each traced graph."""
-    mode = training, torch.is_grad_enabled()
-    checker, scope = hook.checker, hook.scope
+    mode, checker = (training, torch.is_grad_enabled()), scope.checker
     if mode in scope.done or IN_ORIGINAL.get() or (str(scope), mode) in checker.results:
         return
     checker.results[str(scope), mode] = f"compiled before its first call; {EAGER_CALL}", Compared()
@@ -727,31 +703,21 @@ def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int
     return largest, tuple(options)
 
 
-def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], None]]:
+def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Callable[[], None]]:
     """Install hooks of all scopes, the root's first, before every other hook: they see the caller's inputs.
+
+    Args:
+        checker: Their checker.
+        model: The root.
+        plan: The applied plan.
+        regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
 
     Returns:
         Functions to remove them.
     """
-    root, *regions = (CheckHook(checker, scope) for scope in scopes)
-    root.regions = regions
-    checker.scopes = scopes
-    for hook in (root, *regions):
-        hook.install()
-    return [hook.take_back for hook in (root, *regions)]
-
-
-def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]:
-    """Return the root and the regions inside it, the root first.
-
-    Args:
-        model: The root.
-        plan: The applied plan.
-        regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
-    """
     unstyled = frozenset(left.name for left in plan.unstyled)
-    scopes = [Scope("", model, is_root=True)]
-    scopes += [Scope(name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
+    scopes = [Scope(checker, "", model, is_root=True)]
+    scopes += [Scope(checker, name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
     for scope in scopes:
         below = [planned for planned in plan.modules if is_below(planned.name, scope.name)]
         flows = [flow for planned in below for _, flow in planned.spec.inputs]
@@ -769,7 +735,9 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
         scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
         scope.unstyled = unstyled
         scope.inside = [other for other in scopes if other.name != scope.name and is_below(other.name, scope.name)]
-    return scopes
+        scope.install()
+    checker.scopes = scopes
+    return [scope.take_back for scope in scopes]
 
 
 def _shares(inner: nn.Module, outer: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from tp_styles._shared.execution_check import Compared, relative_error
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.check.inputs import Copies, Place, tensors_in, varied
 from tp_styles.check.runs import Run, Trace
-from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import split_of
+from tp_styles.runtime.redistribute import TPGroup
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import (
-    TorchDispatchMode,
-    local_of,
-    tree_flatten,
-    without_torch_function,
-)
+from tp_styles._torch_compat import TorchDispatchMode, local_of, tree_flatten, without_torch_function
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
-from tp_styles.runtime.changes import TABLES, KeyRemover, ModuleChange
-from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.forwards import Forward
-from tp_styles.runtime.install import DisableFastPath
+from tp_styles.runtime.install import TABLES, DisableFastPath, KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
-from tp_styles.runtime.redistribute import as_dtensor
+from tp_styles.runtime.redistribute import TPGroup, as_dtensor
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""
@@ -290,8 +283,7 @@ class Run:
             others: Keeps the gradients of all other leaves; None requests only the gradients of the copies, and a
                 re-entrant checkpoint refuses this.
         """
-        leaves: dict[int, torch.Tensor] = {id(p): p for p in self.parameters.values() if p.requires_grad}
-        leaves |= {id(x): x for x in inputs if x.requires_grad}
+        leaves = {id(x): x for x in (*self.parameters.values(), *inputs) if x.requires_grad}
         with self.installed():  # a checkpoint inside runs forwards once more
             if others is None:
                 torch.autograd.backward(outputs, gradients, inputs=list(leaves.values()))

@@ -16,11 +16,11 @@ from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.problems import own_errors
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.apply import apply_plan
-from tp_styles.from_plan.axis_shards import AxisCuts, cuts_on_axis, rows_of
 from tp_styles.from_plan.convert import from_sharding_plan
+from tp_styles.from_plan.regions import AxisCuts, cuts_on_axis, rows_of
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import split_of
-from tp_styles.values.split import Split
+from tp_styles.values import Split
 
 if TYPE_CHECKING:
     from shard_spec import Layout, ShardingPlan

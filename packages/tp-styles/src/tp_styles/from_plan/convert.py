@@ -10,21 +10,22 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tp_styles._shared.problems import own_errors
-from tp_styles.from_plan.axis_shards import AxisCuts, cuts_on_axis
-from tp_styles.from_plan.regions import Region, find_regions, sizes_by_name, uncut_blocks
+from tp_styles.from_plan.regions import (
+    AxisCuts,
+    Region,
+    cuts_on_axis,
+    find_regions,
+    is_torchs,
+    owner_of,
+    sizes_by_name,
+    uncut_blocks,
+)
 from tp_styles.problems import PlanError, Problem
+from tp_styles.styles.attention import GROUPS, KEY_HEADS, QUERY_HEADS, MultiheadAttentionParallel
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.colwise import ColwiseParallel
-from tp_styles.styles.experts import ParametersParallel
-from tp_styles.styles.fused import FusedColwiseParallel
-from tp_styles.styles.gqa import GROUPS, KEY_HEADS, QUERY_HEADS
-from tp_styles.styles.layers import linear_shape
-from tp_styles.styles.mha import MultiheadAttentionParallel
-from tp_styles.styles.replicated import NoParallel
-from tp_styles.styles.rowwise import RowwiseParallel
-from tp_styles.styles.tp_block import BlockParallel, ColwiseKVReplicated
-from tp_styles.values.spec import describe, is_below, names_of_parameters
-from tp_styles.values.split import Split
+from tp_styles.styles.blocks import BlockParallel, ColwiseKVReplicated, NoParallel, ParametersParallel
+from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel, linear_shape
+from tp_styles.values import Split, describe, is_below, names_of_parameters
 
 if TYPE_CHECKING:
     from shard_spec import ShardingPlan
@@ -112,7 +113,7 @@ class _Conversion:
             elif self.unproven == "refuse":
                 self.problems.append(_not_separable(region, reason))
             if not reason or self.unproven != "gather":
-                explained |= {id(self.module.get_parameter(name)) for name in region.parameters}
+                explained |= {id(self.module.get_parameter(name)) for name in region.splits}
         self._alone({n for n in self.cuts.splits if id(self.module.get_parameter(n)) not in explained})
         self._tied()  # last: it needs the styles of the other names
         if self.problems:
@@ -123,10 +124,10 @@ class _Conversion:
     # ------------------------------------------------------------------ styles
 
     def _divide(self, region: Region) -> None:
-        if region.is_torchs:
-            self.found[region.scope] = MultiheadAttentionParallel()
+        if is_torchs(self.module, region.block):
+            self.found[region.block.name] = MultiheadAttentionParallel()
             return
-        if region.kind == "experts":
+        if region.block.kind == "experts":
             self._experts(region)
             return
         inner = bool(region.row) and bool(region.columns)  # otherwise outputs are gathered
@@ -145,11 +146,12 @@ class _Conversion:
         counts = local_counts(self.module, region)
         cut: dict[str, dict[str, int]] = {}
         summed: dict[str, list[str]] = {}
-        for name, split in region.inner.items():
+        for name in (each.name for each in region.block.inner):
             owner, _, key = name.rpartition(".")
-            assert split.dim is not None
-            cut.setdefault(owner, {})[key] = split.dim
-        for name in region.whole:
+            dim = region.splits[name].dim
+            assert dim is not None
+            cut.setdefault(owner, {})[key] = dim
+        for name in region.block.replicated:
             owner, _, key = name.rpartition(".")
             if owner not in region.picked:  # these have a style of their own
                 summed.setdefault(owner, []).append(key)
@@ -172,8 +174,8 @@ class _Conversion:
                 )
 
     def _experts(self, region: Region) -> None:
-        names = {name.rpartition(".")[2]: split for name, split in region.parameters.items()}
-        module = self.module.get_submodule(region.scope)
+        names = {name.rpartition(".")[2]: split for name, split in region.splits.items()}
+        module = self.module.get_submodule(region.block.name)
         kinds = {}
         for key, split in names.items():
             parameter = module.get_parameter(key)
@@ -181,7 +183,7 @@ class _Conversion:
             kinds[key] = f"packed_{kind}" if len(split.sections) > 1 else kind
         for key, _ in module.named_parameters():
             kinds.setdefault(key, "rowwise")  # the bias after the down projection, replicated
-        self.found[region.scope] = ParametersParallel(kinds, role="experts")
+        self.found[region.block.name] = ParametersParallel(kinds, role="experts")
 
     def _alone(self, names: set[str]) -> None:
         """Style sharded layers outside of all regions."""
@@ -217,17 +219,18 @@ class _Conversion:
 
 def mixes(module: nn.Module, region: Region) -> str:
     """Return the reason against computing a rank's heads of an attention alone; empty if there is none."""
-    if region.kind != "attention" or region.is_torchs or not region.row:
+    home = region.block.name
+    if region.block.kind != "attention" or is_torchs(module, region.block) or not region.row:
         return ""
     if region.heads is None:
         return "its heads cannot be counted, or do not divide by the ranks"
-    attention = module.get_submodule(region.scope)
+    attention = module.get_submodule(home)
     mixing = [name for name in ("alibi", "position_bias") if name in inspect.signature(attention.forward).parameters]
     # A module beside the attention adds a bias of all heads, to all attention below their parent (BEiT).
     biases = [name for name, _ in module.named_parameters() if "relative" in name and "bias" in name]
-    homes = [name.rpartition(".")[0].rpartition(".")[0] for name in biases if not is_below(name, region.scope)]
-    mixing += [f"a bias from {home}" for home in homes if home and is_below(region.scope, home)]
-    own = [name for name in region.whole if name.rpartition(".")[0] == region.scope]
+    parents = [owner_of(owner_of(name)) for name in biases if not is_below(name, home)]
+    mixing += [f"a bias from {parent}" for parent in parents if parent and is_below(home, parent)]
+    own = [name for name in region.block.replicated if owner_of(name) == home]
     if type(attention).__name__ in FULL_WIDTH:
         return "its forward takes the width of all heads from its input"
     if mixing:
@@ -241,10 +244,11 @@ FULL_WIDTH = frozenset({"TrOCRAttention"})
 
 def learned_activations(module: nn.Module, region: Region) -> list[str]:
     """List activation functions with parameters in a feed-forward block, between columns and rows."""
-    if region.kind != "mlp":
+    home = region.block.name
+    if region.block.kind != "mlp":
         return []
-    below = [(region.scope + "." + name).lstrip(".") for name, _ in module.get_submodule(region.scope).named_modules()]
-    children = [(name, module.get_submodule(name)) for name in below[1:]]  # without the block itself
+    inside = module.get_submodule(home).named_modules()
+    children = [(below(home, name), child) for name, child in inside if name]  # without the block itself
     usual = ("act", "act_fn", "activation", "activation_fn")
     return [
         name
@@ -258,8 +262,9 @@ def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]
 
     An attribute counts heads, or channels of all heads, if it has one of the usual names and the right value.
     """
-    heads, width, sizes = region.heads, region.row_split.global_size, {}
+    heads, sizes = region.heads, {}
     if heads is not None:
+        width = region.splits[region.block.rows[0].name].global_size
         size = width // heads.queries
         queries, keys = (heads.queries, heads.local_queries), (heads.keys, heads.local_keys)
         sizes = dict.fromkeys((*QUERY_HEADS, "h", "heads", "nh", "num_q_heads"), queries)
@@ -269,7 +274,7 @@ def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]
         sizes |= dict.fromkeys(WIDTHS, (width, heads.local_queries * size))
         sizes |= dict.fromkeys(KEY_WIDTHS, (heads.keys * size, heads.local_keys * size))
     counts: dict[str, dict[str, int]] = {}
-    for name in dict.fromkeys([name.rpartition(".")[0] for name in region.columns] + [region.scope]):
+    for name in dict.fromkeys([owner_of(name) for name in region.columns] + [region.block.name]):
         sizes_of_rank = sizes_by_name(module.get_submodule(name)).items()
         local = {key: sizes[key][1] for key, value in sizes_of_rank if key in sizes and sizes[key][0] == value}
         if local:
@@ -285,7 +290,9 @@ KEY_WIDTHS = "kv_size", "kv_dim"
 
 def _not_separable(region: Region, reason: str) -> Problem:
     hint = 'leave it replicated; or unproven="gather" shards each of its layers on its own'
-    return Problem("slices-mix", region.scope, found=f"{region.kind} by columns and rows: {reason}", hint=hint)
+    return Problem(
+        "slices-mix", region.block.name, found=f"{region.block.kind} by columns and rows: {reason}", hint=hint
+    )
 
 
 def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:

@@ -21,13 +21,12 @@ from tp_styles.check.inputs import is_close
 from tp_styles.hf.plan import OLDER, OUTPUTS, ROLES, STYLES, TODAY, attention_style
 from tp_styles.plan.planned import PlannedModule
 from tp_styles.problems import PlanError, Problem, StyleInputError
-from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.parameters import agreed_values
+from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.experts import LatentKVParallel, ParametersParallel
-from tp_styles.styles.tp_block import ColwiseKVReplicated
-from tp_styles.values.spec import StyleSpec, describe
+from tp_styles.styles.blocks import ColwiseKVReplicated, LatentKVParallel, ParametersParallel
+from tp_styles.values import StyleSpec, describe
 
 __all__ = ["KVReplicate", "RegisteredStyle"]
 

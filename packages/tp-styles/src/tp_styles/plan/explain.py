@@ -1,4 +1,4 @@
-"""A plan as text and as plain values, with the collectives that it will cause."""
+"""A plan's regions, its collectives, and the plan as text and as plain values."""
 
 from __future__ import annotations
 
@@ -7,13 +7,63 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tp_styles.plan.regions import shared_inputs
-from tp_styles.values.spec import Redistribution
-from tp_styles.values.split import Split
-from tp_styles.values.transfer import NoTransfer, Step
+from torch.distributed.tensor import Partial, Shard
+
+from tp_styles.values import NoTransfer, Redistribution, Split, Step, is_below
 
 if TYPE_CHECKING:
     from tp_styles.plan.planned import PlannedModule, TPPlan
+
+
+Regions = dict[str, tuple[list[str], list[str]]]
+"""FQN of the innermost module around column-wise and row-wise layers -> FQNs of the former, and of the latter."""
+
+
+def regions_of(plan: TPPlan) -> Regions:
+    """The regions of a plan."""
+    rows = [found.name for found in plan.modules if _is_row(found)]
+    regions: Regions = {}
+    for found in plan.modules:
+        home = found.name if _is_column(found) else ""
+        while home:
+            home = home.rpartition(".")[0]
+            if inside := [row for row in rows if is_below(row, home)]:
+                regions.setdefault(home, ([], inside))[0].append(found.name)
+                break
+    return regions
+
+
+def _is_column(found: PlannedModule) -> bool:
+    """Whole input, a shard out."""
+    spec = found.spec
+    leaves_shard = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].dst, Shard)
+    comes_whole = bool(spec.inputs) and not isinstance(spec.inputs[0][1].dst, Shard)
+    return leaves_shard and comes_whole and bool(spec.parameters)
+
+
+def _is_row(found: PlannedModule) -> bool:
+    """A shard in, a sum out."""
+    spec = found.spec
+    sums = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].src, Partial)
+    return sums and bool(spec.inputs) and isinstance(spec.inputs[0][1].src, Shard)
+
+
+def shared_inputs(plan: TPPlan) -> Iterator[tuple[list[list[str]], list[str]]]:
+    """Yield, for each block, groups of column-wise layers that may read one tensor together, and its row-wise layers.
+
+    They lay out their inputs alike. Row-wise layers of a block within are not the block's own.
+    """
+    regions, specs = regions_of(plan), {found.name: found.spec for found in plan.modules}
+    for home, (columns, rows) in regions.items():
+        inner = [other for other in regions if other != home and is_below(other, home)]
+        own = [row for row in rows if not any(is_below(row, other) for other in inner)]
+        flows: dict[Redistribution, list[str]] = {}
+        for name in columns:
+            flows.setdefault(specs[name].inputs[0][1], []).append(name)
+        groups = [names for names in flows.values() if len(names) > 1]
+        if groups and own:
+            yield groups, own
+
 
 ACTIVATION_DIMS = 3
 """Dims of an activation that a plan assumes where it has to: batch, sequence, features."""
@@ -61,7 +111,11 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
             if module.name in together and not where.startswith("->"):
                 continue
             dims = ndim if flow.width or where.startswith("->") else ndim - 1
-            for when, step in _steps(flow, dims):
+            try:
+                steps = flow.transfer(dims)
+            except NoTransfer:
+                continue  # reported in plan.problems
+            for when, step in (("forward", steps.forward), ("backward", steps.backward)):
                 if step.communicates:
                     width = flow.width if flow.width else 1  # of one feature if the width is unknown
                     yield Collective(
@@ -74,14 +128,6 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
                 for size in info.shape if info is not None else ():
                     count *= size
                 yield Collective(module.name, name, "backward", Step("all_reduce"), elements=count)
-
-
-def _steps(flow: Redistribution, ndim: int) -> list[tuple[str, Step]]:
-    try:
-        steps = flow.transfer(ndim)
-    except NoTransfer:
-        return []  # reported in plan.problems
-    return [("forward", steps.forward), ("backward", steps.backward)]
 
 
 def _sent(step: Step, whole: int, tp_size: int) -> float:
@@ -151,17 +197,12 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
         ]
     if name is None and plan.unstyled:
         total = sum(left.num_bytes for left in plan.unstyled)
-        lines.append(f"replicated: {len(plan.unstyled)} parameters, {total:,} bytes")
+        lines.append(f"replicated: {len(plan.unstyled)} parameters, {_bytes(total)}")
         lines += [f"    {left.name}  {_shape(left.shape)}" for left in plan.unstyled]
     if plan.problems:
         lines.append(f"problems: {len(plan.problems)}")
         lines += [f"    {problem}" for problem in plan.problems]
     return "\n".join(lines)
-
-
-def comparable_lines(plan: TPPlan) -> list[str]:
-    """Return the text of a plan in lines, equal on ranks with equal plans."""
-    return _ADDRESS.sub("", explain_plan(plan, None, None)).splitlines()
 
 
 def _parameter_lines(module: PlannedModule, tp_size: int) -> Iterator[str]:
@@ -193,7 +234,13 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _amount(found: Collective, module: PlannedModule, num_tokens: int | None) -> str:
     itemsize = max((info.dtype.itemsize for info in module.info.parameters if info.dtype.is_floating_point), default=4)
     if found.elements:
-        return f"{found.elements * itemsize:,} bytes"
+        return _bytes(found.elements * itemsize)
     if num_tokens is None:
-        return f"{found.elements_per_token * itemsize:,.0f} bytes a token"
-    return f"{found.elements_per_token * itemsize * num_tokens:,.0f} bytes"
+        return f"{_bytes(found.elements_per_token * itemsize)} a token"
+    return _bytes(found.elements_per_token * itemsize * num_tokens)
+
+
+def _bytes(count: float) -> str:
+    """Return a number of bytes in the unit that fits, with one decimal above bytes themselves."""
+    unit = next((index for index in range(4) if count < 1024 ** (index + 1)), 4)
+    return f"{count:,.0f} bytes" if unit == 0 else f"{count / 1024**unit:,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from tp_styles._torch_compat import TorchParallelStyle
-from tp_styles.values.spec import ModuleInfo, ParameterSpec, StyleSpec
-from tp_styles.values.split import Split
+from tp_styles.values import ModuleInfo, ParameterSpec, Split, StyleSpec
 
 PrepareInput = Callable[..., Any]
 PrepareOutput = Callable[..., Any]
@@ -41,8 +40,9 @@ class Style(TorchParallelStyle):
 
     @property
     def is_foreign(self) -> bool:
-        """True if the style defines only `_apply`, and no `spec`."""
-        return False
+        """True if the style defines only an `_apply` of its own, and no `spec`."""
+        kind = type(self)
+        return kind.spec is Style.spec and not kind._apply.__module__.startswith("tp_styles.")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise AssertionError("styles below are added by the planner, and applied by it")

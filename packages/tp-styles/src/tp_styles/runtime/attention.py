@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tp_styles.problems import Problem, StyleInputError
-from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.dropout import tp_rng
 from tp_styles.runtime.forwards import RowLinear
-from tp_styles.runtime.redistribute import Redistribute
-from tp_styles.runtime.rng import tp_rng
-from tp_styles.values.spec import Redistribution, StyleSpec
+from tp_styles.runtime.redistribute import Redistribute, TPGroup
+from tp_styles.values import Redistribution, StyleSpec
 
 
 class AttentionForward(RowLinear):

@@ -16,18 +16,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from tp_styles.problems import Problem, StyleInputError
-from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.dropout import draws, rates_of
+from tp_styles.runtime.dropout import draws, rates_of, tp_rng
 from tp_styles.runtime.parameters import (
     ShardCheck,
     ShardParameter,
     local_parameters,
     refuse_computed,
 )
-from tp_styles.runtime.redistribute import Redistribute, as_dtensor
-from tp_styles.runtime.rng import tp_rng
-from tp_styles.values.spec import Redistribution, StyleSpec, describe
-from tp_styles.values.transfer import normalized
+from tp_styles.runtime.redistribute import Redistribute, TPGroup, as_dtensor
+from tp_styles.values import Redistribution, StyleSpec, describe, normalized
 
 
 def move_inputs(
@@ -112,7 +109,6 @@ class Forward:
             if parameter.sum_gradient
         }
         self.parts = ShardCheck(module, spec, axis, name)
-        self.leaves: list[Output | None] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
@@ -187,7 +183,6 @@ class ColumnLinear(Forward):
         super().__init__(module, spec, axis, name)
         ((_, self.enter),) = self.moves.items()
         self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
-        self.leaves = [self.leave]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Compute this rank's output features."""
@@ -218,7 +213,6 @@ class RowLinear(Forward):
         super().__init__(module, spec, axis, name)
         self.enter = next(iter(self.moves.values()))
         self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, inplace_ok=True)
-        self.leaves = [self.leave]
         self.adds_whole = isinstance(self.leave.flow.dst, Replicate)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""Parameters with one rank's shard: created, read, checked and gathered."""
+"""Parameters with one rank's shard: created, read, checked and gathered; and their optimizers' first steps."""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
+from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import (
     gradient_like,
     is_compiling,
@@ -19,10 +25,8 @@ from tp_styles._torch_compat import (
     local_of,
 )
 from tp_styles.problems import PlanError, Problem, StyleInputError
-from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.redistribute import as_dtensor, refuse_transforms
-from tp_styles.values.spec import ParameterSpec, StyleSpec
-from tp_styles.values.split import Split
+from tp_styles.runtime.redistribute import TPGroup, as_dtensor, refuse_transforms
+from tp_styles.values import ParameterSpec, Split, StyleSpec
 
 
 class ShardParameter(nn.Parameter):
@@ -163,6 +167,9 @@ def make_parameter(
 ) -> nn.Parameter:
     """Return a parameter with this rank's shard of `original`, which is left unchanged.
 
+    It is a DTensor, or in layouts beyond DTensor (fused sections, copied heads) a plain tensor with `_sharding_info`;
+    shape, `requires_grad` and user attributes are those of `original`.
+
     Args:
         original: The full parameter, on every rank.
         spec: Its split.
@@ -171,24 +178,15 @@ def make_parameter(
     """
     full = agreed_values(original.detach(), axis, src_data_rank)
     local = spec.split.take(full, axis.rank, axis.size)
-    return wrap_local(local, original, spec.split, axis)
-
-
-def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: TPGroup) -> nn.Parameter:
-    """Return a parameter of this rank's shard; shape, `requires_grad` and user attributes are those of `original`.
-
-    It is a DTensor, or in layouts beyond DTensor (fused sections, copied heads) a plain tensor with
-    `_sharding_info`.
-    """
     parameter: nn.Parameter
-    if split.is_plain(axis.size):
-        wrapped = as_dtensor(local, axis.mesh, (split.placement(),), original.shape)
+    if spec.split.is_plain(axis.size):
+        wrapped = as_dtensor(local, axis.mesh, (spec.split.placement(),), original.shape)
         parameter = nn.Parameter(wrapped, requires_grad=original.requires_grad)
         parameter.__dict__.update(original.__dict__)
         return parameter
     parameter = ShardParameter(local, original.requires_grad)
     parameter.__dict__.update(original.__dict__)
-    parameter._sharding_info = sharding_info(split, axis.mesh, original.shape)
+    parameter._sharding_info = sharding_info(spec.split, axis.mesh, original.shape)
     return parameter
 
 
@@ -315,14 +313,42 @@ def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.T
     if isinstance(local, DTensor):
         local = local.to_local()
     if split.dim is None or local.is_meta:
-        if split.dim is not None:
-            return local.new_empty(_global_shape(local, split))
-        return local.clone()
+        shape = [split.global_size if dim == split.dim else size for dim, size in enumerate(local.shape)]
+        return local.new_empty(shape) if split.dim is not None else local.clone()
     return split.join(axis.gather_parts(local, split.dim, split.sizes(axis.size)))
 
 
-def _global_shape(local: torch.Tensor, split: Split) -> list[int]:
-    assert split.dim is not None
-    shape = list(local.shape)
-    shape[split.dim] = split.global_size
-    return shape
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+@functools.cache
+def check_optimizers() -> None:
+    """From now on check each optimizer before its first step; installed once for the process."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if is_compiling() or optimizer in _checked:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.is_meta or is_stale(p) for p in parameters):
+        return  # a stale one raises in the step
+    _checked.add(optimizer)
+    problems = [] if not any(map(_is_shard, parameters)) else elementwise_problems(optimizer, _is_shard)
+    for group in optimizer.param_groups:
+        kinds = {isinstance(p, DTensor): p for p in group["params"]}
+        if len(kinds) == 2 and (group.get("fused") or group.get("foreach")):
+            kernels = "fused=True" if group.get("fused") else "foreach=True"
+            reason = f"{kernels} on DTensors and plain tensors (one of shape {tuple(kinds[False].shape)})"
+            hint = 'apply_plan(..., rest="replicated") makes DTensors of parameters without a style'
+            if isinstance(kinds[False], ShardParameter):
+                hint = "sections of a fused weight are no DTensors: leave it out, or give them a group of their own"
+            name = f"optimizer: {type(optimizer).__name__}"
+            problems.append(Problem("mixed-parameters", name, found=reason, hint=hint))
+    if problems:
+        _checked.discard(optimizer)  # raise again in the next step
+        raise PlanError(problems)
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, ShardParameter)

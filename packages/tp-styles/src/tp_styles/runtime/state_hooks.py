@@ -11,10 +11,8 @@ from torch.distributed.tensor import DTensor
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import local_of, tree_map
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import ShardParameter, full_tensor, lost_shard, rebuild, split_of
-from tp_styles.runtime.redistribute import as_dtensor
-from tp_styles.values.split import Split
+from tp_styles.runtime.redistribute import TPGroup, as_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -55,29 +53,19 @@ class SectionedShard(torch.Tensor):
         """Return the local tensor as a plain one; the same memory."""
         return self.as_subclass(torch.Tensor)
 
-    @property
-    def division(self) -> Split:
-        """Split of the global tensor."""
-        return split_of(self._sharding_info)
-
-    @property
-    def global_shape(self) -> torch.Size:
-        """Shape of the global tensor."""
-        return self._sharding_info.shape
-
     # As with a DTensor, its shape is the global one; `torch.distributed.checkpoint` compares it.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]  # a plain attribute in torch's stubs
         """The global shape."""
-        return self.global_shape
+        return self._sharding_info.shape
 
     def size(self, dim: int | None = None) -> Any:
         """The global shape, or one of its sizes."""
-        return self.global_shape if dim is None else self.global_shape[dim]
+        return self.shape if dim is None else self.shape[dim]
 
     def full_tensor(self) -> torch.Tensor:
         """Return the global tensor, on every rank; every rank calls it."""
-        return full_tensor(self.plain(), TPGroup(self._sharding_info.mesh), self.division)
+        return full_tensor(self.plain(), TPGroup(self._sharding_info.mesh), split_of(self._sharding_info))
 
     # ------------------------------------------------------------------ the protocol of torch.distributed.checkpoint
 
@@ -91,7 +79,7 @@ class SectionedShard(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.global_shape),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -112,7 +100,7 @@ class SectionedShard(torch.Tensor):
         raise ValueError(f"{index.fqn}: no section at {index.offset} on this rank")
 
     def _sections(self) -> list[tuple[list[int], torch.Tensor]]:
-        mesh, split, local = self._sharding_info.mesh, self.division, self.plain()
+        mesh, split, local = self._sharding_info.mesh, split_of(self._sharding_info), self.plain()
         assert split.dim is not None
         sections = []
         at = 0

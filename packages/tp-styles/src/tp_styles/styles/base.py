@@ -34,12 +34,6 @@ class ParallelStyle(Style):
         self._prepare_input = _prepare_input
         self._prepare_output = _prepare_output
 
-    @property
-    def is_foreign(self) -> bool:
-        """True if the style defines only `_apply`, and no `spec`."""
-        kind = type(self)
-        return kind._apply is not ParallelStyle._apply and kind.spec is ParallelStyle.spec
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         apply_staged(module, device_mesh, self, self.src_data_rank)
         return module

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Placement
 
 from tp_styles.problems import Problem, StyleTypeError
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.layers import flow_problems
-from tp_styles.values.spec import ModuleInfo, Redistribution, StyleSpec
+from tp_styles.styles.linear import flow_problems
+from tp_styles.values import ModuleInfo, Redistribution, StyleSpec
 
 Layouts = Placement | tuple[Placement | None, ...]
 
@@ -48,16 +48,9 @@ class PrepareModuleInput(ParallelStyle):
         self.with_kwargs = input_kwarg_layouts is not None  # as in torch
         self.use_local_output = use_local_output
         _check_lengths("input", self.input_layouts, self.desired_input_layouts)
-        if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
-            raise StyleTypeError(
-                Problem(
-                    "argument-count",
-                    "input_kwarg_layouts",
-                    found=f"{sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}",
-                    hint="both name the same arguments",
-                ),
-                "input_kwarg_layouts and desired_input_kwarg_layouts should have same length!",
-            )
+        names, desired = sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts)
+        if names != desired:
+            raise _unpaired("input_kwarg_layouts", names, desired, "both name the same arguments")
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return flows of inputs by name; see `ParallelStyle.spec`."""
@@ -205,8 +198,9 @@ def _check_lengths(
     if layouts is None and desired is None:
         return
     if layouts is None or desired is None or len(layouts) != len(desired):
-        hint = "give one desired layout for each"
-        raise StyleTypeError(
-            Problem("argument-count", f"{what}_layouts", found=f"{layouts} and {desired}", hint=hint),
-            f"{what}_layouts and desired_{what}_layouts should have same length!",  # torch's message
-        )
+        raise _unpaired(f"{what}_layouts", layouts, desired, "give one desired layout for each")
+
+
+def _unpaired(name: str, layouts: object, desired: object, hint: str) -> StyleTypeError:
+    text = f"{name} and desired_{name} should have same length!"  # torch's message
+    return StyleTypeError(Problem("argument-count", name, found=f"{layouts} and {desired}", hint=hint), text)

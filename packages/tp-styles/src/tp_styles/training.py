@@ -1,4 +1,4 @@
-"""Cross entropy over a sharded vocabulary, without gathering the logits."""
+"""Helpers of a training loop: cross entropy over a sharded vocabulary, the state dict of the full model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tp_styles._shared.consensus import assert_consistent
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.collectives import TPGroup
-from tp_styles.values.split import Section
+from tp_styles.runtime.parameters import ShardParameter
+from tp_styles.runtime.redistribute import Redistribute, TPGroup
+from tp_styles.runtime.state_hooks import SectionedShard
+from tp_styles.values import Redistribution, Section
 
 
 def vocab_parallel_cross_entropy(
@@ -72,26 +76,37 @@ def vocab_parallel_cross_entropy(
     classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
     start, stop = Section(classes).bounds(axis.rank, axis.size)
     _check(logits, target, stop - start, classes, weight, ignore_index, label_smoothing)
-    even = num_classes is None  # only assumed: compared on CPU
 
     counted = target != ignore_index
     safe = target.masked_fill(~counted, 0)  # any valid index: masked out below
-    by_class = None if weight is None else weight[start:stop].to(torch.promote_types(logits.dtype, torch.float32))
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # exp cannot overflow; the highest logit cancels in every combination below, so it needs no gradient.
+    shifted = exact - _highest(exact.detach(), axis, even=num_classes is None).unsqueeze(-1)
+    here = (safe >= start) & (safe < stop)
+    local = (safe - start).masked_fill(~here, 0)  # any valid index: masked out in the next lines
+    terms = [shifted.exp().sum(-1)]
+    picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
+    terms.append(picked.masked_fill(~here, 0))  # not a product: -inf * 0 is nan
     spread = label_smoothing > 0
-    normalizer, chosen, smooth = _Terms.apply(logits, safe, start, axis, by_class, spread, even)  # type: ignore[no-untyped-call]  # torch's
+    if spread:
+        by_class = None if weight is None else weight[start:stop].to(exact.dtype)
+        terms.append((shifted if by_class is None else shifted * by_class).sum(-1))
+    total = Redistribute(Redistribution(Partial(), Replicate()), axis, "logits", inplace_ok=True)  # one sum for all
+    summed = total(torch.stack(terms)) if axis.size > 1 else torch.stack(terms)
+    normalizer, chosen = summed[0].log(), summed[1]
     per_target = counted.to(normalizer.dtype) if weight is None else weight.to(normalizer.dtype)[safe] * counted
     loss = per_target * (normalizer - chosen)
     if spread:
-        total = float(classes) if weight is None else weight.to(normalizer.dtype).sum()
-        smoothed = (total * normalizer - smooth) * counted
+        classes_weight = float(classes) if weight is None else weight.to(normalizer.dtype).sum()
+        smoothed = (classes_weight * normalizer - summed[2]) * counted
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * smoothed
     loss = loss.masked_fill(~counted, 0)  # nan and infinite logits of ignored targets too
     if reduction == "mean":
         loss = _mean(loss, per_target.sum())
     elif reduction == "sum":
         loss = loss.sum()
-    exact = torch.is_autocast_enabled(logits.device.type)  # autocast has torch's loss in float32, too
-    result: torch.Tensor = loss if exact else loss.to(logits.dtype)
+    in_float32 = torch.is_autocast_enabled(logits.device.type)  # as torch's loss
+    result: torch.Tensor = loss if in_float32 else loss.to(logits.dtype)
     return result
 
 
@@ -158,74 +173,7 @@ def _check(
             raise IndexError(f"target: a class is outside of 0..{classes - 1}")
 
 
-class _Terms(torch.autograd.Function):
-    """Per token: log-sum-exp, logit of the target, weighted sum of the logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        start: int,
-        axis: TPGroup,
-        by_class: torch.Tensor | None,
-        spread: bool,
-        even: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute with one maximum and one sum over the ranks."""
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        highest = _highest(exact, axis, even)
-        shifted = exact - highest.unsqueeze(-1)  # exp cannot overflow
-        here = (target >= start) & (target < start + logits.shape[-1])
-        local = (target - start).masked_fill(~here, 0)  # any valid index: masked below
-        exponentials = shifted.exp()
-        terms = [exponentials.sum(-1)]
-        picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
-        terms.append(picked.masked_fill(~here, 0))  # not a product: -inf * 0 is nan
-        if spread:
-            terms.append((shifted if by_class is None else shifted * by_class).sum(-1))
-        summed = axis.all_reduce_(torch.stack(terms)) if axis.size > 1 else torch.stack(terms)
-        normalizer = summed[0].log()
-        ctx.save_for_backward(exponentials / summed[0].unsqueeze(-1), here, local, by_class, normalizer)
-        ctx.spread, ctx.dtype = spread, logits.dtype
-        # All three are relative to the highest logit; it cancels in every combination used by the loss.
-        smooth = summed[2] if spread else summed[0]
-        return normalizer, summed[1], smooth
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return this rank's shard of the gradient, without communication."""
-        by_normalizer, by_chosen, by_smooth = gradients
-        softmax, here, local, by_class, normalizer = ctx.saved_tensors
-        result = softmax * by_normalizer.unsqueeze(-1)
-        if result.shape[-1]:
-            result.scatter_add_(-1, local.unsqueeze(-1), (by_chosen * here).unsqueeze(-1))
-        if ctx.spread:
-            spread = by_smooth.unsqueeze(-1)
-            result += spread if by_class is None else spread * by_class
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            result = _Last.apply(result, normalizer)  # type: ignore[no-untyped-call]  # torch's Function
-        return result.to(ctx.dtype), None, None, None, None, None, None
-
-
-class _Last(torch.autograd.Function):
-    """Gradient without a derivative of its own: its softmax is no constant."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Return the gradient; `source` keeps it in the graph."""
-        return x.view_as(x)  # a new tensor: `x` itself would have no node
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Raise: there is no second derivative."""
-        hint = "gather the logits and use torch's cross_entropy where create_graph=True is needed"
-        raise PlanError(
-            Problem("not-differentiable", "vocab_parallel_cross_entropy", found="a gradient of its gradient", hint=hint)
-        )
-
-
-def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
+def _highest(logits: torch.Tensor, axis: TPGroup, *, even: bool) -> torch.Tensor:
     """Return the highest logit of each token over all ranks."""
     lowest = torch.finfo(logits.dtype).min
     highest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], lowest)
@@ -246,3 +194,52 @@ def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
             )
         return flat[:-2].view(highest.shape)
     return axis.all_reduce_max_(highest.contiguous())
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of the unsharded model, on every rank; every rank calls it.
+
+    Args:
+        model: A model with parallel modules.
+
+    Returns:
+        Plain tensors under unchanged names.
+
+    Raises:
+        PlanError: A rank has no state dict, or other entries; on every rank.
+    """
+    state: dict[str, Any] = {}
+    fault = None
+    try:
+        state = model.state_dict()
+    except Exception as error:
+        fault = error  # raised below, on all ranks
+    divided = [
+        f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | SectionedShard)
+    ]
+    for mesh in _meshes(model):
+        try:
+            assert_consistent(mesh, "full_state_dict", divided, fault, hint="every rank needs the same parameters")
+        except Exception as error:  # ranks of the other meshes must raise too
+            fault = error
+    if fault is not None:
+        raise fault
+    return {name: whole(value) for name, value in state.items()}
+
+
+def _meshes(model: nn.Module) -> list[DeviceMesh]:
+    """Return the meshes of the model's sharded parameters."""
+    meshes: dict[DeviceMesh, None] = {}  # ordered, so ranks use them in one order
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            meshes[parameter.device_mesh] = None
+        elif isinstance(parameter, ShardParameter):
+            meshes[parameter._sharding_info.mesh] = None
+    return list(meshes)
+
+
+def whole(value: Any) -> Any:
+    """Return the global tensor of a state-dict entry, other entries unchanged."""
+    if isinstance(value, DTensor | SectionedShard):
+        return value.full_tensor()
+    return value
