@@ -372,7 +372,7 @@ def _fused(state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]
 
     for _ in range(3):
         call()
-    prepared: Any = resharder._movers[0].exchange.prepared
+    prepared: Any = resharder._here.movers[0].exchange.prepared
     send, recv = prepared.sends[0], prepared.recvs[0]
 
     def floor() -> None:
@@ -448,7 +448,7 @@ def _two_axes(rank: int, repeats: int) -> list[dict[str, str]]:
 
 
 def _planning_rows() -> list[dict[str, str]]:
-    from shard_reshard.planning.planner import plan_reshard
+    from shard_reshard.planning import plan_reshard
 
     def rank_schedule(src: str, dst: str) -> float:
         best = 1e9
@@ -501,9 +501,9 @@ def _planning_rows() -> list[dict[str, str]]:
 
 
 def _forget_plans() -> None:
-    from shard_reshard.planning import planner
+    from shard_reshard.planning import cached_plan
 
-    planner.cached_plan.cache_clear()
+    cached_plan.cache_clear()
 
 
 _LLAMA = {

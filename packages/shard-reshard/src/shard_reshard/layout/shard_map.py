@@ -317,30 +317,26 @@ class MeshShardMap(ShardMap):
     def _tables(self) -> list[tuple[list[Segment], list[int], list[int]]]:
         """For each dim its intervals in ascending order, and their starts and stops for bisection."""
         tables = []
-        for dim in range(len(self.shape)):
-            segments = self._segments(dim)
+        for dim, length in enumerate(self.shape):
+            cutting = [axis for axis in self._axes if axis[1].dim is not None and axis[1].dim % len(self.shape) == dim]
+            segments: list[Segment] = []
+            if not cutting and length:
+                segments = [(0, length, 0, 0)]
+            elif len(cutting) == 1 and str(cutting[0][1]).startswith("S("):
+                size, _, stride = cutting[0]
+                step = max(1, -(-length // size))
+                starts = range(0, length, step)
+                segments = [(low, min(low + step, length), 0, at * stride) for at, low in enumerate(starts)]
+            elif cutting:
+                for place in product(*(range(size) for size, _, _ in cutting)):
+                    flat, local = sum(at * stride for at, (_, _, stride) in zip(place, cutting, strict=True)), 0
+                    for start, size in self.layout.intervals(self.ranks[flat], self.shape)[dim]:
+                        if size:
+                            segments.append((start, start + size, local, flat))
+                        local += size
+            segments.sort()
             tables.append((segments, [entry[0] for entry in segments], [entry[1] for entry in segments]))
         return tables
-
-    def _segments(self, dim: int) -> list[Segment]:
-        ndim, length = len(self.shape), self.shape[dim]
-        cutting = [axis for axis in self._axes if axis[1].dim is not None and axis[1].dim % ndim == dim]
-        if not cutting:
-            return [(0, length, 0, 0)] if length else []
-        if len(cutting) == 1 and str(cutting[0][1]).startswith("S("):
-            size, _, stride = cutting[0]
-            step = -(-length // size)
-            return [
-                (at * step, min(at * step + step, length), 0, at * stride) for at in range(size) if at * step < length
-            ]
-        segments = []
-        for place in product(*(range(size) for size, _, _ in cutting)):
-            flat, local = sum(at * stride for at, (_, _, stride) in zip(place, cutting, strict=True)), 0
-            for start, size in self.layout.intervals(self.ranks[flat], self.shape)[dim]:
-                if size:
-                    segments.append((start, start + size, local, flat))
-                local += size
-        return sorted(segments)
 
 
 Segment = tuple[int, int, int, int]  # start, stop, local start, shift in the list of ranks

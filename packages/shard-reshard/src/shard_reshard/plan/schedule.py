@@ -79,24 +79,22 @@ def merge_copies(copies: Iterable[Copy]) -> list[Copy]:
         for copy in merged:
             rest = (copy.start[:dim], copy.start[dim + 1 :], copy.sizes[:dim], copy.sizes[dim + 1 :])
             rows.setdefault((copy.stage, copy.partial_index, copy.src_tensor, copy.dst_tensor, *rest), []).append(copy)
-        if len(rows) < len(merged):
-            merged = [joined for row in rows.values() for joined in _join_row(row, dim)]
+        if len(rows) == len(merged):
+            continue
+        merged = []
+        for row in rows.values():  # copies that differ along `dim` only
+            row.sort(key=lambda copy: copy.start[dim])  # called at once
+            head = row[0]
+            for copy in row[1:]:
+                size = head.sizes[dim]
+                places = (copy.start, head.start), (copy.src_start, head.src_start), (copy.dst_start, head.dst_start)
+                if all(at == (*before[:dim], before[dim] + size, *before[dim + 1 :]) for at, before in places):
+                    head = head._replace(sizes=(*head.sizes[:dim], size + copy.sizes[dim], *head.sizes[dim + 1 :]))
+                else:
+                    merged.append(head)
+                    head = copy
+            merged.append(head)
     return sorted(merged)
-
-
-def _join_row(row: list[Copy], dim: int) -> Iterator[Copy]:
-    """Join copies that differ along ``dim`` only, in the order of their starts."""
-    row.sort(key=lambda copy: copy.start[dim])
-    head = row[0]
-    for copy in row[1:]:
-        size = head.sizes[dim]
-        places = (copy.start, head.start), (copy.src_start, head.src_start), (copy.dst_start, head.dst_start)
-        if all(at == (*before[:dim], before[dim] + size, *before[dim + 1 :]) for at, before in places):
-            head = head._replace(sizes=(*head.sizes[:dim], size + copy.sizes[dim], *head.sizes[dim + 1 :]))
-        else:
-            yield head
-            head = copy
-    yield head
 
 
 def split_box(sizes: Index, count: int) -> list[tuple[Index, Index]]:
@@ -150,29 +148,25 @@ def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
 
 def is_local(plan: Plan) -> bool:
     """Return True if no rank sends anything."""
+    if plan.adjoint:
+        return is_local(plan.transpose())
+    if plan.is_identity or plan.src.num_partials > 1:
+        return plan.is_identity
     cached: bool | None = plan.__dict__.get("_is_local")
     if cached is None:
-        forward = plan.transpose() if plan.adjoint else plan
-        cached = plan.is_identity or (
-            forward.src.num_partials == 1 and not any(_lacks(forward, rank) for rank in forward.dst.ranks)
-        )
-        plan.__dict__["_is_local"] = cached
+        cached = plan.__dict__["_is_local"] = True
+        for rank in plan.dst.ranks:
+            held = plan.src.pieces(rank)
+            for box in plan.dst.pieces(rank):
+                common = 0  # elements held already
+                for other in held:
+                    low, high = map(max, box.start, other.start), map(min, box.stop, other.stop)
+                    common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
+                lacks = common < prod(sizes_of(box.start, box.stop))
+                if lacks and rank in receivers_of(plan, next(plan.dst.cross(box.start, box.stop))):
+                    plan.__dict__["_is_local"] = False
+                    return False
     return cached
-
-
-def _lacks(plan: Plan, rank: int) -> bool:
-    """Return True if ``rank`` needs an element that it does not hold."""
-    held = plan.src.pieces(rank)
-    for box in plan.dst.pieces(rank):
-        cell = next(plan.dst.cross(box.start, box.stop))
-        if rank in receivers_of(plan, cell):
-            common = 0  # elements held already
-            for other in held:
-                low, high = map(max, box.start, other.start), map(min, box.stop, other.stop)
-                common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
-            if common < prod(sizes_of(box.start, box.stop)):
-                return True
-    return False
 
 
 def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy]]:
