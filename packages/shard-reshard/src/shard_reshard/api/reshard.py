@@ -19,6 +19,8 @@ from shard_reshard.layout.parse import LayoutLike, layout_mismatches, layout_val
 from shard_reshard.layout.shard_map import dtype_name
 from shard_reshard.planning import ReshardPlan, cached_plan, resolve_layouts
 
+_KEYED_TYPES = {*PLAIN_TYPES, type(None)}
+
 
 def reshard(
     tensor: Shards,
@@ -65,8 +67,18 @@ def reshard(
         )
         return _compiled_move(operator, tensor, out, async_op)
     world: Any = dist.group.WORLD if group is None else group
-    key = _call_key(tensor, src, dst, shape, out, dtype, max_workspace_bytes, check)
-    mover = memo.get(world, {}).get("call", {}).get(key) if world is not None and key is not None else None
+    key, mover = None, None
+    # Arguments by value; of tensors only the dtype, of a layout that may reference tensors nothing.
+    layouts = layout_value(src), layout_value(dst)
+    if world is not None and None not in layouts and {type(tensor), type(out)} <= _KEYED_TYPES:
+        given: Any = tensor, out
+        dtypes = [None if value is None else value.dtype for value in given]
+        size = shape if shape is None or not isinstance(shape, Sequence) else tuple(shape)
+        key = *layouts, size, *dtypes, dtype, max_workspace_bytes, check
+        try:
+            mover = memo.get(world, {}).get("call", {}).get(key)
+        except TypeError:  # shapes and options are of any type
+            key = None
     if mover is None:
         members = group_info(group)
         try:
@@ -293,20 +305,6 @@ def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] 
     except PlanError:
         return True  # raised later, with both layouts
     return len(ranks) == members.size
-
-
-def _call_key(tensor: Any, src: Any, dst: Any, shape: Any, out: Any, *options: Any) -> tuple[Any, ...] | None:
-    """Return the arguments of a call as a hashable key; None if they have none, or may reference tensors."""
-    if not (tensor is None or type(tensor) in PLAIN_TYPES) or not (out is None or type(out) in PLAIN_TYPES):
-        return None
-    size = None if shape is None else tuple(shape) if isinstance(shape, Sequence) else [shape]
-    dtypes = None if tensor is None else tensor.dtype, None if out is None else out.dtype
-    key = layout_value(src), layout_value(dst), size, *dtypes, *options
-    try:
-        hash(key)  # shapes and options are of any type
-    except TypeError:
-        return None
-    return None if key[0] is None or key[1] is None else key
 
 
 # ---- gradients: they move by the transposed plan, and may be differentiated again ------------------------------

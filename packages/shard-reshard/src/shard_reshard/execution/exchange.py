@@ -357,12 +357,6 @@ class PreparedCall:
         regions = region_views(self.dst, packed) if packed else []
         return RecvSide(arrived, places, regions, part[: side.num_bytes], splits, staying, None)
 
-    def _release_outs(self) -> None:
-        """Release destinations that belong to the caller alone."""
-        if self.fresh_outs:
-            self.dst, self.recvs = [], []
-            del self.sends[self.exchange.num_direct :]  # relayed steps send from them
-
     # ---- run --------------------------------------------------------------------------------------------------
 
     def run(self, collective: Collective, async_op: bool) -> Callable[[], None] | None:
@@ -381,13 +375,11 @@ class PreparedCall:
                         last.work.wait()
                     for _ in steps:
                         raise AssertionError("one collective more than the program has")
-                    self._release_outs()
 
                 return finish
             if in_flight.work is not None:
                 in_flight.work.wait()
             del in_flight  # frees its buffers: the next step's are allocated already
-        self._release_outs()
         return None
 
     def steps(self, collective: Collective, async_op: bool = False) -> Iterator[InFlight]:
@@ -431,6 +423,9 @@ class PreparedCall:
             self._unpack(in_flight, reduction)
         if reduction is not None:
             reduction.finalize()
+        if self.fresh_outs:  # they belong to the caller alone
+            self.dst, self.recvs = [], []
+            del self.sends[self.exchange.num_direct :]  # relayed steps send from them
 
     def _unpack(self, landed: InFlight, reduction: Reduction | None) -> None:
         if landed.recv.regions:

@@ -67,12 +67,17 @@ Index = tuple[int, ...]
 new_tuple = tuple.__new__
 
 
-def sizes_of(shape: Any) -> Index:
-    """Return a global shape as integers.
+def sizes_of(shape: Any, layout: str = "") -> Index:
+    """Return a global shape as integers; ``layout`` names a layout that lacks it.
 
     Raises:
-        PlanError: ``invalid-argument`` for anything else.
+        PlanError: ``invalid-argument`` for anything else; ``missing-argument`` for None.
     """
+    if shape is None and layout:
+        found, hint = f"{layout}, which does not give the size", "pass shape=, the global shape"
+        raise PlanError(
+            Problem("missing-argument", "shape", found=found, hint=f"{hint}: local rows alone do not tell it")
+        )
     try:
         sizes = () if isinstance(shape, str) else tuple(map(index, shape))
         if isinstance(shape, str) or any(size < 0 for size in sizes):
@@ -119,12 +124,12 @@ class ShardMap(ABC):
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self._arguments == other._arguments
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._arguments)
-
     def __hash__(self) -> int:
-        return self._hash
+        if "_hash" not in self.__dict__:
+            values = [tuple(a.items()) if isinstance(a, dict) else a for a in self._arguments]
+            self.__dict__["_hash"] = hash(tuple(values))
+        value: int = self.__dict__["_hash"]
+        return value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
@@ -183,11 +188,6 @@ class ShardMap(ABC):
     def rank_set(self) -> frozenset[int]:
         """Ranks as a set, for membership tests."""
         return frozenset(self.ranks)
-
-    @cached_property
-    def max_rank(self) -> int:
-        """Largest rank, -1 if there is none."""
-        return max(self.ranks, default=-1)
 
     def cells(self) -> Iterator[Cell]:
         """Yield all cells."""

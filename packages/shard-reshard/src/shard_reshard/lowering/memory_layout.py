@@ -5,7 +5,7 @@ Pure: works on shapes, strides and numbers. `Exchange` creates the tensor views.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from math import prod
 from operator import itemgetter
@@ -186,27 +186,25 @@ def _joined(side: Side, itemsizes: Sequence[int], apart: Sequence[bool]) -> Side
         region = entry.region
         key = (region.tensor, region.sizes, region.strides) if not apart[entry.plan] else (len(alike),)
         alike.setdefault((*key, entry.plan), []).append(entry)
-    joined = [entry for entries in alike.values() for entry in _series(entries, itemsizes[entries[0].plan])]
+    joined: list[Packed] = []
+    for entries in alike.values():
+        itemsize = itemsizes[entries[0].plan]
+        # Distances to the next one: elements in the tensor, bytes in the buffer.
+        steps = [(b.region.offset - a.region.offset, b.byte_offset - a.byte_offset) for a, b in pairwise(entries)]
+        at = 0
+        while at < len(entries):
+            entry, end = entries[at], at + 1
+            while end < len(entries) and steps[end - 1] == steps[at]:
+                end += 1
+            if end - at > 1 and min(steps[at]) > 0 and steps[at][1] % itemsize == 0:
+                region, (step, num_bytes) = entry.region, steps[at]
+                region = region._replace(sizes=(end - at, *region.sizes), strides=(step, *region.strides))
+                entry = entry._replace(region=region, strides=(num_bytes // itemsize, *entry.strides))
+            else:
+                end = at + 1
+            joined.append(entry)
+            at = end
     return side._replace(packed=tuple(joined), regions=tuple(entry.region for entry in joined))
-
-
-def _series(entries: list[Packed], itemsize: int) -> Iterator[Packed]:
-    """Join entries of one shape at equal distances."""
-    # Distances to the next one: elements in the tensor, bytes in the buffer.
-    steps = [(b.region.offset - a.region.offset, b.byte_offset - a.byte_offset) for a, b in pairwise(entries)]
-    at = 0
-    while at < len(entries):
-        first, end = entries[at], at + 1
-        while end < len(entries) and steps[end - 1] == steps[at]:
-            end += 1
-        if end - at == 1 or min(steps[at]) <= 0 or steps[at][1] % itemsize:
-            yield first
-            at += 1
-            continue
-        region, (step, num_bytes) = first.region, steps[at]
-        joined = region._replace(sizes=(end - at, *region.sizes), strides=(step, *region.strides))
-        yield first._replace(region=joined, strides=(num_bytes // itemsize, *first.strides))
-        at = end
 
 
 def is_contiguous(sizes: Index, strides: Index) -> bool:

@@ -130,12 +130,11 @@ def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
             cache.pop(next(iter(cache)))
         arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
         parts = []
-        for stage in range(plan.stages):
-            here = [copy for copy in arriving if copy.stage == stage]
-            own = _ordered(plan, [copy for copy in here if copy.src_rank == rank])
-            receives = _by_peer(plan, [copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
+        for stage in range(2 if plan.uses_scatter_allgather else 1):
+            here = _by_peer(plan, [copy for copy in arriving if copy.stage == stage], attrgetter("src_rank"))
             sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
-            parts.append(RankSchedule(sends, receives, own))
+            own = here.pop(rank, ())
+            parts.append(RankSchedule(sends, here, own))
         cache[rank] = tuple(parts)
     return cache[rank]
 
@@ -257,14 +256,9 @@ def _by_peer(plan: Plan, copies: list[Copy], peer: Callable[[Copy], int]) -> dic
     by_peer: dict[int, list[Copy]] = {}
     for copy in copies:
         by_peer.setdefault(peer(copy), []).append(copy)
-    return {rank: _ordered(plan, by_peer[rank]) for rank in sorted(by_peer)}
-
-
-def _ordered(plan: Plan, copies: list[Copy]) -> tuple[Copy, ...]:
-    if len(copies) < 2:
-        return tuple(copies)
     # Addends of one region have to have one shape, so reduced copies stay unmerged.
-    return tuple(sorted(copies) if plan.reduce_op is not None else merge_copies(copies))
+    join = sorted if plan.reduce_op is not None else merge_copies
+    return {rank: tuple(join(found) if len(found) > 1 else found) for rank, found in sorted(by_peer.items())}
 
 
 def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:
