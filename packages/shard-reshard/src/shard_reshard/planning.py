@@ -91,8 +91,8 @@ def make_plan(
     try:  # a Python int: cached plans are compared by equality, and sent as JSON
         limit = None if max_workspace_bytes is None else index(max_workspace_bytes)
     except TypeError:
-        found, hint = repr(max_workspace_bytes), "a whole number of bytes, or None"
-        raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint)) from None
+        reason, hint = repr(max_workspace_bytes), "a whole number of bytes, or None"
+        raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=reason, hint=hint)) from None
     plan = ReshardPlan(src.shape, *names, src, dst, limit)
     check_plan(plan)
     return plan

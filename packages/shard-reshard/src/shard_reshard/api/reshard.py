@@ -71,8 +71,8 @@ def reshard(
     # Arguments by value; of tensors only the dtype, of a layout that may reference tensors nothing.
     layouts = layout_value(src), layout_value(dst)
     if world is not None and None not in layouts and {type(tensor), type(out)} <= _KEYED_TYPES:
-        given: Any = tensor, out
-        dtypes = [None if value is None else value.dtype for value in given]
+        both: Any = tensor, out
+        dtypes = [None if value is None else value.dtype for value in both]
         size = shape if shape is None or not isinstance(shape, Sequence) else tuple(shape)
         key = *layouts, size, *dtypes, dtype, max_workspace_bytes, check
         try:
@@ -151,7 +151,7 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     outs: list[torch.Tensor] | None = [out] if type(out) in PLAIN_TYPES else None  # type: ignore[list-item]  # the same
     simple = (tensors or tensor is None) and (outs is not None or out is None)
     match = Match.NONE
-    if simple and mover.guards is not None and len(tensors) == len(mover.local_shapes[0]):
+    if simple and mover.guards is not None and len(tensors) == len(mover.exchange.program.src_shapes):
         match = mover.guards.match(tensors if outs is None else tensors + outs)
         # In other memory a destination may overlap a source; sources may have lost their memory.
         if match is Match.METADATA and (outs or not all(map(has_memory, tensors))):
@@ -170,7 +170,11 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
             if has_tangent(tensors):
                 raise PlanError(Problem("not-differentiable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
             # An empty tensor stands for "none": it keeps a rank without source in the graph, `differentiable_start`.
-            sources = [] if not mover.local_shapes[0] and len(tensors) == 1 and tensors[0].numel() == 0 else tensors
+            sources = (
+                []
+                if not mover.exchange.program.src_shapes and len(tensors) == 1 and tensors[0].numel() == 0
+                else tensors
+            )
             problems = mover.problems([sources], None if outs is None else [outs])
             grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             if grad:
@@ -193,7 +197,7 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
             guarded = record_guards(sources if outs is None else sources + outs)
             mover.guards = guarded if (device.type, "") in mover.agreed else None
             results, finish = mover.start(sources, outs, async_op)
-    result = results[0] if len(results) == 1 else as_result(mover.local_shapes[1], results)
+    result = results[0] if len(results) == 1 else as_result(mover.exchange.program.dst_shapes, results)
     if not async_op:
         return result
     (plan,) = mover.plans
@@ -234,7 +238,8 @@ def _operator_for(
             during tracing.
     """
     members = group_info(group)
-    if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
+    everywhere = src is not None and len(resolve_layout(src, shape, members.to_group).ranks) == members.size
+    if tensor_dtype is None or not everywhere:
         reason = "a source that not every rank has" if src is not None else "a DTensor"
         hint = "under torch.compile call a Resharder, whose plan has layouts and dtype; for a DTensor call redistribute"
         raise PlanError(Problem("mesh-mismatch", "tensor", found=reason, hint=hint))
@@ -271,7 +276,10 @@ def find_mover(
         if src is None:
             hint = "pass src: only a DTensor carries its layout"
             raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
-        alone = dtype is not None or _everyone_holds(members, src, size)
+        try:
+            alone = dtype is not None or len(resolve_layout(src, size, members.to_group).ranks) == members.size
+        except PlanError:
+            alone = True  # raised later, with both layouts
         names = [dtype_name(tensors[0].dtype) if tensors else "-" for tensors in (given, out)]
     except Exception as error:
         raise_on_all_ranks(members, error)
@@ -297,14 +305,6 @@ def find_mover(
 
 
 _DTYPES = 2  # topic of the gathered row of dtypes
-
-
-def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:
-    try:
-        ranks = resolve_layout(src, shape, members.to_group).rank_set
-    except PlanError:
-        return True  # raised later, with both layouts
-    return len(ranks) == members.size
 
 
 # ---- gradients: they move by the transposed plan, and may be differentiated again ------------------------------

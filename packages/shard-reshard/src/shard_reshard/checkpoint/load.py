@@ -292,8 +292,8 @@ def _buckets(
         return _read_boxes(own_reads.get(name, ()), device, states)
 
     held: dict[str, list[torch.Tensor]] = {}
-    given = members, "a load", plan.moves, plan.digest
-    for moves in stage_buckets(*given, lambda move: move.source, held, read, (BEFORE_MOVING, later)):
+    agreed = members, "a load", plan.moves, plan.digest
+    for moves in stage_buckets(*agreed, lambda move: move.source, held, read, (BEFORE_MOVING, later)):
         yield (
             [move.view(tensor) for move in moves for tensor in held[move.source]],
             [tensor for move in moves for tensor in arriving.tensors[move.target]],

@@ -272,8 +272,8 @@ def _buckets(
     def write(name: str, rows: list[tuple[bytearray, torch.Tensor]]) -> None:
         _write_rows(plan, folder, name, rank, rows)
 
-    given = members, "a save", plan.moves, plan.digest
-    for moves in stage_buckets(*given, lambda move: move.target, held, make, (_UNPUBLISHED, _UNPUBLISHED), write):
+    agreed = members, "a save", plan.moves, plan.digest
+    for moves in stage_buckets(*agreed, lambda move: move.target, held, make, (_UNPUBLISHED, _UNPUBLISHED), write):
         yield (
             [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
             [tensor for move in moves for _, tensor in held[move.target]],

@@ -178,15 +178,16 @@ class Exchange:
         self._memories: dict[tuple[object, ...], tuple[list[StepMemory], int]] = {}
         # By slot, device and side; with the side, whose id must not be used again while it is here.
         self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
+        # As values where they are cast or reduced; else as themselves, or as plain integers of their size.
+        self.as_values = [p.dtype != p.out_dtype or p.reduce_op is not None or p.dtype in _PLAIN for p in program.plans]
         self.wire_dtypes = [
-            torch_dtype(plan.wire_dtype) if _as_values(plan) else INTEGERS[plan.itemsize] for plan in program.plans
+            torch_dtype(plan.wire_dtype) if as_value else INTEGERS[plan.itemsize]
+            for plan, as_value in zip(program.plans, self.as_values, strict=True)
         ]
         self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
         # Neither complex dtypes nor transfers as integers: tensors are copied without conversions.
-        self.copies_values = all(
-            _as_values(plan) and not {plan.dtype, plan.out_dtype} & {"complex64", "complex128"}
-            for plan in program.plans
-        )
+        complex_ = any({plan.dtype, plan.out_dtype} & {"complex64", "complex128"} for plan in program.plans)
+        self.copies_values = all(self.as_values) and not complex_
         self.reducing = [plan.reduce_op is not None for plan in program.plans]
         self.reduces = any(self.reducing)
         self.overlaps = program.overlaps
@@ -285,7 +286,7 @@ class Exchange:
         if not self.copies_values:
             for at, plan in enumerate(plans):
                 resolved[at] = resolved[at].resolve_conj()
-                if not _as_values(self.program.plans[plan]):
+                if not self.as_values[plan]:
                     resolved[at] = resolved[at].view(self.wire_dtypes[plan])
         return resolved
 
@@ -437,7 +438,3 @@ class PreparedCall:
 def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
     flat = tensor.as_strided((span.numel,), (1,), tensor.storage_offset() + span.offset)
     return flat.view(torch.uint8)
-
-
-def _as_values(plan: Plan) -> bool:
-    return plan.dtype != plan.out_dtype or plan.reduce_op is not None or plan.dtype in _PLAIN

@@ -21,7 +21,6 @@ from shard_reshard.execution.checks import (
 )
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_device
-from shard_reshard.layout.shard_map import Index
 from shard_reshard.lowering.program import build_program
 from shard_reshard.plan.plan import Plan, group_problems
 
@@ -101,13 +100,6 @@ class Mover:
     def pair(self, backward: Mover) -> None:
         """Use ``backward`` for gradients, and this one for its gradients."""
         self._transposed, backward._transposed = backward, self
-
-    @cached_property
-    def local_shapes(self) -> tuple[tuple[Index, ...], tuple[Index, ...]]:
-        """Shapes of this rank's local tensors: the sources of all plans, and the destinations."""
-        rank = self.members.rank
-        src = tuple(shape for plan in self.plans for shape in plan.src.local_shapes(rank))
-        return src, tuple(shape for plan in self.plans for shape in plan.dst.local_shapes(rank))
 
     # ---- guards and checks ------------------------------------------------------------------------------------
 
@@ -192,7 +184,7 @@ class Mover:
                 call = exchange.prepare(sources, targets, device, fresh_outs or outs is None, unchanged)
                 finish = call.run(self._collective, async_op)
         finally:
-            if finish is None:  # failed or done: no handle to release it
+            if finish is None and self.keep_workspace:  # failed or done: no handle to release it
                 self._release(device)
         if finish is None:
             return targets, None

@@ -144,6 +144,9 @@ class Program:
         )
 
 
+Places = Sequence[tuple[int, Index]] | None
+
+
 def accumulates_apart(plan: Plan) -> bool:
     """Return True if the result's dtype would round each step of a reduction."""
     return plan.reduce_op is not None and (plan.dtype in REDUCED_IN_FLOAT32 or plan.out_dtype != plan.dtype)
@@ -166,7 +169,9 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
         for at, plan in enumerate(plans):
             if schedule := rank_schedule(plan, rank)[stage : stage + 1]:
                 base = dst_base[at] if stage else src_base[at], dst_base[at]
-                parts[at] = _placed(schedule[0], plan, rank, stage, base)
+                places = (plan.dst if stage else plan.src).places(rank), plan.dst.places(rank)
+                moved = places != (None, None) or base != (0, 0)
+                parts[at] = _placed(schedule[0], base, places) if moved else schedule[0]
         if len(plans) == 1 and plans[0].max_workspace_bytes is not None:
             steps += _bounded(plans[0], stage, parts[0])
         else:
@@ -177,11 +182,8 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
     return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps), order, overlaps)
 
 
-def _placed(part: RankSchedule, plan: Plan, rank: int, stage: int, base: tuple[int, int]) -> RankSchedule:
+def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:
     """The part with copies between the program's tensors: after those of earlier plans, joined ones as one."""
-    places = (plan.dst if stage else plan.src).places(rank), plan.dst.places(rank)
-    if places == (None, None) and base == (0, 0):
-        return part
 
     def moved(side: int, tensor: int, start: Index) -> tuple[int, Index]:
         place = places[side]

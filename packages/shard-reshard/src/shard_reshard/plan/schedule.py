@@ -258,7 +258,7 @@ def _by_peer(plan: Plan, copies: list[Copy], peer: Callable[[Copy], int]) -> dic
         by_peer.setdefault(peer(copy), []).append(copy)
     # Addends of one region have to have one shape, so reduced copies stay unmerged.
     join = sorted if plan.reduce_op is not None else merge_copies
-    return {rank: tuple(join(found) if len(found) > 1 else found) for rank, found in sorted(by_peer.items())}
+    return {rank: tuple(join(own) if len(own) > 1 else own) for rank, own in sorted(by_peer.items())}
 
 
 def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:
