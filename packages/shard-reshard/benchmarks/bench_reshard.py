@@ -448,7 +448,7 @@ def _two_axes(rank: int, repeats: int) -> list[dict[str, str]]:
 
 
 def _planning_rows() -> list[dict[str, str]]:
-    from shard_reshard.planning.planner import plan_reshard
+    from shard_reshard.planning import plan_reshard
 
     def rank_schedule(src: str, dst: str) -> float:
         best = 1e9
@@ -501,9 +501,9 @@ def _planning_rows() -> list[dict[str, str]]:
 
 
 def _forget_plans() -> None:
-    from shard_reshard.planning import planner
+    from shard_reshard.planning import cached_plan
 
-    planner.cached_plan.cache_clear()
+    cached_plan.cache_clear()
 
 
 _LLAMA = {

@@ -156,7 +156,7 @@ def _sixteen(repeats: int) -> list[dict[str, Any]]:
 def planning_curve(repeats: int) -> dict[str, Any]:
     """Own part of a plan of rows to columns, beside torch's metadata of both layouts."""
     from bench_reshard import _forget_plans, _torch_spec
-    from shard_reshard.planning.planner import plan_reshard
+    from shard_reshard.planning import plan_reshard
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
     series: Series = {"shard-reshard: own part of the plan": [], "torch: metadata of both layouts, no plan": []}

@@ -97,7 +97,7 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
 
 
 # Functions by name and files that the first call of a kind enters. Comprehensions are frames of Python 3.11 alone.
-FIRST = {"reshard": (129, 14), "reshard_state_dict": (202, 21), "load_safetensors": (180, 23)}
+FIRST = {"reshard": (98, 14), "reshard_state_dict": (163, 21), "load_safetensors": (152, 23)}
 
 
 @pytest.mark.extra("safetensors")

@@ -24,9 +24,8 @@ from shard_reshard import (
     simulate,
 )
 from shard_reshard.checkpoint.load import _read_boxes
-from shard_reshard.checkpoint.plan import LoadPlan, plan_load
+from shard_reshard.checkpoint.plan import LoadPlan, ReadableFile, plan_load, stored_tensors
 from shard_reshard.checkpoint.safetensors import DTYPES, FileState, FileTable, file_state, file_table
-from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_spec import Box, InterleavedShard, Layout, MeshSpec
 from stored_files import file_bytes, write

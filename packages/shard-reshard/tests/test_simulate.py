@@ -13,7 +13,7 @@ from shard_reshard import PlanError, plan_reshard, simulate
 from shard_reshard.layout.boxes import ShardMapView
 from shard_reshard.layout.parse import resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap
-from shard_reshard.planning.planner import make_plan
+from shard_reshard.planning import make_plan
 
 NUM_PAIRS = 600
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from shard_reshard.engines.record import record_layouts
     from shard_reshard.execution.mover import ReshardWork
     from shard_reshard.layout.parse import OnRank
-    from shard_reshard.planning.analyze import ReshardPlan
-    from shard_reshard.planning.planner import plan_reshard
+    from shard_reshard.planning import ReshardPlan, plan_reshard
     from shard_reshard.state_dict.outputs import Progress
     from shard_reshard.state_dict.plan import Part
     from shard_reshard.state_dict.resharder import StateDictResharder, reshard_state_dict
@@ -65,8 +64,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "planning.planner": ("plan_reshard",),
-        "planning.analyze": ("ReshardPlan",),
+        "planning": ("plan_reshard", "ReshardPlan"),
         "layout.parse": ("OnRank",),
         "testing": ("simulate",),
         "api.reshard": ("reshard", "Resharder"),

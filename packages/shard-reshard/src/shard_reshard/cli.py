@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shard-reshard: --shape {arguments.shape!r} is not a list of numbers like 8192,8192", file=sys.stderr)
         return 2
     from shard_reshard._shared.problems import PlanError
-    from shard_reshard.planning.planner import plan_reshard
+    from shard_reshard.planning import plan_reshard
 
     try:
         plan = plan_reshard(

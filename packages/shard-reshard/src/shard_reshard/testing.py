@@ -11,7 +11,7 @@ from shard_reshard._shared.problems import PlanError
 from shard_reshard.execution.checks import Shards, as_list, as_result, local_problems
 from shard_reshard.execution.exchange import Collective, Exchange
 from shard_reshard.lowering.program import build_program
-from shard_reshard.planning.analyze import ReshardPlan
+from shard_reshard.planning import ReshardPlan
 
 
 def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:

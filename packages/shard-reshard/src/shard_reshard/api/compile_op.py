@@ -13,11 +13,9 @@ import torch
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import declare_ordered_effect
 from shard_reshard.execution.checks import local_problems
-from shard_reshard.execution.mover import Mover
+from shard_reshard.execution.mover import Mover, memo, remember
 from shard_reshard.group import data_device
 from shard_reshard.layout.shard_map import Index, torch_dtype
-
-_movers: dict[str, Mover] = {}
 
 
 class Operator(NamedTuple):
@@ -35,11 +33,12 @@ def operator_of(mover: Mover, backward: Mover | None = None) -> Operator:
     key = f"{plan.digest[:16]}@{group.group_name}@{mover.check}"
     if backward is not None:
         key += f"@{backward.plans[0].digest[:16]}"
-    if key not in _movers or _movers[key].members.reference() is not group:
+    if key not in memo.get(group, {}).get("operator", {}):
         # Without a kept workspace: compiled calls may overlap eager ones of the same Resharder.
-        _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
+        forward = Mover(mover.plans, mover.members, False, mover.check)
         if backward is not None:
-            _movers[key].pair(backward)
+            forward.pair(backward)
+        remember(group, "operator", key, forward)
     shapes = plan.dst.local_shapes(mover.members.rank)
     return Operator(key, shapes, torch_dtype(plan.out_dtype), str(data_device(group)))
 
@@ -80,7 +79,10 @@ def _(tensors: list[torch.Tensor], key: str, transposed: bool, mismatch: str) ->
 
 
 def _mover(key: str, transposed: bool) -> Mover:
-    return _movers[key].transposed if transposed else _movers[key]
+    # A group that was destroyed may still be there, with the name of its successor.
+    tables = [kinds.get("operator", {}) for kinds in reversed(list(memo.values()))]
+    mover: Mover = next(table[key] for table in tables if key in table)
+    return mover.transposed if transposed else mover
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from shard_reshard.api.reshard import find_mover, move
 from shard_reshard.execution.mover import Mover, memo, remember
 from shard_reshard.group import group_info, raise_on_all_ranks
 from shard_reshard.layout.shard_map import dtype_name
-from shard_reshard.planning.planner import cached_plan, resolve_layouts
+from shard_reshard.planning import cached_plan, resolve_layouts
 
 
 def redistribute(
@@ -62,12 +61,11 @@ def redistribute(
     except PlanError as error:
         if torch.compiler.is_compiling():
             raise
-        union = group or _union_group(dtensor.device_mesh, device_mesh, dist.group.WORLD)
-        raise_on_all_ranks(group_info(union), error)
+        raise_on_all_ranks(group_info(group or _union_group(dtensor.device_mesh, device_mesh)), error)
     if torch.compiler.is_compiling():
         return _redistribute_compiled(dtensor, device_mesh, placements, group)
     moved = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        dtensor, device_mesh, placements, group or _union_group(dtensor.device_mesh, device_mesh, dist.group.WORLD)
+        dtensor, device_mesh, placements, group
     )
     assert isinstance(moved, DTensor)
     return moved
@@ -93,20 +91,30 @@ class _Redistribute(torch.autograd.Function):
     """Redistribute with DTensor's own gradients: a replicated gradient is one value and is not summed."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: Any, group: dist.ProcessGroup) -> DTensor:
+    def forward(ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: Any, group: Any) -> DTensor:
         ctx.mesh, ctx.placements, ctx.group = dtensor.device_mesh, dtensor.placements, group
         ctx.out_mesh = mesh
         source, shape = (dtensor.device_mesh, dtensor.placements), dtensor.shape
         # Groups are in the key: meshes of equal ranks are equal, even if one gathers in another order.
-        key = (*source, mesh, placements, shape, dtensor.dtype, mesh_groups(source[0]), mesh_groups(mesh))
-        route: _Route | None = memo.get(group, {}).get("call", {}).get(key)
+        key = (
+            *source,
+            mesh,
+            placements,
+            shape,
+            dtensor.dtype,
+            mesh_groups(source[0]),
+            mesh_groups(mesh),
+            group is None,
+        )
+        owner: Any = group or dist.group.WORLD
+        route: _Route | None = None if owner is None else memo.get(owner, {}).get("call", {}).get(key)
         if route is None:
             there = dtensor.device_mesh.get_coordinate() is not None
             tensors = [dtensor.to_local()] if there else []  # outside ranks hold an empty one
-            members, target = group_info(group), (mesh, placements)
+            members, target = group_info(group or _union_group(source[0], mesh)), (mesh, placements)
             mover, _ = find_mover(members, tensors, source, target, shape, [], dtensor.dtype, None, "first")
             route = _Route(mover, there, [])
-            remember(group, "call", key, route)
+            remember(owner, "call", key, route)
         local = dtensor.to_local()
         moved = move(route.mover, local if route.holds_source else None, None, False)
         if moved is None:  # outside of the destination mesh
@@ -167,7 +175,7 @@ def _compiled_key(
         PlanError: On all ranks: ``mesh-mismatch`` unless every rank is in both meshes, ``not-differentiable`` if a plan
             alone cannot move the gradients.
     """
-    members = group_info(group or _union_group(mesh, to_mesh, dist.group.WORLD))
+    members = group_info(group or _union_group(mesh, to_mesh))
     if not set(_ranks_of(mesh)) == set(_ranks_of(to_mesh)) == set(members.global_ranks):
         hint = "under torch.compile call a Resharder on the local tensors"
         raise PlanError(Problem("mesh-mismatch", "device_mesh", found="meshes of other ranks", hint=hint))
@@ -186,16 +194,14 @@ def _compiled_key(
     return operator_of(*movers).key
 
 
-@lru_cache(maxsize=64)
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the global ranks of a mesh as plain numbers, even under fake tensors."""
     with real_tensors():
         return tuple(mesh.mesh.flatten().tolist())
 
 
-@lru_cache(maxsize=64)
-def _union_group(src: DeviceMesh, dst: DeviceMesh, default: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a group of exactly the ranks of both meshes; ``default`` ties the cached result to this process group."""
+def _union_group(src: DeviceMesh, dst: DeviceMesh) -> dist.ProcessGroup:
+    """Return a group of exactly the ranks of both meshes."""
     wanted = set(_ranks_of(src)) | set(_ranks_of(dst))
     candidates = [mesh.get_group() for mesh in (src, dst) if mesh.ndim == 1 and mesh.get_coordinate() is not None]
     for group in candidates:

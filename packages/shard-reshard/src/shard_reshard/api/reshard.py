@@ -11,15 +11,15 @@ import torch.distributed as dist
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, assume_constant_result, has_tangent, is_transforming
-from shard_reshard.api.autograd import differentiable_start, gradient_problems
 from shard_reshard.api.compile_op import Operator, exchange, mismatch, operator_of
-from shard_reshard.execution.checks import Shards, as_list, as_result
+from shard_reshard.execution.checks import Match, Shards, as_list, as_result, has_memory, record_guards
 from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
 from shard_reshard.group import GroupInfo, all_gather_row, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, layout_value, resolve_layout
 from shard_reshard.layout.shard_map import dtype_name
-from shard_reshard.planning.analyze import ReshardPlan
-from shard_reshard.planning.planner import cached_plan, resolve_layouts
+from shard_reshard.planning import ReshardPlan, cached_plan, resolve_layouts
+
+_KEYED_TYPES = {*PLAIN_TYPES, type(None)}
 
 
 def reshard(
@@ -67,12 +67,31 @@ def reshard(
         )
         return _compiled_move(operator, tensor, out, async_op)
     world: Any = dist.group.WORLD if group is None else group
-    key = _call_key(tensor, src, dst, shape, out, dtype, max_workspace_bytes, check)
-    mover = memo.get(world, {}).get("call", {}).get(key) if world is not None and key is not None else None
+    key, mover = None, None
+    # Arguments by value; of tensors only the dtype, of a layout that may reference tensors nothing.
+    layouts = layout_value(src), layout_value(dst)
+    if world is not None and None not in layouts and {type(tensor), type(out)} <= _KEYED_TYPES:
+        both: Any = tensor, out
+        dtypes = [None if value is None else value.dtype for value in both]
+        size = shape if shape is None or not isinstance(shape, Sequence) else tuple(shape)
+        key = *layouts, size, *dtypes, dtype, max_workspace_bytes, check
+        try:
+            mover = memo.get(world, {}).get("call", {}).get(key)
+        except TypeError:  # shapes and options are of any type
+            key = None
     if mover is None:
         members = group_info(group)
         try:
-            tensor, src, shape = _unwrapped(tensor, src, shape, members)
+            dtensor: Any = tensor
+            if hasattr(dtensor, "device_mesh") and hasattr(dtensor, "to_local"):  # it has layout and shape
+                shape = tuple(dtensor.shape) if shape is None else shape
+                if src is None:
+                    src = (dtensor.device_mesh, tuple(dtensor.placements))
+                elif differs := layout_mismatches(
+                    "src", dtensor, resolve_layout(src, shape, members.to_group), members
+                ):
+                    raise PlanError(differs)
+                tensor = dtensor.to_local()
             tensor, out = as_list(tensor), None if out is None else as_list(out)  # once: they may be iterators
         except Exception as error:
             raise_on_all_ranks(members, error)
@@ -128,48 +147,61 @@ _BACKWARD = "a reshard is differentiated by torch.autograd's backward; call it o
 
 def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     """Run one call: replayed while guards hold, else checked, compared and prepared."""
-    src_shapes, dst_shapes = mover.local_shapes
     tensors: list[torch.Tensor] = [tensor] if type(tensor) in PLAIN_TYPES else []  # type: ignore[list-item]  # a tensor
     outs: list[torch.Tensor] | None = [out] if type(out) in PLAIN_TYPES else None  # type: ignore[list-item]  # the same
-    simple = (tensors or tensor is None) and (outs is not None or out is None) and len(tensors) == len(src_shapes)
-    moved = mover.replay(tensors, outs, async_op) if simple else None
-    if moved is None:
-        moved = _checked_move(mover, tensor, out, async_op)
-    results, finish = moved
-    result = results[0] if len(results) == 1 else as_result(dst_shapes, results)
+    simple = (tensors or tensor is None) and (outs is not None or out is None)
+    match = Match.NONE
+    if simple and mover.guards is not None and len(tensors) == len(mover.exchange.program.src_shapes):
+        match = mover.guards.match(tensors if outs is None else tensors + outs)
+        # In other memory a destination may overlap a source; sources may have lost their memory.
+        if match is Match.METADATA and (outs or not all(map(has_memory, tensors))):
+            match = Match.NONE
+    if match is not Match.NONE:
+        results, finish = mover.start(tensors, outs, async_op, unchanged=match is Match.MEMORY)
+    elif is_transforming():  # raised locally: not even an error header can be sent
+        reason = "a transformation of torch.func"
+        raise PlanError(Problem("not-differentiable", "tensor", found=reason, hint=_BACKWARD))
+    else:
+        tensors, grad = [], False
+        sources, outs = tensors, None
+        try:
+            tensors = as_list(tensor)
+            outs = None if out is None else as_list(out)
+            if has_tangent(tensors):
+                raise PlanError(Problem("not-differentiable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
+            # An empty tensor stands for "none": it keeps a rank without source in the graph, `differentiable_start`.
+            sources = (
+                []
+                if not mover.exchange.program.src_shapes and len(tensors) == 1 and tensors[0].numel() == 0
+                else tensors
+            )
+            problems = mover.problems([sources], None if outs is None else [outs])
+            grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            if grad:
+                ops = [plan.reduce_op for plan in mover.plans if plan.reduce_op in ("min", "max", "product")]
+                hint = "detach() the tensor; gradients flow through sums and averages"
+                problems += [
+                    Problem("not-differentiable", "src", found=f"a reduction by {op}", hint=hint) for op in ops
+                ]
+            if grad and outs is not None:
+                hint = "leave out= away, or call under torch.no_grad()"
+                problems.append(Problem("invalid-out", "out", found="a source that requires grad", hint=hint))
+        except Exception as error:
+            problems = list(problems_of(error))  # this rank still joins the comparison below
+        device = mover.device(tensors, outs or ())
+        mover.assert_consistent(problems, device, " with gradients" if grad else "")
+        if grad:
+            results, finish = differentiable_start(mover, tensors, async_op)
+        else:
+            # Where ranks compare in every call, all of them have to.
+            guarded = record_guards(sources if outs is None else sources + outs)
+            mover.guards = guarded if (device.type, "") in mover.agreed else None
+            results, finish = mover.start(sources, outs, async_op)
+    result = results[0] if len(results) == 1 else as_result(mover.exchange.program.dst_shapes, results)
     if not async_op:
         return result
     (plan,) = mover.plans
     return ReshardWork(result, finish, f"a tensor of {plan.shape} by plan {plan.digest[:12]}")
-
-
-def _checked_move(
-    mover: Mover, tensor: Shards, out: Shards, async_op: bool
-) -> tuple[list[torch.Tensor], Finish | None]:
-    if is_transforming():  # raised locally: not even an error header can be sent
-        reason = "a transformation of torch.func"
-        raise PlanError(Problem("not-differentiable", "tensor", found=reason, hint=_BACKWARD))
-    tensors: list[torch.Tensor] = []
-    sources, outs, grad = tensors, None, False
-    try:
-        tensors = as_list(tensor)
-        outs = None if out is None else as_list(out)
-        if has_tangent(tensors):
-            raise PlanError(Problem("not-differentiable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
-        # An empty tensor stands for "none": it keeps a rank without source in the graph, see `differentiable_start`.
-        sources = [] if not mover.local_shapes[0] and len(tensors) == 1 and tensors[0].numel() == 0 else tensors
-        problems = mover.problems([sources], None if outs is None else [outs])
-        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if grad:
-            problems += gradient_problems(mover, outs is not None)
-    except Exception as error:
-        problems = list(problems_of(error))  # this rank still joins the comparison below
-    device = mover.device(tensors, outs or ())
-    mover.assert_consistent(problems, device, " with gradients" if grad else "")
-    if grad:
-        return differentiable_start(mover, tensors, async_op)
-    mover.record(sources, outs, device)
-    return mover.start(sources, outs, async_op)
 
 
 def _compiled_move(operator: Operator, tensor: Shards, out: Shards, async_op: bool) -> Any:
@@ -206,7 +238,8 @@ def _operator_for(
             during tracing.
     """
     members = group_info(group)
-    if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
+    everywhere = src is not None and len(resolve_layout(src, shape, members.to_group).ranks) == members.size
+    if tensor_dtype is None or not everywhere:
         reason = "a source that not every rank has" if src is not None else "a DTensor"
         hint = "under torch.compile call a Resharder, whose plan has layouts and dtype; for a DTensor call redistribute"
         raise PlanError(Problem("mesh-mismatch", "tensor", found=reason, hint=hint))
@@ -220,24 +253,6 @@ def _operator_for(
 
 
 # ---- from arguments to movers ---------------------------------------------------------------------------------
-
-
-def _unwrapped(
-    tensor: Any, src: LayoutLike | None, shape: Sequence[int] | None, members: GroupInfo
-) -> tuple[Shards, Any, Any]:
-    """Split a DTensor into its local tensor, its layout and its shape.
-
-    Raises:
-        PlanError: ``layout-mismatch`` if ``src`` contradicts the DTensor's own layout.
-    """
-    if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
-        size = tuple(tensor.shape) if shape is None else shape
-        if src is None:
-            src = (tensor.device_mesh, tuple(tensor.placements))
-        elif differs := layout_mismatches("src", tensor, resolve_layout(src, size, members.to_group), members):
-            raise PlanError(differs)
-        return tensor.to_local(), src, size
-    return tensor, src, shape
 
 
 def find_mover(
@@ -261,18 +276,29 @@ def find_mover(
         if src is None:
             hint = "pass src: only a DTensor carries its layout"
             raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
-        alone = dtype is not None or _everyone_holds(members, src, size)
+        try:
+            alone = dtype is not None or len(resolve_layout(src, size, members.to_group).ranks) == members.size
+        except PlanError:
+            alone = True  # raised later, with both layouts
         names = [dtype_name(tensors[0].dtype) if tensors else "-" for tensors in (given, out)]
     except Exception as error:
         raise_on_all_ranks(members, error)
-    rows = []
+    rows: list[list[str]] = []
     if not alone:
         call = [f"a tensor {'' if size is None else f'of {size} '}from {src}"]
-        rows = all_gather_row(members, _DTYPES, " ".join(names).encode(), call)
+        gathered = all_gather_row(members, _DTYPES, " ".join(names).encode(), call)
+        rows = [row.decode().rstrip("\0").split(" ") for row in gathered]
     try:
-        dtypes = _dtypes(names, [row.decode().rstrip("\0").split(" ") for row in rows], dtype)
+        # Of sources this rank's own dtype counts first, of destinations that of the first rank with an `out`.
+        sources = [name for name in (names[0], *(row[0] for row in rows)) if name != "-"]
+        outs = [name for name in (*(row[1] for row in rows), names[1]) if name != "-"]
+        if dtype is None and rows and not sources:
+            hint = "the ranks of the source layout pass their local tensors"
+            raise PlanError(Problem("missing-source", "tensor", found="no rank has a tensor", hint=hint))
+        wanted = dtype_name(dtype) if dtype is not None else outs[0] if outs else None
+        source = (sources or [wanted or "float32"])[0]
         layouts = resolve_layouts(size, src, dst, members.to_group)
-        mover = shared_mover(members, (cached_plan(*layouts, *dtypes, max_workspace_bytes),), check)
+        mover = shared_mover(members, (cached_plan(*layouts, source, wanted, max_workspace_bytes),), check)
     except Exception as error:
         raise_on_all_ranks(members, error)
     return mover, alone
@@ -281,35 +307,41 @@ def find_mover(
 _DTYPES = 2  # topic of the gathered row of dtypes
 
 
-def _dtypes(own: list[str], rows: list[list[str]], dtype: torch.dtype | None) -> tuple[str, str | None]:
-    """Return the dtypes of source and destination, of this rank's tensors (source and out) before those of others."""
-    sources = [name for name in (own[0], *(row[0] for row in rows)) if name != "-"]
-    outs = [name for name in (*(row[1] for row in rows), own[1]) if name != "-"]
-    if dtype is not None:
-        return (sources or [dtype_name(dtype)])[0], dtype_name(dtype)
-    if not sources and rows:
-        hint = "the ranks of the source layout pass their local tensors"
-        raise PlanError(Problem("missing-source", "tensor", found="no rank has a tensor", hint=hint))
-    return (sources or outs or ["float32"])[0], outs[0] if outs else None
+# ---- gradients: they move by the transposed plan, and may be differentiated again ------------------------------
 
 
-def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:
-    try:
-        ranks = resolve_layout(src, shape, members.to_group).rank_set
-    except PlanError:
-        return True  # raised later, with both layouts
-    return len(ranks) == members.size
+def differentiable_start(
+    mover: Mover, tensors: list[torch.Tensor], async_op: bool
+) -> tuple[list[torch.Tensor], Finish | None]:
+    """Like ``mover.start``, for tensors that require grad.
+
+    A rank without source tensors passes one empty tensor, and a rank without destination gets one: they keep the rank
+    in the graph, so that it joins the exchange of gradients.
+    """
+    finishing: list[Finish | None] = []
+    outs = _Move.apply(mover, async_op, finishing, *tensors)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return list(outs), finishing[0]
 
 
-def _call_key(tensor: Any, src: Any, dst: Any, shape: Any, out: Any, *options: Any) -> tuple[Any, ...] | None:
-    """Return the arguments of a call as a hashable key; None if they have none, or may reference tensors."""
-    if not (tensor is None or type(tensor) in PLAIN_TYPES) or not (out is None or type(out) in PLAIN_TYPES):
-        return None
-    size = None if shape is None else tuple(shape) if isinstance(shape, Sequence) else [shape]
-    dtypes = None if tensor is None else tensor.dtype, None if out is None else out.dtype
-    key = layout_value(src), layout_value(dst), size, *dtypes, *options
-    try:
-        hash(key)  # shapes and options are of any type
-    except TypeError:
-        return None
-    return None if key[0] is None or key[1] is None else key
+class _Move(torch.autograd.Function):
+    """A linear map of all ranks' tensors; its derivative is the transposed plan, by the same class."""
+
+    @staticmethod
+    def forward(ctx: Any, mover: Mover, async_op: bool, finishing: list[Any], *tensors: torch.Tensor) -> Any:
+        num_sources = len(mover.exchange.program.src_shapes)
+        sources = list(tensors[:num_sources])
+        outs, finish = mover.start(sources, None, async_op)
+        finishing.append(finish)  # apply() returns tensors only
+        ctx.mover, ctx.token = mover, (None if num_sources else tensors[0])
+        if not outs:
+            outs = [tensors[0].new_empty(0)]  # an output that requires grad: backward runs here too
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        gradients, finish = differentiable_start(ctx.mover.transposed, list(grads), False)
+        if finish is not None:
+            finish()  # gradients are read right after
+        if ctx.token is not None:
+            gradients = [gradients[0].reshape(ctx.token.shape)]  # empty, but it keeps this rank in the graph
+        return None, None, None, *gradients

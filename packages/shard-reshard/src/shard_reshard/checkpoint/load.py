@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load
+from shard_reshard.checkpoint.plan import LoadPlan, Read, ReadableFile, plan_load, stage_buckets, stored_tensors
 from shard_reshard.checkpoint.safetensors import (
     FileState,
     FileTable,
@@ -22,7 +22,6 @@ from shard_reshard.checkpoint.safetensors import (
     indexed_files,
     read_rows,
 )
-from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
 from shard_reshard.group import (
     BEFORE_MOVING,
     BEFORE_WRITING,
@@ -33,10 +32,10 @@ from shard_reshard.group import (
     raise_on_all_ranks,
 )
 from shard_reshard.layout.parse import LayoutLike
+from shard_reshard.state_dict.agreement import plan_of_all
 from shard_reshard.state_dict.materialize import Materialized, differing_buffers, uninitialized_buffers
 from shard_reshard.state_dict.meta import (
     collect_metadata,
-    destination_mismatches,
     device_of,
     local_tensors,
     tensors_of,
@@ -143,9 +142,7 @@ def load_safetensors(
             targets = materialized.targets or targets
             # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
             outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
-            problems = destination_mismatches(plan.moves, targets, members)
-            out_problems, ties = here.out_problems(targets, outs, {}, atomic, strict)
-            problems += out_problems
+            problems, ties = here.out_problems(targets, outs, {}, atomic, strict)
             # New tensors are not visible until they are registered at the end, so no second copy is needed, except for
             # tensors stored twice and tied in the module.
             atomic = atomic and len(materialized.names) < len(targets)
@@ -187,15 +184,18 @@ def _agreed_load(
     Returns:
         The plan, and the states of the files on this rank, even of files with headers read elsewhere.
     """
-    problems: list[Problem] = []
-    sums: dict[str, bytes] = {}
+    problems, sums, asked = list(facts.problems), dict[str, bytes](), list[str]()
     listed: list[tuple[str, int, tuple[int, ...]]] = []
-    indexed: dict[str, list[str]] = {}
     states: dict[str, FileState | None] = {}
-    asked: list[str] = []
+    tables: dict[int, FileTable] = {}  # by position in the list, those that this rank reads
+
+    def reader_of(at: int) -> int:
+        return listed[at][2][0] if listed[at][2] else at % members.size  # each header is read once
+
     try:
         if strict:
-            problems, sums = uninitialized_buffers(out)
+            uninitialized, sums = uninitialized_buffers(out)
+            problems += uninitialized
         listed, indexed = _listed(files)
         states = {path: file_state(path) for path, _, readers in listed if not readers or members.rank in readers}
         problems += [
@@ -205,41 +205,38 @@ def _agreed_load(
         ]
         asked = [f"file {entry}" for entry in listed]
         asked += [f"{sorted(shapes.items())} {sorted((key_map or {}).items())} {bucket_bytes} strict={strict}"]
-    except Exception as error:
-        problems += problems_of(error)
-    tables: list[FileTable] = []
-    meant = {name: path for path, names in indexed.items() for name in names}
-    for at, (path, _, readers) in enumerate(listed):
-        # each header is read once
-        if readers == (members.rank,) or (not readers and at % members.size == members.rank):
-            try:
-                table = file_table(path)
+        meant = {name: path for path, names in indexed.items() for name in names}
+        for at, (path, *_) in enumerate(listed):
+            if reader_of(at) == members.rank:
+                try:
+                    table = file_table(path)
+                except Exception as error:
+                    problems += problems_of(error)
+                    continue
                 # A name in two files is read from the file of the index.
                 entries = {name: entry for name, entry in table.entries.items() if meant.get(name, path) == path}
-                table = table._replace(entries=entries)
-                missing = [name for name in indexed.get(path, ()) if name not in table.entries]
-                reason = f"not in {path}, which the index names for it"
-                hint = "get the files again: the index is of others"
-                problems += [Problem("missing-tensor", name, found=reason, hint=hint) for name in missing]
-                tables.append(table)
-            except Exception as error:
-                problems += problems_of(error)
-    assert_consistent(members, "a load", asked, [*problems, *facts.problems])
-    everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, (tables, facts, sums), group=members.group)
-    plan, problems = None, differing_buffers([reason for _, _, reason in everyone])
-    try:
-        by_reader = {(table.path, rank): table for rank, (tables, *_) in enumerate(everyone) for table in tables}
-        for table in by_reader.values():  # the header may be older or newer than this state
-            seen = states.get(table.path)
+                tables[at] = table._replace(entries=entries)
+                reason, hint = (
+                    f"not in {path}, which the index names for it",
+                    "get the files again: the index is of others",
+                )
+                lost = [name for name in indexed.get(path, ()) if name not in entries]
+                problems += [Problem("missing-tensor", name, found=reason, hint=hint) for name in lost]
+    except Exception as error:
+        problems += problems_of(error)
+    assert_consistent(members, "a load", asked, problems)
+
+    def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
+        problems += differing_buffers([sums for *_, sums in everyone])
+        readable = []
+        for at, (path, number, readers) in enumerate(listed):
+            table: FileTable = everyone[reader_of(at)][0][at]
+            seen = states.get(path)  # the header may be older or newer than this state
             if seen is not None and seen.host == table.state.host and seen != table.state:
-                problems.append(file_changed(table.path))
-        readable = [
-            ReadableFile(by_reader[path, readers[0] if readers else at % members.size], number, readers)
-            for at, (path, number, readers) in enumerate(listed)
-        ]
+                problems.append(file_changed(path))
+            readable.append(ReadableFile(table, number, readers))
         plan = plan_load(
-            stored_tensors(readable, stored_as, shapes, None),
+            stored_tensors(readable, stored_as, shapes),
             dst_layouts,
             members.size,
             outs=[metadata for _, metadata, _ in everyone],
@@ -248,11 +245,9 @@ def _agreed_load(
             to_group=members.to_group,
             strict=strict,
         )
-    except Exception as error:  # layouts may be the caller's function
-        problems += problems_of(error)
-    assert_consistent(members, "a load", [*plan.moves.lines, plan.digest] if plan is not None else [], problems)
-    assert plan is not None
-    return plan, states
+        return plan, [*plan.moves.lines, plan.digest]
+
+    return plan_of_all(members, "a load", (tables, facts, sums), make), states
 
 
 def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
@@ -290,25 +285,19 @@ def _buckets(
     device: torch.device,
     states: Mapping[str, FileState | None],
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Read the sources of each bucket, compare success between ranks, and yield sources and destinations."""
-    moves = plan.moves.moves
-    last = {moves[at].source: number for number, bucket in enumerate(plan.moves.buckets) for at in bucket}
+    """Read the sources of each bucket, and yield sources and destinations."""
+    own_reads, later = plan.reads[members.rank], WHILE_WRITING if arriving.in_place else BEFORE_WRITING
+
+    def read(name: str) -> list[torch.Tensor]:
+        return _read_boxes(own_reads.get(name, ()), device, states)
+
     held: dict[str, list[torch.Tensor]] = {}
-    for number, bucket in enumerate(plan.moves.buckets):
-        problems: list[Problem] = []
-        for name in dict.fromkeys(moves[at].source for at in bucket):
-            if name not in held:  # several moves may share a source
-                try:
-                    held[name] = _read_boxes(plan.reads[members.rank].get(name, ()), device, states)
-                except Exception as error:
-                    problems += problems_of(error)
-        state = BEFORE_MOVING if not number else WHILE_WRITING if arriving.in_place else BEFORE_WRITING
-        assert_consistent(members, "a load", [f"bucket {number} of {plan.digest}"], problems, state)
+    agreed = members, "a load", plan.moves, plan.digest
+    for moves in stage_buckets(*agreed, lambda move: move.source, held, read, (BEFORE_MOVING, later)):
         yield (
-            [moves[at].view(tensor) for at in bucket for tensor in held[moves[at].source]],
-            [tensor for at in bucket for tensor in arriving.tensors[moves[at].target]],
+            [move.view(tensor) for move in moves for tensor in held[move.source]],
+            [tensor for move in moves for tensor in arriving.tensors[move.target]],
         )
-        held = {name: tensors for name, tensors in held.items() if last[name] > number}
 
 
 def _read_boxes(

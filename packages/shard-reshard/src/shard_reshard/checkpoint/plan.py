@@ -1,4 +1,4 @@
-"""Plans for loading safetensors files: the byte ranges of each rank, and the moves to their destinations.
+"""Plans for loading safetensors files: their shards, the byte ranges of each rank, and the moves to destinations.
 
 Each needed byte is read once, by one rank, in ranges of full rows. The reader is one of the ranks that need the
 rows: rows for one rank are read by that rank without transfers; rows for several ranks (replicas, or a sharding along
@@ -10,25 +10,38 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shard_spec import Box
 
-from shard_reshard._shared.problems import PlanError
+from shard_reshard._shared.consensus import problems_of
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable
+from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
-from shard_reshard.layout.parse import ToGroup
+from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap
 from shard_reshard.plan.plan import group_problems
-from shard_reshard.planning.analyze import human
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta
+from shard_reshard.planning import human
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, TensorMove
 from shard_reshard.state_dict.planner import plan_state_dict
 
+T = TypeVar("T")
+
 _SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
+
+
+class ReadableFile(NamedTuple):
+    """A file and its possible readers."""
+
+    table: FileTable
+    number: int  # rank of its shards in the written layout
+    readers: tuple[int, ...]  # none: every rank
 
 
 class Stored(NamedTuple):
@@ -102,8 +115,76 @@ class LoadPlan:
         return "\n".join([*lines, self.moves.explain(name)])
 
 
+StoredTensor = tuple[tuple[int, ...], str, tuple[Stored, ...]]  # global shape, dtype, shards in files
+
+
+def stored_tensors(
+    files: Sequence[ReadableFile], stored_as: Mapping[str, LayoutLike], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of files by name, their shards in the order of their writers.
+
+    Raises:
+        PlanError: With the problems of all tensors.
+    """
+    held: dict[str, list[tuple[ReadableFile, Entry]]] = {}
+    for file in files:
+        for name, entry in file.table.entries.items():
+            held.setdefault(name, []).append((file, entry))
+    hint = "stored_as names tensors of the files"
+    problems = [Problem("unknown-name", "stored_as", found=repr(n), hint=hint) for n in stored_as if n not in held]
+    tensors: dict[str, StoredTensor] = {}
+    for name, entries in sorted(held.items()):
+        try:
+            tensors[name] = _stored(name, entries, stored_as.get(name), shapes.get(name))
+        except PlanError as error:
+            problems += [p.named(name) for p in error.problems]
+    if problems:
+        raise PlanError(problems)
+    return tensors
+
+
+def _stored(
+    name: str, entries: Sequence[tuple[ReadableFile, Entry]], wanted: LayoutLike | None, size: Sequence[int] | None
+) -> StoredTensor:
+    words = sorted({entry.dtype for _, entry in entries})
+    if len(words) > 1:
+        hint = "write all parts of a tensor in one dtype"
+        raise PlanError(Problem("ranks-disagree", name, found=", ".join(words), hint=hint))
+    if words[0] not in DTYPES:
+        raise PlanError(Problem("unsupported-dtype", name, found=words[0], hint=f"one of {', '.join(DTYPES)}"))
+    if wanted is None and len(entries) > 1:
+        listed = ", ".join(file.table.path for file, _ in entries)
+        hint = "declare in stored_as (and shapes) how files split the tensor, or leave out all files but one"
+        raise PlanError(Problem("duplicate-name", name, found=f"in {len(entries)} files: {listed}", hint=hint))
+    file, entry = entries[0]
+    layout = BoxShardMap.whole(entry.shape, file.number) if wanted is None else resolve_layout(wanted, size)
+    if layout.num_partials > 1:
+        hint = "reduce before writing: files hold values, not addends"
+        raise PlanError(Problem("partial-value", name, found=layout.describe(), hint=hint))
+    parts: list[Stored] = []
+    problems: list[Problem] = []
+    numbers = [file.number for file, _ in entries]
+    for file, entry in entries:
+        shapes, table = layout.local_shapes(file.number), file.table
+        if numbers.count(file.number) > 1 or shapes != (entry.shape,):
+            given = "none" if not shapes else " and ".join(map(str, shapes))
+            reason = f"{entry.shape} in {table.path}, the layout gives rank {file.number} {given}"
+            hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
+            problems.append(Problem("shape-mismatch", name, found=reason, hint=hint))
+            continue
+        pieces = layout.local_pieces(file.number)
+        parts.append(Stored(table.path, table.state.num_bytes, entry.begin, entry.shape, pieces, file.readers))
+    for number in sorted(set(layout.ranks) - set(numbers)):
+        if layout.pieces(number):
+            hint = "pass all files, or the layout that these were written in"
+            problems.append(Problem("missing-tensor", name, found=f"no file with the part of rank {number}", hint=hint))
+    if problems:
+        raise PlanError(problems)
+    return layout.shape, DTYPES[words[0]], tuple(parts)
+
+
 def plan_load(
-    stored: Mapping[str, tuple[tuple[int, ...], str, Sequence[Stored]]],
+    stored: Mapping[str, StoredTensor],
     dst_layouts: DstLayouts,
     world_size: int,
     *,
@@ -245,3 +326,53 @@ def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Rea
     shape = (high - low, *part.shape[1:])
     read = Read(name, part.path, part.file_bytes, part.begin + low * row_bytes, shape, dtype, tuple(places))
     return read, boxes
+
+
+# ---- execution ------------------------------------------------------------------------------------------------
+
+
+def stage_buckets(
+    members: GroupInfo,
+    subject: str,
+    plan: StateDictPlan,
+    digest: str,
+    name_of: Callable[[TensorMove], str],
+    held: dict[str, T],
+    make: Callable[[str], T],
+    states: tuple[str, str],
+    finish: Callable[[str, T], None] | None = None,
+) -> Iterator[list[TensorMove]]:
+    """Yield the moves of each bucket once every rank has made what they need; a collective.
+
+    Args:
+        members: The group; every member iterates.
+        subject: The call, for messages.
+        plan: The buckets.
+        digest: Of all that ranks have to agree on.
+        name_of: Name of what a move needs; several moves may share it.
+        held: What was made, by name, from the first bucket that needs it to the last.
+        make: Makes it; its errors are raised on all ranks.
+        states: Text on the caller's tensors for errors before the first bucket, and later.
+        finish: Called after the last bucket; its errors are raised on all ranks as well.
+    """
+    problems = list[Problem]()
+    last = {name_of(plan.moves[at]): number for number, bucket in enumerate(plan.buckets) for at in bucket}
+    for number, bucket in enumerate(plan.buckets):
+        moves = [plan.moves[at] for at in bucket]
+        for name in dict.fromkeys(map(name_of, moves)):
+            try:
+                if name not in held:
+                    held[name] = make(name)
+            except Exception as error:  # a file that was changed, memory that is short on one rank
+                problems += problems_of(error)
+        assert_consistent(members, subject, [f"bucket {number} of {digest}"], problems, states[number > 0])
+        yield moves
+        for name in [name for name in held if last[name] == number]:
+            value = held.pop(name)
+            try:
+                if finish is not None:
+                    finish(name, value)
+            except Exception as error:  # a full disk: raised in the next comparison
+                problems += problems_of(error)
+    if finish is not None:
+        assert_consistent(members, subject, [f"all of {digest}"], problems, states[1])

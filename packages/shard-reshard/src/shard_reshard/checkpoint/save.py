@@ -18,21 +18,16 @@ from shard_spec import Box
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out
+from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out, stage_buckets
 from shard_reshard.checkpoint.safetensors import DTYPES, writable
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, torch_dtype
-from shard_reshard.planning.analyze import human
-from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums
+from shard_reshard.planning import human
+from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums, plan_of_all
 from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
-from shard_reshard.state_dict.outputs import (
-    Bucket,
-    LocalTargets,
-    move_buckets,
-    source_problems,
-)
+from shard_reshard.state_dict.outputs import Bucket, LocalTargets, move_buckets
 from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
 
@@ -123,23 +118,19 @@ def save_safetensors(
     except Exception as error:
         raise_on_all_ranks(members, error)
     assert_consistent(members, "a save", asked, [*problems, *facts.problems])
-    everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, (facts, sums), group=members.group)
-    plan, problems = None, differing_tensors([found for _, found in everyone])
-    try:
-        metadata = [found for found, _ in everyone]
-        plan = plan_save(metadata, key_map, max_file_bytes, bucket_bytes, members.to_group)
-        here = LocalTargets(members, plan.moves)
-        problems += source_problems(here, sources, ())
-    except Exception as error:
-        problems += problems_of(error)
-    assert_consistent(members, "a save", [] if plan is None else [*plan.moves.lines, plan.digest], problems)
-    assert plan is not None
+
+    def make(everyone: list[Any], problems: list[Problem]) -> tuple[SavePlan, list[str]]:
+        problems += differing_tensors([sums for _, sums in everyone])
+        plan = plan_save([held for held, _ in everyone], key_map, max_file_bytes, bucket_bytes, members.to_group)
+        problems += LocalTargets(members, plan.moves).source_problems(sources)
+        return plan, [*plan.moves.lines, plan.digest]
+
+    plan = plan_of_all(members, "a save", (facts, sums), make)
     try:
         _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
         with torch.no_grad():
             buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
-            move_buckets(here, buckets, True)
+            move_buckets(LocalTargets(members, plan.moves), buckets, True)
         _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
     finally:
         if members.rank == 0:
@@ -272,28 +263,21 @@ def _buckets(
     plan: SavePlan, folder: Path, sources: Mapping[str, torch.Tensor], device: torch.device, members: GroupInfo
 ) -> Iterator[Bucket]:
     """Yield sources and destinations of each bucket, and write arrivals before the next one."""
-    moves, rank, problems = plan.moves.moves, members.rank, list[Problem]()
-    last = {moves[at].target: number for number, bucket in enumerate(plan.moves.buckets) for at in bucket}
-    held: dict[str, list[tuple[bytearray, torch.Tensor]]] = {}
-    for number, bucket in enumerate(plan.moves.buckets):
-        chosen = [moves[at] for at in bucket]
-        try:
-            for name in dict.fromkeys(move.target for move in chosen if move.target not in held):
-                layout, dtype = plan.moves.targets[name]
-                held[name] = [writable(shape, torch_dtype(dtype), device) for shape in layout.local_shapes(rank)]
-        except Exception as error:  # memory may be short on one rank
-            problems += problems_of(error)
-        assert_consistent(members, "a save", [f"bucket {number} of {plan.digest}"], problems, _UNPUBLISHED)
+    rank, held = members.rank, dict[str, list[tuple[bytearray, torch.Tensor]]]()
+
+    def make(name: str) -> list[tuple[bytearray, torch.Tensor]]:
+        layout, dtype = plan.moves.targets[name]
+        return [writable(shape, torch_dtype(dtype), device) for shape in layout.local_shapes(rank)]
+
+    def write(name: str, rows: list[tuple[bytearray, torch.Tensor]]) -> None:
+        _write_rows(plan, folder, name, rank, rows)
+
+    agreed = members, "a save", plan.moves, plan.digest
+    for moves in stage_buckets(*agreed, lambda move: move.target, held, make, (_UNPUBLISHED, _UNPUBLISHED), write):
         yield (
-            [move.view(sources[move.source]) for move in chosen if move.plan.src.local_shapes(rank)],
-            [tensor for move in chosen for _, tensor in held[move.target]],
+            [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
+            [tensor for move in moves for _, tensor in held[move.target]],
         )
-        try:
-            for name in [name for name in held if last[name] == number]:
-                _write_rows(plan, folder, name, rank, held.pop(name))
-        except Exception as error:  # a full disk: raised on all ranks in the next comparison
-            problems += problems_of(error)
-    assert_consistent(members, "a save", [f"all of {plan.digest}"], problems, _UNPUBLISHED)
 
 
 def _write_rows(

@@ -152,7 +152,7 @@ def record_layouts(
             problems = tuple(recorder.problems)
     shapes = {name: tuple(value.shape) for name, value in metas.items()}
     table = {} if recorder is None or problems else recorder.table()  # a failed rank still joins the gather
-    mine = shapes, {name: [view.boxes for view in found] for name, found in table.items()}, problems
+    mine = shapes, {name: [(view.boxes, view.dim) for view in found] for name, found in table.items()}, problems
     gathered, rank = [(mine, strict)], 0
     if dist.is_available() and dist.is_initialized():
         members = group_info(group)
@@ -601,34 +601,20 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
     for name, shape in shapes.items():
         held = {rank: table[name] for rank, (_, table, _) in enumerate(everyone) if name in table}
         for number in range(max(map(len, held.values()), default=0)):
-            here = {rank: views[number] for rank, views in held.items() if number < len(views)}
-            joined = _joined(shape, here)
-            if joined is not None:
-                destinations.setdefault(name, []).append(_Destination(joined, dict.fromkeys(here, number)))
-                continue
-            for rank, boxes in here.items():
-                _place(destinations.setdefault(name, []), shape, rank, number, boxes)
+            views = {rank: of_rank[number] for rank, of_rank in held.items() if number < len(of_rank)}
+            # One destination for all ranks; where their boxes overlap, one for each.
+            for groups in [list(views)], [[rank] for rank in views]:
+                with suppress(PlanError):
+                    layouts = [_layout(shape, {rank: views[rank] for rank in group}) for group in groups]
+                    pairs = zip(layouts, groups, strict=True)
+                    here = [_Destination(layout, dict.fromkeys(group, number)) for layout, group in pairs]
+                    destinations.setdefault(name, []).extend(here)
+                    break
     return destinations
 
 
-def _place(numbered: list[_Destination], shape: Index, rank: int, number: int, boxes: tuple[Box, ...]) -> None:
-    for at, (layout, views) in enumerate(numbered):
-        if rank not in views and (joined := _joined(shape, {**layout.boxes, rank: boxes})) is not None:
-            numbered[at] = _Destination(joined, {**views, rank: number})
-            return
-    alone = _joined(shape, {rank: boxes})
-    assert alone is not None
-    numbered.append(_Destination(alone, {rank: number}))
-
-
-def _joined(shape: Index, boxes: Mapping[int, Sequence[Box]]) -> BoxShardMap | None:
-    """Return the layout of each rank's boxes in one tensor; None if they overlap or do not join."""
-    dims = range(len(shape)) if any(len(boxes_of_rank) > 1 for boxes_of_rank in boxes.values()) else (None,)
-    for dim in dims:
-        try:
-            if dim is None:
-                return BoxShardMap(shape, boxes, holes=True)
-            return FusedShardMap(shape, boxes, dim, holes=True)
-        except PlanError:
-            continue
-    return None
+def _layout(shape: Index, views: Mapping[int, tuple[Sequence[Box], int]]) -> BoxShardMap:
+    """Return the layout of each rank's boxes in one tensor, joined along a dim if there are several."""
+    boxes = {rank: listed for rank, (listed, _) in views.items()}
+    dims = [dim for listed, dim in views.values() if len(listed) > 1]
+    return FusedShardMap(shape, boxes, dims[0], holes=True) if dims else BoxShardMap(shape, boxes, holes=True)

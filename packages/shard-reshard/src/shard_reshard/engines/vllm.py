@@ -159,16 +159,6 @@ def _layers(recorded: RecordedLayouts) -> dict[str, None]:
     return dict.fromkeys(name.rpartition(".")[0] for name in recorded.filled)
 
 
-def _packed_once(model: nn.Module, device: str) -> list[Problem]:
-    """Return expert layers whose weights vLLM packs once on CPU, and not on later loads: old values would answer."""
-    hint = "sync such a model on GPUs, or load it from files anew"
-    return [
-        Problem("unsupported-tensor", name, found="expert weights that vLLM packs once on CPU", hint=hint)
-        for name, layer in (model.named_modules() if device == "cpu" else ())
-        if "FusedMoE" in [kind.__name__ for kind in type(layer).__mro__]
-    ]
-
-
 def _unfilled(model: nn.Module, recorded: RecordedLayouts) -> list[Problem]:
     """Report parameters that would stay unchanged, and buffers that would be lost with their layer."""
     held, layers = dict(model.named_buffers()), _layers(recorded)

@@ -12,12 +12,12 @@ import torch
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import (
     PLAIN_TYPES,
+    CompiledGuards,
     assume_constant_result,
     is_fake,
     is_transforming,
     is_wrapper,
     modes,
-    same_metadata,
     waited_for,
 )
 from shard_reshard.layout.shard_map import shortened
@@ -252,11 +252,12 @@ class TensorGuards:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._modes = modes()
-        self._pointers = pointers(tensors)
+        self._pointers = list(map(_data_ptr, tensors))
         first: dict[int, int] = {}  # torch's guards reject duplicates
         self._twins = [(at, other) for at, t in enumerate(tensors) if (other := first.setdefault(id(t), at)) != at]
         self._firsts = list(first.values())
-        self._alike = same_metadata([tensors[at] for at in self._firsts])
+        firsts = [tensors[at] for at in self._firsts]
+        self._alike = CompiledGuards(*firsts, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
     def match(self, tensors: Sequence[torch.Tensor]) -> Match:
         """Compare the tensors of a call, under the current modes.

@@ -22,7 +22,6 @@ from shard_reshard.lowering.memory_layout import (
     Side,
     Span,
     StepMemory,
-    buffer_room,
     lay_out_step,
 )
 from shard_reshard.lowering.program import Program, Step, accumulates_apart, reduction_dtype
@@ -179,15 +178,16 @@ class Exchange:
         self._memories: dict[tuple[object, ...], tuple[list[StepMemory], int]] = {}
         # By slot, device and side; with the side, whose id must not be used again while it is here.
         self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
+        # As values where they are cast or reduced; else as themselves, or as plain integers of their size.
+        self.as_values = [p.dtype != p.out_dtype or p.reduce_op is not None or p.dtype in _PLAIN for p in program.plans]
         self.wire_dtypes = [
-            torch_dtype(plan.wire_dtype) if _as_values(plan) else INTEGERS[plan.itemsize] for plan in program.plans
+            torch_dtype(plan.wire_dtype) if as_value else INTEGERS[plan.itemsize]
+            for plan, as_value in zip(program.plans, self.as_values, strict=True)
         ]
         self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
         # Neither complex dtypes nor transfers as integers: tensors are copied without conversions.
-        self.copies_values = all(
-            _as_values(plan) and not {plan.dtype, plan.out_dtype} & {"complex64", "complex128"}
-            for plan in program.plans
-        )
+        complex_ = any({plan.dtype, plan.out_dtype} & {"complex64", "complex128"} for plan in program.plans)
+        self.copies_values = all(self.as_values) and not complex_
         self.reducing = [plan.reduce_op is not None for plan in program.plans]
         self.reduces = any(self.reducing)
         self.overlaps = program.overlaps
@@ -242,7 +242,8 @@ class Exchange:
                 self._memories, self._places = {}, {}
             steps = self.program.steps
             laid_out = [lay_out_step(step, self.program, dst if step.relayed else src, dst) for step in steps]
-            self._memories[key] = laid_out, buffer_room(laid_out)
+            room = max((memory.sends.room + memory.receives.room for memory in laid_out), default=0)
+            self._memories[key] = laid_out, room
         return self._memories[key]
 
     def buffer(self, slot: int, room: int, device: torch.device, buffers: Buffers) -> torch.Tensor:
@@ -285,7 +286,7 @@ class Exchange:
         if not self.copies_values:
             for at, plan in enumerate(plans):
                 resolved[at] = resolved[at].resolve_conj()
-                if not _as_values(self.program.plans[plan]):
+                if not self.as_values[plan]:
                     resolved[at] = resolved[at].view(self.wire_dtypes[plan])
         return resolved
 
@@ -307,9 +308,8 @@ class PreparedCall:
 
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
         """Return True if held tensors have the addresses of these; storage may have been resized."""
-        if fresh_outs is not self.fresh_outs or pointers(sources) != pointers(self.src):
-            return False
-        return fresh_outs or pointers(outs) == pointers(self.dst)
+        held, given = (self.src, sources) if fresh_outs else ([*self.src, *self.dst], [*sources, *outs])
+        return fresh_outs is self.fresh_outs and pointers(held) == pointers(given)
 
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Create the views of destinations, and of sources unless they exist."""
@@ -325,36 +325,27 @@ class PreparedCall:
             slot = number % 2 if exchange.overlaps else 0
             buffer = exchange.buffer(slot, self.room, self.device, self.buffers) if step.exchanges else None
             self.recvs.append(self._recv_side(slot, step, memory, buffer))
-            if len(self.sends) <= number or step.relayed:  # relayed steps send out of destinations, and come last
-                del self.sends[number:]
-                self.sends.append(self._send_side(slot, step, memory, buffer))
-
-    def _release_outs(self) -> None:
-        """Release destinations that belong to the caller alone."""
-        if self.fresh_outs:
-            self.dst, self.recvs = [], []
-            del self.sends[self.exchange.num_direct :]  # relayed steps send from them
-
-    def _send_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> SendSide:
-        side, tensors = memory.sends, self.dst if step.relayed else self.src
-        staying = region_views(tensors, memory.staying[0]) if memory.staying[0] else []
-        if buffer is None:
-            return SendSide([], [], None, [], staying)
-        splits = list(side.splits)
-        if side.span is not None:
-            return SendSide([], [], _bytes_of(tensors[side.span.tensor], side.span), splits, staying)
-        # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
-        part = buffer[: side.room]
-        regions = region_views(tensors, side.regions) if side.regions else []
-        places = self.exchange.places(slot, part, side) if regions else []
-        return SendSide(places, regions, part[: side.num_bytes], splits, staying)
+            if len(self.sends) > number and not step.relayed:
+                continue
+            del self.sends[number:]  # relayed steps send out of destinations, and come last
+            side, tensors = memory.sends, self.dst if step.relayed else self.src
+            staying = region_views(tensors, memory.staying[0]) if memory.staying[0] else []
+            places, regions, sent = list[torch.Tensor](), list[torch.Tensor](), None
+            if buffer is not None and side.span is not None:
+                sent = _bytes_of(tensors[side.span.tensor], side.span)
+            elif buffer is not None:
+                # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
+                part = buffer[: side.room]
+                regions = region_views(tensors, side.regions) if side.regions else []
+                places = exchange.places(slot, part, side) if regions else []
+                sent = part[: side.num_bytes]
+            self.sends.append(SendSide(places, regions, sent, list(side.splits), staying))
 
     def _recv_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> RecvSide:
-        side = memory.receives
+        side, splits = memory.receives, list(memory.receives.splits)
         staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
         if buffer is None:
             return RecvSide([], [], [], None, [], staying, None)
-        splits = list(side.splits)
         if side.span is not None:
             written = self.dst[side.span.tensor]
             return RecvSide([], [], [], _bytes_of(written, side.span), splits, staying, written)
@@ -385,13 +376,11 @@ class PreparedCall:
                         last.work.wait()
                     for _ in steps:
                         raise AssertionError("one collective more than the program has")
-                    self._release_outs()
 
                 return finish
             if in_flight.work is not None:
                 in_flight.work.wait()
             del in_flight  # frees its buffers: the next step's are allocated already
-        self._release_outs()
         return None
 
     def steps(self, collective: Collective, async_op: bool = False) -> Iterator[InFlight]:
@@ -411,7 +400,21 @@ class PreparedCall:
                 in_flight = None
             if step.relayed and reduction is not None:
                 reduction.finalize()  # relays send the reduced value
-            posted = self._post(number, collective, async_op or exchange.overlaps, reduction)
+            # Pack and send; copy local regions while it is in flight.
+            send, recv, posted = self.sends[number], self.recvs[number], None
+            if send.sent is not None and recv.received is not None:
+                if send.places:
+                    foreach_copy_(send.places, send.regions)
+                if recv.written is not None and not recv.written.is_inference():
+                    # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
+                    torch.autograd.graph.increment_version(recv.written)
+                asynchronous = async_op or exchange.overlaps
+                work = collective(recv.received, send.sent, recv.splits, send.splits, asynchronous)
+                posted = InFlight(work, number, send, recv)
+            if recv.staying:
+                foreach_copy_(recv.staying, send.staying)
+            if posted is None and reduction is not None and not step.relayed:
+                reduction.add(self.memories[number], [], self.src)
             if in_flight is not None:
                 yield in_flight
                 self._unpack(in_flight, reduction)
@@ -421,26 +424,9 @@ class PreparedCall:
             self._unpack(in_flight, reduction)
         if reduction is not None:
             reduction.finalize()
-
-    def _post(
-        self, number: int, collective: Collective, async_op: bool, reduction: Reduction | None
-    ) -> InFlight | None:
-        """Pack and send; copy local regions while it is in flight."""
-        send, recv = self.sends[number], self.recvs[number]
-        if send.sent is None or recv.received is None:
-            foreach_copy_(recv.staying, send.staying)
-            if reduction is not None and not self.exchange.program.steps[number].relayed:
-                reduction.add(self.memories[number], [], self.src)
-            return None
-        if send.places:
-            foreach_copy_(send.places, send.regions)
-        if recv.written is not None and not recv.written.is_inference():
-            # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
-            torch.autograd.graph.increment_version(recv.written)
-        work = collective(recv.received, send.sent, recv.splits, send.splits, async_op)
-        if recv.staying:
-            foreach_copy_(recv.staying, send.staying)
-        return InFlight(work, number, send, recv)
+        if self.fresh_outs:  # they belong to the caller alone
+            self.dst, self.recvs = [], []
+            del self.sends[self.exchange.num_direct :]  # relayed steps send from them
 
     def _unpack(self, landed: InFlight, reduction: Reduction | None) -> None:
         if landed.recv.regions:
@@ -452,7 +438,3 @@ class PreparedCall:
 def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
     flat = tensor.as_strided((span.numel,), (1,), tensor.storage_offset() + span.offset)
     return flat.view(torch.uint8)
-
-
-def _as_values(plan: Plan) -> bool:
-    return plan.dtype != plan.out_dtype or plan.reduce_op is not None or plan.dtype in _PLAIN

@@ -15,16 +15,12 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import (
-    Match,
     TensorGuards,
     destination_problems,
-    has_memory,
     local_problems,
-    record_guards,
 )
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_device
-from shard_reshard.layout.shard_map import Index
 from shard_reshard.lowering.program import build_program
 from shard_reshard.plan.plan import Plan, group_problems
 
@@ -46,15 +42,10 @@ class NotPicklable:
         raise TypeError(f"a {kind} belongs to a process group of this process and is not copied: {self._instead}")
 
 
-# Process-wide cache of calls, by group and kind. Kinds have separate bounds, so that entries looked up by one rank
-# alone do not evict entries that all ranks have to find alike.
+# Process-wide memory of what ranks have prepared, by group and kind. Kinds have separate bounds, so that entries looked
+# up by one rank alone do not evict entries that all ranks have to find alike. Compiled code has to find its operators.
 memo: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
-_BOUNDS = {"call": 8192, "mover": 1024, "state dict plan": 16, "state dict": 8}
-
-
-def recall(group: dist.ProcessGroup, kind: str, key: Any) -> Any:
-    """Return the cached value of a key, or None."""
-    return memo.get(group, {}).get(kind, {}).get(key)
+_BOUNDS = {"call": 8192, "mover": 1024, "operator": 2**62, "state dict plan": 16, "state dict": 8}
 
 
 def remember(group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
@@ -65,14 +56,9 @@ def remember(group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
         entries.pop(next(iter(entries)))  # dicts keep insertion order
 
 
-def remembered(group: dist.ProcessGroup, kind: str) -> list[Any]:
-    """Return all values of a kind, the latest last."""
-    return list(memo.get(group, {}).get(kind, {}).values())
-
-
 def shared_mover(members: GroupInfo, plans: tuple[Plan, ...], check: str) -> Mover:
     """Return the mover of one-shot calls, without a workspace: several callers share it."""
-    mover: Mover | None = recall(members.group, "mover", (plans, check))
+    mover: Mover | None = memo.get(members.group, {}).get("mover", {}).get((plans, check))
     if mover is None:
         mover = Mover(plans, members, False, check)
         remember(members.group, "mover", (plans, check), mover)
@@ -91,10 +77,9 @@ class Mover:
         self.keep_workspace = keep_workspace
         self.num_calls = 0
         self._transposed: Mover | None = None
-        self._agreed: set[tuple[str, str]] = set()  # devices (and options) compared by all ranks
+        self.agreed: set[tuple[str, str]] = set()  # devices (and options) compared by all ranks
         self._in_flight = False
-        self._guards: TensorGuards | None = None  # on the last call without gradient or problem
-        self._guarded_outs = -1  # number of guarded destinations; -1: none were passed
+        self.guards: TensorGuards | None = None  # on the last call without gradient or problem
         self.changes: ChangeExchange | None = None  # sends only changes since the previous call
         self._freed: Any = None  # CUDA event: the workspace is free again
 
@@ -116,34 +101,7 @@ class Mover:
         """Use ``backward`` for gradients, and this one for its gradients."""
         self._transposed, backward._transposed = backward, self
 
-    @cached_property
-    def local_shapes(self) -> tuple[tuple[Index, ...], tuple[Index, ...]]:
-        """Shapes of this rank's local tensors: the sources of all plans, and the destinations."""
-        rank = self.members.rank
-        src = tuple(shape for plan in self.plans for shape in plan.src.local_shapes(rank))
-        return src, tuple(shape for plan in self.plans for shape in plan.dst.local_shapes(rank))
-
     # ---- guards and checks ------------------------------------------------------------------------------------
-
-    def replay(
-        self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None, async_op: bool
-    ) -> tuple[list[torch.Tensor], Finish | None] | None:
-        """Run without checks, like `start`; None if guards do not hold or ranks have to compare again."""
-        guards = self._guards
-        if guards is None or (-1 if outs is None else len(outs)) != self._guarded_outs:
-            return None
-        match = guards.match(sources if outs is None else sources + outs)
-        # In other memory a destination may overlap a source; sources may have lost their memory.
-        if match is Match.NONE or (match is Match.METADATA and (outs or not all(map(has_memory, sources)))):
-            return None
-        return self.start(sources, outs, async_op, unchanged=match is Match.MEMORY)
-
-    def record(self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None, device: torch.device) -> None:
-        """Guard the tensors of a checked call, unless ranks compare in every call anyway."""
-        self._guards = None
-        if (device.type, "") in self._agreed:
-            self._guards = record_guards(sources if outs is None else sources + outs)
-            self._guarded_outs = -1 if outs is None else len(outs)
 
     def problems(self, sources: list[list[torch.Tensor]], outs: list[list[torch.Tensor]] | None) -> list[Problem]:
         """Return the problems of this rank's tensors, listed by plan."""
@@ -172,7 +130,7 @@ class Mover:
 
     def assert_consistent(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
         """Compare with all ranks, in the first call of a kind or in each."""
-        if (device.type, more) in self._agreed:
+        if (device.type, more) in self.agreed:
             # After the first checked call ranks no longer compare: peers see this failure as a collective timeout.
             if problems:
                 raise PlanError(problems)
@@ -182,7 +140,7 @@ class Mover:
         lines = [*layouts, *digests, f"on {device.type}{more}, check={self.check!r}"]
         assert_consistent(self.members, "reshard", lines, problems)
         if self.check == "first" and not is_fake(()):  # fake tensors compared nothing
-            self._agreed.add((device.type, more))
+            self.agreed.add((device.type, more))
 
     # ---- moving -----------------------------------------------------------------------------------------------
 
@@ -226,7 +184,7 @@ class Mover:
                 call = exchange.prepare(sources, targets, device, fresh_outs or outs is None, unchanged)
                 finish = call.run(self._collective, async_op)
         finally:
-            if finish is None:  # failed or done: no handle to release it
+            if finish is None and self.keep_workspace:  # failed or done: no handle to release it
                 self._release(device)
         if finish is None:
             return targets, None

@@ -155,10 +155,6 @@ class BoxShardMap(ShardMap):
         """Return the map with the full tensor on one rank."""
         return cls(shape, {rank: (Box((0,) * len(shape), tuple(shape)),)})
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.shape, tuple(self.boxes.items())))
-
     @property
     def max_replicas(self) -> int:
         return max((len(cell.owners[0]) for cell in self._sorted[1]), default=1)

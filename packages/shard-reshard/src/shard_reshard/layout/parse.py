@@ -64,11 +64,19 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     if isinstance(layout, ShardMap):
         return _same_shape(layout, shape)
     if isinstance(layout, Layout):
-        return MeshShardMap(layout, _needed(shape, "a Layout"))
+        return MeshShardMap(layout, sizes_of(shape, "a Layout"))
     if isinstance(layout, OnRank):
-        return BoxShardMap.whole(_needed(shape, "OnRank"), layout.rank)
+        return BoxShardMap.whole(sizes_of(shape, "OnRank"), layout.rank)
     if isinstance(layout, str):
-        return _from_text(layout, _needed(shape, "a text"))
+        size = sizes_of(shape, "a text")
+        if (match := _WHOLE.fullmatch(layout)) is not None:
+            return BoxShardMap.whole(size, int(match[1]))
+        if (match := _TEXT.fullmatch(layout)) is None:
+            raise PlanError(Problem("invalid-layout", found=repr(layout), hint=_TEXT_HINT))
+        spec = MeshSpec.parse(match["mesh"])
+        if match["ranks"] is not None:
+            spec = MeshSpec(spec.axes, _listed(match["ranks"], layout, len(spec.ranks)))
+        return MeshShardMap(Layout.parse(match["layout"], spec), size)
     if isinstance(layout, Mapping):
         boxes = {rank: (own,) if isinstance(own, Box) else own for rank, own in layout.items()}
         for rank, own in boxes.items():
@@ -82,7 +90,7 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
         if not isinstance(layout[1], Sequence):
             hint = "give placements as a list, one for each axis: (mesh, [Shard(0)])"
             raise PlanError(Problem("invalid-layout", found=f"(mesh, {layout[1]!r})", hint=hint))
-        return MeshShardMap(_from_mesh(layout[0], layout[1], turn), _needed(shape, "a mesh with placements"))
+        return MeshShardMap(_from_mesh(layout[0], layout[1], turn), sizes_of(shape, "a mesh with placements"))
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(layout, tensors.DTensor):
         same = _from_mesh(layout.device_mesh, layout.placements, turn)
@@ -97,13 +105,6 @@ def layout_value(layout: Any) -> Any:
 
         return layout[0], tuple(layout[1]), mesh_groups(layout[0])  # the same mesh may get new groups
     return layout if type(layout) is str or isinstance(layout, Layout | OnRank | ShardMap) else None
-
-
-def _needed(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
-    if shape is None:
-        hint = "pass shape=, the global shape: local rows alone do not tell it"
-        raise PlanError(Problem("missing-argument", "shape", found=f"{what}, which does not give the size", hint=hint))
-    return sizes_of(shape)
 
 
 def _same_shape(bound: ShardMap, shape: Sequence[int] | None) -> ShardMap:
@@ -122,19 +123,6 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
         hint = "boxes of one tensor have the same number of dims"
         raise PlanError(Problem("shape-mismatch", found=f"boxes of {sorted({b.ndim for b in boxes})} dims", hint=hint))
     return tuple(max(ends) for ends in zip(*(box.ends for box in boxes), strict=True))
-
-
-def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
-    matched = _WHOLE.fullmatch(text)
-    if matched is not None:
-        return BoxShardMap.whole(shape, int(matched[1]))
-    match = _TEXT.fullmatch(text)
-    if match is None:
-        raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
-    mesh = MeshSpec.parse(match["mesh"])
-    if match["ranks"] is not None:
-        mesh = MeshSpec(mesh.axes, _listed(match["ranks"], text, len(mesh.ranks)))
-    return MeshShardMap(Layout.parse(match["layout"], mesh), shape)
 
 
 def _listed(text: str, whole: str, size: int) -> list[int]:
@@ -180,7 +168,7 @@ def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> Sh
         raise PlanError(Problem("invalid-layout", found=reason, hint=hint))
     if shape is None and isinstance(spec, EnumerableShardingSpec):
         shape = _extent([shard.box for shard in spec.shards])
-    shape = _needed(shape, f"a {type(spec).__name__}")
+    shape = sizes_of(shape, f"a {type(spec).__name__}")
     boxes: dict[int, tuple[Box, ...]] = {}
     for rank, held in spec.boxes(shape).items():
         boxes[turn(rank)] = held

@@ -67,12 +67,17 @@ Index = tuple[int, ...]
 new_tuple = tuple.__new__
 
 
-def sizes_of(shape: Any) -> Index:
-    """Return a global shape as integers.
+def sizes_of(shape: Any, layout: str = "") -> Index:
+    """Return a global shape as integers; ``layout`` names a layout that lacks it.
 
     Raises:
-        PlanError: ``invalid-argument`` for anything else.
+        PlanError: ``invalid-argument`` for anything else; ``missing-argument`` for None.
     """
+    if shape is None and layout:
+        found, hint = f"{layout}, which does not give the size", "pass shape=, the global shape"
+        raise PlanError(
+            Problem("missing-argument", "shape", found=found, hint=f"{hint}: local rows alone do not tell it")
+        )
     try:
         sizes = () if isinstance(shape, str) else tuple(map(index, shape))
         if isinstance(shape, str) or any(size < 0 for size in sizes):
@@ -119,12 +124,12 @@ class ShardMap(ABC):
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self._arguments == other._arguments
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._arguments)
-
     def __hash__(self) -> int:
-        return self._hash
+        if "_hash" not in self.__dict__:
+            values = [tuple(a.items()) if isinstance(a, dict) else a for a in self._arguments]
+            self.__dict__["_hash"] = hash(tuple(values))
+        value: int = self.__dict__["_hash"]
+        return value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
@@ -183,11 +188,6 @@ class ShardMap(ABC):
     def rank_set(self) -> frozenset[int]:
         """Ranks as a set, for membership tests."""
         return frozenset(self.ranks)
-
-    @cached_property
-    def max_rank(self) -> int:
-        """Largest rank, -1 if there is none."""
-        return max(self.ranks, default=-1)
 
     def cells(self) -> Iterator[Cell]:
         """Yield all cells."""
@@ -317,30 +317,26 @@ class MeshShardMap(ShardMap):
     def _tables(self) -> list[tuple[list[Segment], list[int], list[int]]]:
         """For each dim its intervals in ascending order, and their starts and stops for bisection."""
         tables = []
-        for dim in range(len(self.shape)):
-            segments = self._segments(dim)
+        for dim, length in enumerate(self.shape):
+            cutting = [axis for axis in self._axes if axis[1].dim is not None and axis[1].dim % len(self.shape) == dim]
+            segments: list[Segment] = []
+            if not cutting and length:
+                segments = [(0, length, 0, 0)]
+            elif len(cutting) == 1 and str(cutting[0][1]).startswith("S("):
+                size, _, stride = cutting[0]
+                step = max(1, -(-length // size))
+                starts = range(0, length, step)
+                segments = [(low, min(low + step, length), 0, at * stride) for at, low in enumerate(starts)]
+            elif cutting:
+                for place in product(*(range(size) for size, _, _ in cutting)):
+                    flat, local = sum(at * stride for at, (_, _, stride) in zip(place, cutting, strict=True)), 0
+                    for start, size in self.layout.intervals(self.ranks[flat], self.shape)[dim]:
+                        if size:
+                            segments.append((start, start + size, local, flat))
+                        local += size
+            segments.sort()
             tables.append((segments, [entry[0] for entry in segments], [entry[1] for entry in segments]))
         return tables
-
-    def _segments(self, dim: int) -> list[Segment]:
-        ndim, length = len(self.shape), self.shape[dim]
-        cutting = [axis for axis in self._axes if axis[1].dim is not None and axis[1].dim % ndim == dim]
-        if not cutting:
-            return [(0, length, 0, 0)] if length else []
-        if len(cutting) == 1 and str(cutting[0][1]).startswith("S("):
-            size, _, stride = cutting[0]
-            step = -(-length // size)
-            return [
-                (at * step, min(at * step + step, length), 0, at * stride) for at in range(size) if at * step < length
-            ]
-        segments = []
-        for place in product(*(range(size) for size, _, _ in cutting)):
-            flat, local = sum(at * stride for at, (_, _, stride) in zip(place, cutting, strict=True)), 0
-            for start, size in self.layout.intervals(self.ranks[flat], self.shape)[dim]:
-                if size:
-                    segments.append((start, start + size, local, flat))
-                local += size
-        return sorted(segments)
 
 
 Segment = tuple[int, int, int, int]  # start, stop, local start, shift in the list of ranks

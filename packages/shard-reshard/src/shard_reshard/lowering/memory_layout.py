@@ -5,7 +5,7 @@ Pure: works on shapes, strides and numbers. `Exchange` creates the tensor views.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from math import prod
 from operator import itemgetter
@@ -49,8 +49,8 @@ class Side(NamedTuple):
     packed: tuple[Packed, ...]
     splits: tuple[int, ...]
     num_bytes: int
-    regions: tuple[Region, ...] = ()  # of `packed`
-    room: int = 0  # bytes of a buffer, in whole alignments; none where it is used in place
+    regions: tuple[Region, ...]  # of `packed`
+    room: int  # bytes of a buffer, in whole alignments; none where it is used in place
 
 
 class StepMemory(NamedTuple):
@@ -63,50 +63,17 @@ class StepMemory(NamedTuple):
     staying: tuple[tuple[Region, ...], tuple[Region, ...]] = ((), ())
 
 
-def lay_out_step(
-    step: Step, program: Program, send_strides: Sequence[Index], dst_strides: Sequence[Index]
-) -> StepMemory:
-    """Choose, for the given strides, the way that copies the fewest bytes; a relayed step sends from destinations."""
-    itemsizes = [plan.itemsize for plan in program.plans]
-    reducing = [plan.reduce_op is not None and not step.relayed for plan in program.plans]
-    ways = [
-        memory._replace(
-            sends=_joined(memory.sends, itemsizes, [False] * len(itemsizes)),
-            receives=_joined(memory.receives, itemsizes, reducing),
-        )
-        for memory in _ways(step, program, send_strides, dst_strides)
-    ]
-    best = min(ways, key=lambda memory: _cost(memory, itemsizes, program.rank))  # the first of equals
-    own = [entry for entry in best.own if program.plans[entry[2]].reduce_op is None]
-    sends, receives = (
-        side._replace(
-            regions=tuple(entry.region for entry in side.packed),
-            room=0 if side.span is not None else -(-side.num_bytes // ALIGNMENT) * ALIGNMENT,
-        )
-        for side in best[:2]
-    )
-    staying = tuple(entry[0] for entry in own), tuple(entry[1] for entry in own)
-    return StepMemory(sends, receives, best.own, staying)
-
-
+ALIGNMENT = 16  # bytes; the largest element is a complex128
 # Overhead of one copy call, in bytes copied in the same time.
 _CALL_BYTES = 16 * 1024
 
 
-def _cost(memory: StepMemory, itemsizes: Sequence[int], rank: int) -> int:
-    """Estimate the time of a step's copies, in bytes: calls, reads and writes."""
-    copied, calls = _copied(memory), len(memory.own)
-    calls += sum(len(side.packed) for side in (memory.sends, memory.receives) if side.span is None)
-    own = sum(prod(source.sizes) * itemsizes[plan] for source, _, plan, _ in memory.own)
-    own_bytes = sum(memory.sends.splits[rank : rank + 1])  # copied inside the collective
-    return copied + own + own_bytes + calls * _CALL_BYTES
-
-
-def _ways(
+def lay_out_step(
     step: Step, program: Program, send_strides: Sequence[Index], dst_strides: Sequence[Index]
-) -> Iterator[StepMemory]:
-    """The ways in which a step can be carried out: sides in place or not, own bytes in the collective or past it."""
-    plans = program.plans
+) -> StepMemory:
+    """Choose, for the given strides, the way that copies the fewest bytes; a relayed step sends from destinations."""
+    plans, itemsizes = program.plans, [plan.itemsize for plan in program.plans]
+    reducing = [plan.reduce_op is not None and not step.relayed for plan in plans]
     own = tuple(
         (
             _region(copy.src_tensor, copy.src_start, copy.sizes, send_strides),
@@ -117,25 +84,37 @@ def _ways(
         for at, part in step.parts.items()
         for copy in part.own
     )
-    may_send = len(plans) == 1 and (plans[0].dtype == plans[0].wire_dtype or step.relayed)
-    may_receive = len(plans) == 1 and plans[0].out_dtype == plans[0].wire_dtype and plans[0].reduce_op is None
+    may_send = step.exchanges and len(plans) == 1 and (plans[0].dtype == plans[0].wire_dtype or step.relayed)
+    may_receive = step.exchanges and len(plans) == 1 and plans[0].out_dtype == plans[0].wire_dtype
+    may_receive = may_receive and plans[0].reduce_op is None
+    together = step.exchanges and own and not any(plan.reduce_op is not None for plan in plans)
+    ways: list[tuple[int, int, StepMemory]] = []  # estimated cost, bytes of buffers
+    # Own bytes go past the collective, or through it; either side lies in place where it is one span.
+    for with_own in (False, True) if together else (False,):
+        sends = _side(step, program, send_strides, True, with_own, may_send)
+        receives = _side(step, program, dst_strides, False, with_own, may_receive)
+        copied = sum(0 if side.span is not None else side.num_bytes for side in (sends, receives))
+        if with_own and program.overlaps and copied > ways[0][1]:
+            break  # rounds have no room for more in their buffers
+        sends, receives = _joined(sends, itemsizes, [False] * len(plans)), _joined(receives, itemsizes, reducing)
+        apart = () if with_own else own
+        # Time in bytes: calls, reads and writes. Own bytes in a collective are copied inside of it.
+        calls = len(apart) + sum(len(side.packed) for side in (sends, receives) if side.span is None)
+        own_bytes = sum(prod(source.sizes) * itemsizes[plan] for source, _, plan, _ in apart)
+        own_bytes += sum(sends.splits[program.rank : program.rank + 1])
+        ways.append((copied + own_bytes + calls * _CALL_BYTES, copied, StepMemory(sends, receives, apart)))
+    memory = min(ways, key=itemgetter(0))[2]  # the first of equals
+    plain = [entry for entry in memory.own if plans[entry[2]].reduce_op is None]
+    return memory._replace(staying=(tuple(entry[0] for entry in plain), tuple(entry[1] for entry in plain)))
 
-    def sides(with_own: bool) -> tuple[Side, Side]:
-        sends = _side(step, program, send_strides, True, with_own)
-        receives = _side(step, program, dst_strides, False, with_own)
-        return _in_place(sends, may_send and step.exchanges), _in_place(receives, may_receive and step.exchanges)
 
-    apart = StepMemory(*sides(False), own)
-    yield apart
-    if not step.exchanges or not own or any(plan.reduce_op is not None for plan in plans):
-        return
-    together = StepMemory(*sides(True), ())
-    if not program.overlaps or _copied(together) <= _copied(apart):  # rounds have no room for more in their buffers
-        yield together
+def _side(
+    step: Step, program: Program, strides: Sequence[Index], sending: bool, with_own: bool, may_be_span: bool
+) -> Side:
+    """Lay out what goes to each peer (or comes from it) one after the other.
 
-
-def _side(step: Step, program: Program, strides: Sequence[Index], sending: bool, with_own: bool) -> Side:
-    """Lay out what goes to each peer (or comes from it) one after the other; ``with_own``: to the rank itself too."""
+    ``with_own``: to the rank itself too. ``may_be_span``: used in place, where regions are one span in their order.
+    """
     messages = []
     for position, at in enumerate(program.order):
         if part := step.parts.get(at):
@@ -158,7 +137,18 @@ def _side(step: Step, program: Program, strides: Sequence[Index], sending: bool,
                 offset += prod(copy.sizes) * program.plans[at].itemsize
         offset += -offset % padding
         splits[peer] = offset - begin
-    return Side(None, tuple(packed), tuple(splits), offset)
+    span = None
+    if may_be_span and packed:
+        first = packed[0].region
+        end = first.offset
+        for region, *_ in packed:
+            if (region.tensor, region.offset) != (first.tensor, end) or not is_contiguous(region.sizes, region.strides):
+                break
+            end += prod(region.sizes)
+        else:
+            span = Span(first.tensor, first.offset, end - first.offset)
+    room = 0 if span is not None else -(-offset // ALIGNMENT) * ALIGNMENT
+    return Side(span, tuple(packed), tuple(splits), offset, tuple(entry.region for entry in packed), room)
 
 
 def buffer_bytes(program: Program) -> int:
@@ -168,7 +158,7 @@ def buffer_bytes(program: Program) -> int:
     sizes = []
     for step in program.steps:
         memory = lay_out_step(step, program, dst if step.relayed else src, dst)
-        sizes.append(_copied(memory))
+        sizes.append(sum(0 if side.span is not None else side.num_bytes for side in memory[:2]))
     pairs = max((a + b for a, b in pairwise(sizes)), default=0) if program.overlaps else 0
     return max([*sizes, pairs], default=0) + program.accumulator_bytes
 
@@ -196,46 +186,25 @@ def _joined(side: Side, itemsizes: Sequence[int], apart: Sequence[bool]) -> Side
         region = entry.region
         key = (region.tensor, region.sizes, region.strides) if not apart[entry.plan] else (len(alike),)
         alike.setdefault((*key, entry.plan), []).append(entry)
-    joined = [entry for entries in alike.values() for entry in _series(entries, itemsizes[entries[0].plan])]
-    return side._replace(packed=tuple(joined))
-
-
-def _series(entries: list[Packed], itemsize: int) -> Iterator[Packed]:
-    """Join entries of one shape at equal distances."""
-    at = 0
-    while at < len(entries):
-        first, end = entries[at], at + 1
-        steps = _apart(first, entries[end]) if end < len(entries) else (0, 0)
-        while end < len(entries) and _apart(entries[end - 1], entries[end]) == steps:
-            end += 1
-        if end - at == 1 or min(steps) <= 0 or steps[1] % itemsize:
-            yield first
-            at += 1
-            continue
-        region = first.region
-        sizes, strides = (end - at, *region.sizes), (steps[0], *region.strides)
-        yield first._replace(
-            region=region._replace(sizes=sizes, strides=strides), strides=(steps[1] // itemsize, *first.strides)
-        )
-        at = end
-
-
-def _apart(one: Packed, other: Packed) -> tuple[int, int]:
-    """Return the distance of two entries: elements in the tensor, bytes in the buffer."""
-    return other.region.offset - one.region.offset, other.byte_offset - one.byte_offset
-
-
-def _in_place(side: Side, allowed: bool) -> Side:
-    """The side as a span of memory, where its regions are one, in their order."""
-    if not allowed or not side.packed:
-        return side
-    first = side.packed[0].region
-    end = first.offset
-    for region, *_ in side.packed:
-        if (region.tensor, region.offset) != (first.tensor, end) or not is_contiguous(region.sizes, region.strides):
-            return side
-        end += prod(region.sizes)
-    return side._replace(span=Span(first.tensor, first.offset, end - first.offset))
+    joined: list[Packed] = []
+    for entries in alike.values():
+        itemsize = itemsizes[entries[0].plan]
+        # Distances to the next one: elements in the tensor, bytes in the buffer.
+        steps = [(b.region.offset - a.region.offset, b.byte_offset - a.byte_offset) for a, b in pairwise(entries)]
+        at = 0
+        while at < len(entries):
+            entry, end = entries[at], at + 1
+            while end < len(entries) and steps[end - 1] == steps[at]:
+                end += 1
+            if end - at > 1 and min(steps[at]) > 0 and steps[at][1] % itemsize == 0:
+                region, (step, num_bytes) = entry.region, steps[at]
+                region = region._replace(sizes=(end - at, *region.sizes), strides=(step, *region.strides))
+                entry = entry._replace(region=region, strides=(num_bytes // itemsize, *entry.strides))
+            else:
+                end = at + 1
+            joined.append(entry)
+            at = end
+    return side._replace(packed=tuple(joined), regions=tuple(entry.region for entry in joined))
 
 
 def is_contiguous(sizes: Index, strides: Index) -> bool:
@@ -247,15 +216,3 @@ def is_contiguous(sizes: Index, strides: Index) -> bool:
                 return False
             expected *= size
     return True
-
-
-ALIGNMENT = 16  # bytes; the largest element is a complex128
-
-
-def buffer_room(memories: Iterable[StepMemory]) -> int:
-    """The most bytes of buffers that any of these steps needs."""
-    return max((memory.sends.room + memory.receives.room for memory in memories), default=0)
-
-
-def _copied(memory: StepMemory) -> int:
-    return sum(0 if side.span is not None else side.num_bytes for side in (memory.sends, memory.receives))

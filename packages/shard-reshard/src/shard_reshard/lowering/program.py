@@ -118,6 +118,8 @@ class Program:
         src_shapes, dst_shapes: Shapes of the local tensors, those of all plans concatenated.
         src_base, dst_base: For each plan, the index of its first tensor in these lists; one more entry closes the last.
         steps: The collectives, in order.
+        order: Plans in the order of a message: of falling element size, so that every place is aligned.
+        overlaps: True if the next step is posted before a step is unpacked.
     """
 
     plans: tuple[Plan, ...]
@@ -128,16 +130,8 @@ class Program:
     src_base: tuple[int, ...]
     dst_base: tuple[int, ...]
     steps: tuple[Step, ...]
-
-    @cached_property
-    def order(self) -> list[int]:
-        """Plans in the order of a message: of falling element size, so that every place is aligned."""
-        return sorted(range(len(self.plans)), key=lambda at: (-self.plans[at].itemsize, at))
-
-    @property
-    def overlaps(self) -> bool:
-        """True if the next step is posted before a step is unpacked."""
-        return any(plan.max_workspace_bytes is not None for plan in self.plans)
+    order: tuple[int, ...]
+    overlaps: bool
 
     @cached_property
     def accumulator_bytes(self) -> int:
@@ -148,6 +142,9 @@ class Program:
             for at, plan in enumerate(self.plans)
             if accumulates_apart(plan)
         )
+
+
+Places = Sequence[tuple[int, Index]] | None
 
 
 def accumulates_apart(plan: Plan) -> bool:
@@ -167,25 +164,26 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
     dst_shapes = [plan.dst.local_shapes(rank) for plan in plans]
     src_base, dst_base = (tuple(accumulate(map(len, side), initial=0)) for side in (src_shapes, dst_shapes))
     steps: list[Step] = []
-    for stage in range(max(plan.stages for plan in plans)):
+    for stage in range(2 if any(plan.uses_scatter_allgather for plan in plans) else 1):
         parts = {}
         for at, plan in enumerate(plans):
-            if stage < plan.stages:
+            if schedule := rank_schedule(plan, rank)[stage : stage + 1]:
                 base = dst_base[at] if stage else src_base[at], dst_base[at]
-                parts[at] = _placed(rank_schedule(plan, rank)[stage], plan, rank, stage, base)
+                places = (plan.dst if stage else plan.src).places(rank), plan.dst.places(rank)
+                moved = places != (None, None) or base != (0, 0)
+                parts[at] = _placed(schedule[0], base, places) if moved else schedule[0]
         if len(plans) == 1 and plans[0].max_workspace_bytes is not None:
             steps += _bounded(plans[0], stage, parts[0])
         else:
             steps.append(Step(stage > 0, any(not is_local(plans[at]) for at in parts), parts))
     src, dst = (tuple(shape for shapes in side for shape in shapes) for side in (src_shapes, dst_shapes))
-    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps))
+    order = tuple(sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at)))
+    overlaps = any(plan.max_workspace_bytes is not None for plan in plans)
+    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps), order, overlaps)
 
 
-def _placed(part: RankSchedule, plan: Plan, rank: int, stage: int, base: tuple[int, int]) -> RankSchedule:
+def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:
     """The part with copies between the program's tensors: after those of earlier plans, joined ones as one."""
-    places = (plan.dst if stage else plan.src).places(rank), plan.dst.places(rank)
-    if places == (None, None) and base == (0, 0):
-        return part
 
     def moved(side: int, tensor: int, start: Index) -> tuple[int, Index]:
         place = places[side]

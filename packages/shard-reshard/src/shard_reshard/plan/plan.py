@@ -68,7 +68,7 @@ class Plan:
     @cached_property
     def world_size(self) -> int:
         """Number of ranks needed by the plan: its largest rank plus one."""
-        return max(self.src.max_rank, self.dst.max_rank) + 1
+        return max(max(side.ranks, default=-1) for side in (self.src, self.dst)) + 1
 
     @cached_property
     def is_identity(self) -> bool:
@@ -102,11 +102,6 @@ class Plan:
         """Divisor of a reduced value: the number of averaged ranks."""
         layout = self.dst if self.adjoint else self.src
         return 1 if self.is_identity else layout.averaged
-
-    @cached_property
-    def stages(self) -> int:
-        """Number of exchanges: 2 if replicas relay shares to each other."""
-        return 2 if self.uses_scatter_allgather else 1
 
     @cached_property
     def uses_scatter_allgather(self) -> bool:

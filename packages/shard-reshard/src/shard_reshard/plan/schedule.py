@@ -79,24 +79,22 @@ def merge_copies(copies: Iterable[Copy]) -> list[Copy]:
         for copy in merged:
             rest = (copy.start[:dim], copy.start[dim + 1 :], copy.sizes[:dim], copy.sizes[dim + 1 :])
             rows.setdefault((copy.stage, copy.partial_index, copy.src_tensor, copy.dst_tensor, *rest), []).append(copy)
-        if len(rows) < len(merged):
-            merged = [joined for row in rows.values() for joined in _join_row(row, dim)]
+        if len(rows) == len(merged):
+            continue
+        merged = []
+        for row in rows.values():  # copies that differ along `dim` only
+            row.sort(key=lambda copy: copy.start[dim])  # called at once
+            head = row[0]
+            for copy in row[1:]:
+                size = head.sizes[dim]
+                places = (copy.start, head.start), (copy.src_start, head.src_start), (copy.dst_start, head.dst_start)
+                if all(at == (*before[:dim], before[dim] + size, *before[dim + 1 :]) for at, before in places):
+                    head = head._replace(sizes=(*head.sizes[:dim], size + copy.sizes[dim], *head.sizes[dim + 1 :]))
+                else:
+                    merged.append(head)
+                    head = copy
+            merged.append(head)
     return sorted(merged)
-
-
-def _join_row(row: list[Copy], dim: int) -> Iterator[Copy]:
-    """Join copies that differ along ``dim`` only, in the order of their starts."""
-    row.sort(key=lambda copy: copy.start[dim])
-    head = row[0]
-    for copy in row[1:]:
-        size = head.sizes[dim]
-        places = (copy.start, head.start), (copy.src_start, head.src_start), (copy.dst_start, head.dst_start)
-        if all(at == (*before[:dim], before[dim] + size, *before[dim + 1 :]) for at, before in places):
-            head = head._replace(sizes=(*head.sizes[:dim], size + copy.sizes[dim], *head.sizes[dim + 1 :]))
-        else:
-            yield head
-            head = copy
-    yield head
 
 
 def split_box(sizes: Index, count: int) -> list[tuple[Index, Index]]:
@@ -132,12 +130,11 @@ def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
             cache.pop(next(iter(cache)))
         arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
         parts = []
-        for stage in range(plan.stages):
-            here = [copy for copy in arriving if copy.stage == stage]
-            own = _ordered(plan, [copy for copy in here if copy.src_rank == rank])
-            receives = _by_peer(plan, [copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
+        for stage in range(2 if plan.uses_scatter_allgather else 1):
+            here = _by_peer(plan, [copy for copy in arriving if copy.stage == stage], attrgetter("src_rank"))
             sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
-            parts.append(RankSchedule(sends, receives, own))
+            own = here.pop(rank, ())
+            parts.append(RankSchedule(sends, here, own))
         cache[rank] = tuple(parts)
     return cache[rank]
 
@@ -150,29 +147,25 @@ def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
 
 def is_local(plan: Plan) -> bool:
     """Return True if no rank sends anything."""
+    if plan.adjoint:
+        return is_local(plan.transpose())
+    if plan.is_identity or plan.src.num_partials > 1:
+        return plan.is_identity
     cached: bool | None = plan.__dict__.get("_is_local")
     if cached is None:
-        forward = plan.transpose() if plan.adjoint else plan
-        cached = plan.is_identity or (
-            forward.src.num_partials == 1 and not any(_lacks(forward, rank) for rank in forward.dst.ranks)
-        )
-        plan.__dict__["_is_local"] = cached
+        cached = plan.__dict__["_is_local"] = True
+        for rank in plan.dst.ranks:
+            held = plan.src.pieces(rank)
+            for box in plan.dst.pieces(rank):
+                common = 0  # elements held already
+                for other in held:
+                    low, high = map(max, box.start, other.start), map(min, box.stop, other.stop)
+                    common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
+                lacks = common < prod(sizes_of(box.start, box.stop))
+                if lacks and rank in receivers_of(plan, next(plan.dst.cross(box.start, box.stop))):
+                    plan.__dict__["_is_local"] = False
+                    return False
     return cached
-
-
-def _lacks(plan: Plan, rank: int) -> bool:
-    """Return True if ``rank`` needs an element that it does not hold."""
-    held = plan.src.pieces(rank)
-    for box in plan.dst.pieces(rank):
-        cell = next(plan.dst.cross(box.start, box.stop))
-        if rank in receivers_of(plan, cell):
-            common = 0  # elements held already
-            for other in held:
-                low, high = map(max, box.start, other.start), map(min, box.stop, other.stop)
-                common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
-            if common < prod(sizes_of(box.start, box.stop)):
-                return True
-    return False
 
 
 def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy]]:
@@ -263,14 +256,9 @@ def _by_peer(plan: Plan, copies: list[Copy], peer: Callable[[Copy], int]) -> dic
     by_peer: dict[int, list[Copy]] = {}
     for copy in copies:
         by_peer.setdefault(peer(copy), []).append(copy)
-    return {rank: _ordered(plan, by_peer[rank]) for rank in sorted(by_peer)}
-
-
-def _ordered(plan: Plan, copies: list[Copy]) -> tuple[Copy, ...]:
-    if len(copies) < 2:
-        return tuple(copies)
     # Addends of one region have to have one shape, so reduced copies stay unmerged.
-    return tuple(sorted(copies) if plan.reduce_op is not None else merge_copies(copies))
+    join = sorted if plan.reduce_op is not None else merge_copies
+    return {rank: tuple(join(own) if len(own) > 1 else own) for rank, own in sorted(by_peer.items())}
 
 
 def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:

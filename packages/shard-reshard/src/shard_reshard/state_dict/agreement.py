@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,14 @@ import torch.distributed as dist
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import Problem, raise_problems
 from shard_reshard._torch_compat import is_fake, mesh_groups, real_tensors
-from shard_reshard.execution.mover import recall, remember
+from shard_reshard.execution.mover import memo, remember
 from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent
 from shard_reshard.plan.plan import group_problems
 from shard_reshard.state_dict.meta import local_tensor
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
+
+P = TypeVar("P")
 
 # Numbers of calls among the rows that ranks gather: ranks in different calls raise.
 ONE_SHOT, KEPT_CALL, NEW_RESHARDER = 3, 4, 5
@@ -101,11 +103,20 @@ def agreed_plan(
         rows = all_gather_row(members, call, row, [f"call {call} for a state dict of {sorted(facts.sources)}"])
     key = tuple(row[:24] for row in rows)
     # With the plan, the layouts it was made for: what has an identity alone must not be freed while the plan is here.
-    plan, _ = recall(members.group, "state dict plan", key) or (None, None)
+    plan, _ = memo.get(members.group, {}).get("state dict plan", {}).get(key, (None, None))
     if prepared is not None and prepared.key == key:
         plan = prepared.plan
     if plan is None:
-        plan = _plan_of_all(members, question, facts, sums)
+
+        def make(everyone: list[Any], problems: list[Problem]) -> tuple[StateDictPlan, list[str]]:
+            problems += differing_tensors([sums for _, sums in everyone])
+            metadata = [metadata for metadata, _ in everyone]
+            plan = plan_state_dict(metadata, *question[:3], members.to_group, question.strict)
+            problems += group_problems((move.plan for move in plan.moves), members.size)
+            options = f"check={question.check} changed_only={question.changed_only}"
+            return plan, [*plan.lines, options, f"plan {plan.digest}"]
+
+        plan = plan_of_all(members, "a state dict", (facts, sums), make)
         if not question.serial:
             layouts = question.dst_layouts
             held = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
@@ -119,27 +130,25 @@ def agreed_plan(
     return Agreed(plan, key, same, tuple(row[40:] for row in rows))
 
 
-def _plan_of_all(members: GroupInfo, question: Question, facts: RankMeta, sums: Mapping[str, bytes]) -> StateDictPlan:
-    """Gather the metadata of all ranks and compare the plans that they make of it; a collective."""
+def plan_of_all(
+    members: GroupInfo, subject: str, mine: Any, make: Callable[[list[Any], list[Problem]], tuple[P, list[str]]]
+) -> P:
+    """Gather what every rank has, plan on each rank, and compare the plans; a collective.
+
+    Args:
+        members: The group; every member calls.
+        subject: The call, for messages.
+        mine: What this rank has.
+        make: Returns the plan for what all ranks have, with its text; adds to the problems, or raises more.
+    """
     everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, (facts, sums), group=members.group)
-    problems, plan = differing_tensors([sums for _, sums in everyone]), None
+    dist.all_gather_object(everyone, mine, group=members.group)
+    plan, lines, problems = None, list[str](), list[Problem]()
     try:
-        plan = plan_state_dict(
-            [metadata for metadata, _ in everyone],
-            question.dst_layouts,
-            question.key_map,
-            question.bucket_bytes,
-            members.to_group,
-            question.strict,
-        )
+        plan, lines = make(everyone, problems)
     except Exception as error:  # layouts may be the caller's function
         problems += problems_of(error)
-    lines: list[str] = []
-    if plan is not None:
-        problems += group_problems((move.plan for move in plan.moves), members.size)
-        lines = [*plan.lines, f"check={question.check} changed_only={question.changed_only}", f"plan {plan.digest}"]
-    assert_consistent(members, "a state dict", lines, problems)
+    assert_consistent(members, subject, lines, problems)
     assert plan is not None
     return plan
 

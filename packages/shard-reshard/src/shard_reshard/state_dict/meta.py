@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, storage_key, waited_for
 from shard_reshard.execution.checks import memory_of
 from shard_reshard.group import GroupInfo, data_device
-from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, own_layout, resolve_layout
 from shard_reshard.layout.shard_map import ShardMap, dtype_name
-from shard_reshard.state_dict.plan import RankMeta, StateDictPlan, TensorMeta
+from shard_reshard.state_dict.plan import RankMeta, TensorMeta
 
 
 def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -134,52 +133,13 @@ def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: G
     return data_device(members.group)
 
 
-def _declares(value: Any) -> bool:
-    return hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None
-
-
-def destination_mismatches(plan: StateDictPlan, targets: Mapping[str, Any], members: GroupInfo) -> list[Problem]:
-    """Report tensors of ``out`` with another declared layout than the plan's, even of equal local shape."""
-    declared = [(name, value) for name, value in targets.items() if name in plan.targets and _declares(value)]
-    return [p for name, value in declared for p in layout_mismatches(name, value, plan.targets[name][0], members)]
-
-
-class LayoutChecker:
-    """Comparison of each call's tensors with the resharder's own metadata (``known``)."""
-
-    def __init__(
-        self, plan: StateDictPlan, known: Mapping[str, TensorMeta], dropped: Collection[str], members: GroupInfo
-    ) -> None:
-        self._plan, self._known, self._members = plan, known, members
-        moved = {move.source for move in plan.moves}
-        self._tied = [
-            (name, entry.tied_to)
-            for name, entry in known.items()
-            if entry.tied_to != name and name not in moved and name not in dropped
-        ]
-
-    def problems(
-        self, tensors: Mapping[str, Any], sources: Mapping[str, torch.Tensor], targets: Mapping[str, Any]
-    ) -> list[Problem]:
-        """Return the problems of source tensors (locally ``sources``) and of destinations."""
-        problems: list[Problem] = []
-        if not tensors.keys() <= self._known.keys():
-            strange = sorted(tensors.keys() - self._known.keys())
-            hint = "leave them out, or make a resharder for a state dict that has them"
-            problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
-        problems += self.untied(sources)
-        for name, expected in self._known.items():
-            if name in tensors and _declares(tensors[name]):
-                wanted = expected.layout or BoxShardMap.whole(expected.shape, self._members.rank)
-                problems += layout_mismatches(name, tensors[name], wanted, self._members)
-        return problems + destination_mismatches(self._plan, targets, self._members)
-
-    def untied(self, sources: Mapping[str, torch.Tensor]) -> list[Problem]:
-        """Report tensors that are moved as one, but no longer share memory."""
-        hint = "make another resharder: this one moves them as one tensor"
-        return [
-            Problem("tied-weights", name, found=f"no longer the memory of {first}", hint=hint)
-            for name, first in self._tied
-            if name in sources and first in sources and sources[name].numel()
-            if memory_of(sources[name]) != memory_of(sources[first])
-        ]
+def declared_mismatches(
+    tensors: Mapping[str, Any], wanted: Callable[[str], ShardMap | None], members: GroupInfo
+) -> list[Problem]:
+    """Report tensors that declare another layout than the planned one, even of equal local shape."""
+    problems: list[Problem] = []
+    for name, value in tensors.items():
+        if hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None:
+            layout = wanted(name)
+            problems += [] if layout is None else layout_mismatches(name, value, layout, members)
+    return problems

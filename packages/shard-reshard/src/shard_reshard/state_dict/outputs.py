@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,11 +11,20 @@ import torch
 from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import as_dtensor, dtensor_maker
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import ONE_MEMORY_HINT, address, destination_problems, local_problems, memory_of
+from shard_reshard.execution.checks import (
+    ONE_MEMORY_HINT,
+    address,
+    destination_problems,
+    freed_problems,
+    local_problems,
+    memory_of,
+)
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import BEFORE_WRITING, GroupInfo, assert_consistent
-from shard_reshard.layout.shard_map import torch_dtype
-from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMove
+from shard_reshard.layout.boxes import BoxShardMap
+from shard_reshard.layout.shard_map import ShardMap, torch_dtype
+from shard_reshard.state_dict.meta import declared_mismatches
+from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove
 from shard_reshard.state_dict.planner import given_layout
 
 
@@ -57,6 +66,8 @@ class LocalTargets:
         check: See `reshard`.
         keep: Buffers and views are kept between calls.
         changed_only: Only changes are sent.
+        known: Metadata of this rank's sources; those of a call are compared with it.
+        dropped: Sources that are not moved.
 
     Attributes:
         shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
@@ -72,8 +83,16 @@ class LocalTargets:
         check: str = "first",
         keep: bool = False,
         changed_only: bool = False,
+        known: Mapping[str, TensorMeta] | None = None,
+        dropped: Collection[str] = (),
     ) -> None:
         self.plan, self.rank, self.members, self._dst_layouts = plan, members.rank, members, dst_layouts
+        self._known, moved = known or {}, {move.source for move in plan.moves}
+        self._tied = [
+            (name, entry.tied_to)
+            for name, entry in self._known.items()
+            if entry.tied_to != name and name not in moved and name not in dropped
+        ]
         local = {name: layout.local_shapes(self.rank) for name, (layout, _) in plan.targets.items()}
         self.shapes = {name: shapes for name, shapes in local.items() if name not in plan.aliases}
         self.dtypes = {name: torch_dtype(plan.targets[name][1]) for name in self.shapes}
@@ -104,6 +123,54 @@ class LocalTargets:
             return wrap(tensors[0])
         return tensors[0] if len(tensors) == 1 else tensors
 
+    def source_problems(
+        self,
+        sources: Mapping[str, torch.Tensor],
+        given: Mapping[str, Any] | None = None,
+        written: Iterable[torch.Tensor] = (),
+        unchanged: bool = False,
+    ) -> list[Problem]:
+        """Return the problems of this rank's sources.
+
+        Args:
+            sources: Local tensors.
+            given: The same as the caller gave them.
+            written: Destinations, to be on the device of the sources.
+            unchanged: The metadata is that of an earlier call without problems.
+        """
+        where = f"rank {self.rank}"
+        hint = "make another resharder: this one moves them as one tensor"
+        # In other memory tensors may be tied differently, even with equal metadata.
+        problems = [
+            Problem("tied-weights", name, found=f"no longer the memory of {first}", hint=hint)
+            for name, first in self._tied
+            if name in sources and first in sources and sources[name].numel()
+            if memory_of(sources[name]) != memory_of(sources[first])
+        ]
+        if unchanged:
+            return problems + [
+                p for n, tensor in sources.items() for p in freed_problems(f"{n}: {where}, source", tensor)
+            ]
+        if strange := sorted(given.keys() - self._known.keys()) if given is not None else []:
+            hint = "leave them out, or make a resharder for a state dict that has them"
+            problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
+
+        def planned(name: str) -> ShardMap | None:
+            entry = self._known.get(name)
+            return entry and (entry.layout or BoxShardMap.whole(entry.shape, self.rank))
+
+        problems += declared_mismatches(given or {}, planned, self.members)
+        for move in self.plan.moves:
+            held = move.source in sources and move.plan.src.local_shapes(self.rank)
+            for problem in local_problems(move.plan, self.rank, [move.view(sources[move.source])] if held else []):
+                name = f"{move.source}: {problem.name}"
+                problems.append(Problem(problem.code, name, found=problem.found, hint=problem.hint))
+        devices = {tensor.device for tensor in (*sources.values(), *written)}
+        if len(devices) > 1:
+            listed = ", ".join(sorted(map(str, devices)))
+            problems.append(Problem("device-mismatch", where, found=listed, hint="one device on each rank"))
+        return problems
+
     def out_problems(
         self,
         given: Mapping[str, Any],
@@ -113,12 +180,28 @@ class LocalTargets:
         strict: bool,
     ) -> tuple[list[Problem], Ties]:
         """Return the problems of ``given`` as ``out`` on this rank (locally ``outs``), and its ties."""
-        planned = {name: out for name, out in outs.items() if name in self.plan.targets}
-        problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
+        targets = self.plan.targets
+        problems = declared_mismatches(given, lambda name: targets[name][0] if name in targets else None, self.members)
+
+        def add(code: str, found: str, hint: str) -> None:
+            problems.append(Problem(code, f"{name}: rank {self.rank}, out", found=found, hint=hint))
+
+        planned = {name: out for name, out in outs.items() if name in targets}
+        for name, out in planned.items():
+            layout, dtype = targets[name]
+            shapes = layout.local_shapes(self.rank)
+            if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
+                reason = f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}"
+                add("shape-mismatch", reason, "pass a local tensor of that shape, or another layout in dst_layouts")
+            elif len(shapes) > 1:
+                hint = "leave it out of out=; the result has a list of tensors"
+                add("argument-count", f"one tensor for {len(shapes)} boxes", hint)
+            elif not shapes and strict and out.numel():
+                reason = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
+                add("missing-source", reason, "leave it out of out= on this rank, or pass strict=False")
         for name, value in given.items():
-            if name in self.plan.targets and not isinstance(value, torch.Tensor):
-                reason, hint = f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out="
-                problems.append(Problem("wrong-type", f"{name}: rank {self.rank}, out", found=reason, hint=hint))
+            if name in targets and not isinstance(value, torch.Tensor):
+                add("wrong-type", f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out=")
         memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
         for name, out in outs.items() if strict else ():
             # A tensor tied to a filled one is filled with it.
@@ -131,23 +214,6 @@ class LocalTargets:
             names = [f"{name}: rank {self.rank}, out" for name in filled]
             problems = destination_problems(list(filled.values()), names, list(sources.values()), not atomic)
         return problems, ties
-
-    def _misfits(self, name: str, out: torch.Tensor, strict: bool) -> list[Problem]:
-        """Return the differences between a tensor of ``out`` and its layout on this rank."""
-        layout, dtype = self.plan.targets[name]
-        shapes, where = layout.local_shapes(self.rank), f"{name}: rank {self.rank}, out"
-        if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
-            reason = f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}"
-            hint = "pass a local tensor of that shape, or another layout in dst_layouts"
-            return [Problem("shape-mismatch", where, found=reason, hint=hint)]
-        if len(shapes) > 1:
-            hint = "leave it out of out=; the result has a list of tensors"
-            return [Problem("argument-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint)]
-        if not shapes and strict and out.numel():
-            reason = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
-            hint = "leave it out of out= on this rank, or pass strict=False"
-            return [Problem("missing-source", where, found=reason, hint=hint)]
-        return []
 
     def _filled(self, planned: Mapping[str, torch.Tensor], atomic: bool) -> tuple[dict[str, torch.Tensor], Ties]:
         """Return the tensors to write, each memory once if it gets one value, and ties.
@@ -233,23 +299,6 @@ def move_buckets(
             except Exception as error:
                 late = error
     return late
-
-
-def source_problems(
-    here: LocalTargets, sources: Mapping[str, torch.Tensor], outs: Iterable[torch.Tensor]
-) -> list[Problem]:
-    """Return the problems of this rank's sources by name; ``outs`` have to be on their device."""
-    problems = []
-    for move in here.plan.moves:
-        held = move.source in sources and move.plan.src.local_shapes(here.rank)
-        for problem in local_problems(move.plan, here.rank, [move.view(sources[move.source])] if held else []):
-            name = f"{move.source}: {problem.name}"
-            problems.append(Problem(problem.code, name, found=problem.found, hint=problem.hint))
-    devices = {tensor.device for tensor in (*sources.values(), *outs)}
-    if len(devices) > 1:
-        listed = ", ".join(sorted(map(str, devices)))
-        problems.append(Problem("device-mismatch", f"rank {here.rank}", found=listed, hint="one device on each rank"))
-    return problems
 
 
 def write_outputs(

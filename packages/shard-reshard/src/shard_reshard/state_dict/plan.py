@@ -17,7 +17,7 @@ from shard_reshard.layout.boxes import ShardMapView
 from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.layout.shard_map import ShardMap
 from shard_reshard.plan.schedule import all_ranks_copies
-from shard_reshard.planning.analyze import ReshardPlan, human
+from shard_reshard.planning import ReshardPlan, human
 
 
 class Part(NamedTuple):

@@ -17,8 +17,7 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.boxes import BoxShardMap, Dims, ShardMapView, tiling_problems
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Index, MeshShardMap, ShardMap
-from shard_reshard.planning.analyze import ReshardPlan
-from shard_reshard.planning.planner import make_plan
+from shard_reshard.planning import ReshardPlan, make_plan
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, Part, RankMeta, StateDictPlan, TensorMeta, TensorMove
 
 
@@ -50,16 +49,28 @@ def plan_state_dict(
         PlanError: With the problems of all tensors.
     """
     problems: list[Problem] = [p for facts in everyone for p in facts.problems]
+    key_map = key_map or {}
+
+    # Sources of all ranks, and the destinations of each.
     sources = _merge("source", [facts.sources for facts in everyone], problems)
-    problems += [
-        _unknown("src_layouts", name, sources, "src_layouts names tensors of some rank's state_dict")
-        for name in dict.fromkeys(name for facts in everyone for name in facts.elsewhere)
-        if name not in sources
-    ]
-    routes = _routes(sources, key_map or {}, problems)
+    elsewhere = dict.fromkeys(name for facts in everyone for name in facts.elsewhere)
+    hint = "src_layouts names tensors of some rank's state_dict"
+    problems += [_unknown("src_layouts", name, sources, hint) for name in elsewhere if name not in sources]
+    hint = "key_map names tensors of the source state dict"
+    problems += [_unknown("key_map", name, sources, hint) for name in key_map if name not in sources]
+    routes: list[Route] = []
+    for name, meta in sources.items():
+        entries = key_map.get(name, name)
+        for entry in [] if entries is None else [entries] if isinstance(entries, str | Part) else list(entries):
+            try:
+                routes.append(_route(name, meta.shape, Part(entry) if isinstance(entry, str) else entry))
+            except PlanError as error:
+                problems += error.problems
     by_target: dict[str, list[Route]] = {}
     for route in routes:
         by_target.setdefault(route.target, []).append(route)
+
+    # Layout and dtype of each destination: the caller's, or those of its tensor in `out`.
     shapes = {name: _least_shape(name, sources, by_target[name], problems) for name in sorted(by_target)}
     in_layouts = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
     located = {name for name, layout in in_layouts.items() if layout is not None}
@@ -73,17 +84,34 @@ def plan_state_dict(
         key = id(wanted), id(out.layout) if out is not None and wanted is None else 0, shape
         try:
             if key not in resolved:
-                resolved[key] = _dst_layout(name, shape, wanted, out, to_group)
+                own = None if out is None else out.layout
+                if wanted is None and own is None:
+                    hint = "name it in dst_layouts, pass an out= that has it, or leave it out: key_map={name: None}"
+                    raise PlanError(Problem("missing-argument", name, found="no destination layout", hint=hint))
+                resolved[key] = own if wanted is None and own else resolve_layout(wanted, shape, to_group)
             targets[name] = resolved[key], dtype if out is None else out.dtype
             if len(by_target[name]) > 1 or resolved[key].shape != by_target[name][0].shape:
                 _fill(name, resolved[key], by_target[name], everyone, strict, fills)
         except PlanError as error:
             problems += [p.named(name) for p in error.problems]
     if strict:
-        problems += _unfilled(outs, targets)
-        problems += _unknown_layouts(dst_layouts, shapes, key_map or {})
+        filled = {outs[name].tied_to for name in targets if name in outs}
+        reason, hint = "a tensor of out that nothing fills", "pass its source, name it in key_map, or pass strict=False"
+        problems += [
+            Problem("missing-source", name, found=reason, hint=hint)
+            for name, meta in outs.items()
+            if name not in targets and meta.tied_to not in filled  # one tied to a filled one is filled with it
+        ]
+        hint = "dst_layouts names destination tensors; leave it out, or pass strict=False"
+        problems += [
+            _unknown("dst_layouts", name, shapes, hint)
+            for name in (dst_layouts if isinstance(dst_layouts, Mapping) else ())
+            if name not in shapes and key_map.get(name, name) is not None
+        ]
     if problems:
         raise PlanError(dict.fromkeys(problems))
+
+    # Moves: of tied tensors once, and equal plans as one object.
     aliases = _aliases(sources, outs, by_target, routes, targets)
     plans: dict[object, ReshardPlan] = {}
     moves = []
@@ -91,12 +119,22 @@ def plan_state_dict(
         if route.target in aliases:
             continue
         layout, dtype = targets[route.target]
-        source = sources[route.source]
-        same = id(source.layout), source.dtype, route[2:], id(layout), dtype
+        meta = sources[route.source]
+        same = id(meta.layout), meta.dtype, route[2:], id(layout), dtype
         if same not in plans:
-            plans[same] = _plan_of_move(source, route, layout, dtype, bucket_bytes)
+            src = meta.layout
+            assert src is not None  # merged
+            if src.shape != route.shape or route.dims is not None:
+                src = ShardMapView(src, route.source_start, route.shape, route.dims)
+            if layout.shape != route.shape:
+                layout = ShardMapView(layout, route.start, route.shape)
+            num_bytes = (src.largest + layout.largest) * max(ITEMSIZES[meta.dtype], ITEMSIZES[dtype])
+            plans[same] = make_plan(src, layout, meta.dtype, dtype, bucket_bytes if num_bytes > bucket_bytes else None)
         moves.append(TensorMove(route.source, route.target, plans[same]))
-    tied = _tied_apart([names for facts in everyone for names in facts.shared], targets, aliases)
+    # Destinations of one memory on some rank that are moved one by one.
+    shared = [[name for name in names if name in targets] for facts in everyone for names in facts.shared]
+    apart = [names for names in shared if len({aliases.get(name, name) for name in names}) > 1]
+    tied = frozenset(name for names in apart for name in names)
     return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, tied, fills)
 
 
@@ -182,24 +220,6 @@ class Route(NamedTuple):
         return tuple(map(add, self.start, self.shape))
 
 
-def _routes(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Problem]) -> list[Route]:
-    """Return the destinations of every source."""
-    problems += [
-        _unknown("key_map", name, sources, "key_map names tensors of the source state dict")
-        for name in key_map
-        if name not in sources
-    ]
-    routes: list[Route] = []
-    for name, meta in sources.items():
-        entries = key_map.get(name, name)
-        for entry in [] if entries is None else [entries] if isinstance(entries, str | Part) else list(entries):
-            try:
-                routes.append(_route(name, meta.shape, Part(entry) if isinstance(entry, str) else entry))
-            except PlanError as error:
-                problems += error.problems
-    return routes
-
-
 def _route(name: str, shape: Index, part: Part) -> Route:
     reason, zero = f"{part!r} for a tensor of shape {shape}", (0,) * len(shape)
     order = tuple(range(len(shape))) if part.dims is None else tuple(part.dims)
@@ -281,18 +301,6 @@ def _fill(
         raise PlanError(problems)
 
 
-def _dst_layout(
-    name: str, shape: tuple[int, ...], layout: LayoutLike | None, out: TensorMeta | None, to_group: ToGroup | None
-) -> ShardMap:
-    if layout is None and out is not None:
-        assert out.layout is not None  # merged
-        return out.layout
-    if layout is None:
-        hint = "name it in dst_layouts, pass an out= that has it, or leave it out: key_map={name: None}"
-        raise PlanError(Problem("missing-argument", name, found="no destination layout", hint=hint))
-    return resolve_layout(layout, shape, to_group)
-
-
 def kept_layouts(dst_layouts: DstLayouts) -> DstLayouts:
     """Return layouts that a caller's later changes do not reach; a function is asked once for each tensor."""
     if isinstance(dst_layouts, Mapping):
@@ -305,24 +313,6 @@ def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> 
     if isinstance(dst_layouts, Mapping):
         return dst_layouts.get(name)
     return dst_layouts(name, shape) if callable(dst_layouts) else dst_layouts
-
-
-def _unfilled(outs: Mapping[str, TensorMeta], targets: Mapping[str, object]) -> list[Problem]:
-    """Report destination tensors without a source; one tied to a filled one is filled with it."""
-    filled = {outs[name].tied_to for name in targets if name in outs}
-    hint = "pass its source, name it in key_map, or pass strict=False"
-    return [
-        Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint)
-        for name, metadata in outs.items()
-        if name not in targets and metadata.tied_to not in filled
-    ]
-
-
-def _unknown_layouts(dst_layouts: DstLayouts, shapes: Collection[str], key_map: KeyMap) -> list[Problem]:
-    """Report names of ``dst_layouts`` without a tensor, except tensors that ``key_map`` leaves out."""
-    hint = "dst_layouts names destination tensors; leave it out, or pass strict=False"
-    names = [name for name in dst_layouts if name not in shapes] if isinstance(dst_layouts, Mapping) else []
-    return [_unknown("dst_layouts", name, shapes, hint) for name in names if key_map.get(name, name) is not None]
 
 
 def _unknown(argument: str, name: object, names: Collection[str], hint: str) -> Problem:
@@ -359,24 +349,7 @@ def _aliases(
     return aliases
 
 
-def _tied_apart(
-    shared: Sequence[Sequence[str]], targets: Collection[str], aliases: Mapping[str, str]
-) -> frozenset[str]:
-    """Return destinations of one memory on some rank that are moved one by one."""
-    groups = [[name for name in names if name in targets] for names in shared]
-    return frozenset(name for names in groups if len({aliases.get(name, name) for name in names}) > 1 for name in names)
-
-
-def _plan_of_move(meta: TensorMeta, route: Route, layout: ShardMap, dtype: str, bucket_bytes: int) -> ReshardPlan:
-    src = meta.layout
-    assert src is not None  # merged
-    if src.shape != route.shape or route.dims is not None:
-        src = ShardMapView(src, route.source_start, route.shape, route.dims)
-    if layout.shape != route.shape:
-        layout = ShardMapView(layout, route.start, route.shape)
-    itemsize = max(ITEMSIZES[meta.dtype], ITEMSIZES[dtype])
-    limit = bucket_bytes if (src.largest + layout.largest) * itemsize > bucket_bytes else None
-    return make_plan(src, layout, meta.dtype, dtype, limit)
+_FEW_RANKS = 32  # larger layouts count as one of all ranks
 
 
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
@@ -390,8 +363,16 @@ def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int,
             buckets.append([at])
             everywhere, on_rank, most = bucket_bytes + 1, {}, 0
             continue
-        if id(plan) not in loads:
-            loads[id(plan)] = _loads(plan)
+        if id(plan) not in loads:  # buffer bytes on every rank, and on single ranks
+            shared, single = 0, dict[int, int]()
+            for side in (plan.src, plan.dst):
+                size = side.largest * plan.itemsize
+                if len(side.ranks) > _FEW_RANKS:
+                    shared += size
+                    continue
+                for rank in side.ranks:
+                    single[rank] = single.get(rank, 0) + size
+            loads[id(plan)] = shared, single
         shared, single = loads[id(plan)]
         highest = max([most, *(on_rank.get(rank, 0) + size for rank, size in single.items())])
         if not buckets or everywhere + shared + highest > bucket_bytes:
@@ -402,19 +383,3 @@ def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int,
         for rank, size in single.items():
             on_rank[rank] = on_rank.get(rank, 0) + size
     return tuple(map(tuple, buckets))
-
-
-_FEW_RANKS = 32  # larger layouts count as one of all ranks
-
-
-def _loads(plan: ReshardPlan) -> tuple[int, dict[int, int]]:
-    """Return the buffer bytes of a move: on every rank, and on single ranks."""
-    shared, single = 0, dict[int, int]()
-    for side in (plan.src, plan.dst):
-        size = side.largest * plan.itemsize
-        if len(side.ranks) > _FEW_RANKS:
-            shared += size
-        else:
-            for rank in side.ranks:
-                single[rank] = single.get(rank, 0) + size
-    return shared, single

@@ -14,16 +14,8 @@ import torch.distributed as dist
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard._torch_compat import declared_layouts, is_fake
-from shard_reshard.execution.checks import (
-    Match,
-    TensorGuards,
-    freed_problems,
-    not_compiled,
-    not_transformed,
-    pointers,
-    record_guards,
-)
-from shard_reshard.execution.mover import NotPicklable, remember, remembered
+from shard_reshard.execution.checks import Match, TensorGuards, not_compiled, not_transformed, pointers, record_guards
+from shard_reshard.execution.mover import NotPicklable, memo, remember
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_value
 from shard_reshard.state_dict.agreement import (
@@ -35,7 +27,7 @@ from shard_reshard.state_dict.agreement import (
     agreed_plan,
     metadata_digest,
 )
-from shard_reshard.state_dict.meta import LayoutChecker, collect_metadata, device_of, local_tensors, tensors_of
+from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import (
     Bucket,
     LocalTargets,
@@ -44,7 +36,6 @@ from shard_reshard.state_dict.outputs import (
     Ties,
     bucket_calls,
     move_buckets,
-    source_problems,
     write_outputs,
 )
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap
@@ -110,18 +101,8 @@ def reshard_state_dict(
         resharder, compared = recent
         call, _ = resharder._agree(resharder._prepare(tensors, targets, atomic, compared), ONE_SHOT)
         return resharder._move(call)
-    resharder = _OneShot(
-        state_dict,
-        dst_layouts,
-        src_layouts=src_layouts,
-        shapes=shapes,
-        out=out,
-        key_map=key_map,
-        bucket_bytes=bucket_bytes,
-        group=group,
-        strict=strict,
-        check=check,
-    )
+    options: Any = {"src_layouts": src_layouts, "shapes": shapes, "out": out, "key_map": key_map, "strict": strict}
+    resharder = _OneShot(state_dict, dst_layouts, bucket_bytes=bucket_bytes, group=group, check=check, **options)
     call = resharder._prepare(tensors, targets, atomic)
     resharder._compare(call)
     result = resharder._move(call)
@@ -189,11 +170,10 @@ class StateDictResharder(NotPicklable):
 
     def _follow(self, agreed: Agreed) -> None:
         """Work out, once for all calls, what this rank does in a plan."""
-        self._agreed, self.plan = agreed, (plan := agreed.plan)
+        self._agreed, self.plan = agreed, agreed.plan
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
-        self._layout_checks = LayoutChecker(plan, self._facts.sources, dropped, self._members)
-        layouts, changed_only = self._question.dst_layouts, self._anchor_every > 0
-        self._here = LocalTargets(self._members, plan, layouts, self._check, self._keeps, changed_only)
+        options = self._question.dst_layouts, self._check, self._keeps, self._anchor_every > 0
+        self._here = LocalTargets(self._members, self.plan, *options, self._facts.sources, dropped)
         self._compared = False  # all ranks have compared their tensors with the plan
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
@@ -256,7 +236,10 @@ class StateDictResharder(NotPicklable):
         for name in tensors.keys() - sources.keys():
             reason = f"a {type(tensors[name]).__qualname__}"
             raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
-        match = Match.NONE if self._guards is None else self._guards.match(tensors, targets, sources, outs)
+        guards, match = self._guards, Match.NONE
+        same_names = guards is not None and (list(tensors), list(targets)) == guards.names
+        if guards and same_names and declared_layouts([*tensors.values(), *targets.values()]) == guards.layouts:
+            match = guards.tensors.match([*sources.values(), *outs.values()])
         return sources, outs, match
 
     def _prepare(
@@ -286,15 +269,8 @@ class StateDictResharder(NotPicklable):
                     arriving = ReceiveBuffers(here, None if atomic else outs, device)
                     calls = bucket_calls(here, sources, arriving)
                 if not all_problems and match is not Match.MEMORY:
-                    # In other memory tensors may be tied or overlap differently, even with equal metadata.
-                    if match is Match.NONE:
-                        all_problems += self._layout_checks.problems(tensors, sources, targets)
-                        written = (tensor for name in arriving.in_place for tensor in arriving.tensors[name])
-                        all_problems += source_problems(here, sources, written)
-                    else:
-                        all_problems += self._layout_checks.untied(sources)
-                        for name, tensor in sources.items():
-                            all_problems += freed_problems(f"{name}: rank {self._members.rank}, source", tensor)
+                    written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
+                    all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
                     wrong, ties = here.out_problems(targets, outs, sources, atomic, self._question.strict)
                     all_problems += wrong
                     self._again = None
@@ -320,7 +296,11 @@ class StateDictResharder(NotPicklable):
             if call.match is not Match.MEMORY:
                 guards = record_guards([*call.sources.values(), *call.outs.values()])
                 comparable = guards is not None and len(call.outs) == len(call.targets)
-                self._guards = StateGuards(call, guards) if guards is not None and comparable else None
+                self._guards = None
+                if guards is not None and comparable:
+                    names, ties = (list(call.tensors), list(call.targets)), _ties(call.sources, call.outs)
+                    layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
+                    self._guards = StateGuards(names, layouts, guards, ties, call.atomic, call.tied_outs)
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             arriving.fill(self.plan.fills, call.outs)
@@ -356,28 +336,15 @@ class PreparedState(NamedTuple):
     tied_outs: Ties
 
 
-class StateGuards:
-    """Guards on the tensors of both sides of a state dict: names, declared layouts, metadata of local tensors."""
+class StateGuards(NamedTuple):
+    """Guards on the tensors of both sides of a call."""
 
-    def __init__(self, call: PreparedState, guards: TensorGuards) -> None:
-        self.atomic, self._guards, self.ties = call.atomic, guards, _ties(call.sources, call.outs)
-        self.tied_outs = call.tied_outs
-        self._names = list(call.tensors), list(call.targets)
-        self._layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
-
-    def match(
-        self,
-        tensors: Mapping[str, Any],
-        targets: Mapping[str, Any],
-        sources: Mapping[str, torch.Tensor],
-        outs: Mapping[str, torch.Tensor],
-    ) -> Match:
-        """Compare the tensors of a call, locally ``sources`` and ``outs``."""
-        if (list(tensors), list(targets)) != self._names:
-            return Match.NONE
-        if declared_layouts([*tensors.values(), *targets.values()]) != self._layouts:
-            return Match.NONE
-        return self._guards.match([*sources.values(), *outs.values()])
+    names: tuple[list[str], list[str]]
+    layouts: list[object]  # declared ones
+    tensors: TensorGuards  # on local tensors
+    ties: list[int]
+    atomic: bool
+    tied_outs: Ties
 
 
 def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
@@ -396,7 +363,7 @@ def _recent_resharder(
     members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> tuple[StateDictResharder, Compared] | None:
     """Return a resharder of an earlier one-shot call of the same arguments and metadata, ties among it."""
-    for resharder in reversed(remembered(members.group, "state dict")):
+    for resharder in reversed(list(memo.get(members.group, {}).get("state dict", {}).values())):
         guards = resharder._guards
         if resharder._asked == asked and guards is not None:
             with torch.no_grad():  # as when they were recorded
