@@ -615,6 +615,41 @@ def test_objects_that_modules_write_to(ranks: Ranks) -> None:
     assert torch.equal(model.kept.seen, alone.kept.seen)
 
 
+class Layers(nn.Module):
+    """Two pairs that write to one cache, made by the forward: it is filled when the second one is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(CachedPair() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = SimpleNamespace(seen=[])
+        for pair in self.pairs:
+            x = pair(x, cache)
+        return x
+
+
+class CachedPair(Pair):
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        cache.seen.append(self.up(x))
+        result: Tensor = self.down(torch.tanh(cache.seen[-1]))
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_a_cache_that_the_first_layer_fills_costs_a_later_call_nothing(ranks: Ranks) -> None:
+    """The second region was never ready for its check, and each call compared its inputs."""
+    model = models.seeded(Layers)
+    handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {f"pairs.*.{name}": style for name, style in PAIR.items()})
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(3, 16))
+        with ranks.record() as log:
+            model(torch.randn(3, 16))
+    assert log.ops == ("all_reduce",) * 2
+    assert "equal to the original" in str(handle.report()) and "is filled" in str(handle.report())
+
+
 class Draws(Pair):
     """Takes numbers that torch did not draw: of global generators, of its own, of iterators, of an array."""
 

@@ -294,6 +294,10 @@ class Checker:
             inputs = Inputs(args, kwargs, self.axis, mode, scope.declared, scope.names, scope.inner_dims)
         except NotReady as error:  # the next call may have an empty cache
             self.results[str(scope), mode] = str(error), Compared()
+            root, (reason, _) = self.scopes[0], self.results.get((str(self.scopes[0]), mode), ("", Compared()))
+            if mode in root.done and not reason and not self.is_staged:
+                # A later layer's cache is never empty: the first layer has filled it. The root's check ran this one.
+                scope.done[mode] = 1
             return
         is_root = scope.is_root and not self.is_staged
         if is_root and not self.has_compared_replicas:
