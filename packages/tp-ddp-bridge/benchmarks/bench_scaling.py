@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import statistics
 import tempfile
 import time
 import warnings
@@ -134,7 +135,7 @@ def main() -> None:
             worker.join()
     for curve in found:
         for label, points in curve["series"].items():
-            print(f"{curve['name']}: {label}: {', '.join(f'{x:g} {y:.3g}' for x, y in points)}")
+            print(f"{curve['name']}: {label}: {', '.join(f'{x:g} {statistics.median(y):.3g}' for x, y in points)}")
     if arguments.json:
         command = "python packages/tp-ddp-bridge/benchmarks/bench_scaling.py"
         document = {"title": "Scaling", "command": command, "rows": [], "curves": found}
