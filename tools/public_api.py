@@ -8,7 +8,6 @@ Reads sources with griffe and imports nothing.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import sys
 from collections.abc import Iterator
@@ -80,11 +79,5 @@ def check(write: bool) -> int:
     return 1 if wrong else 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    return check(parser.parse_args(argv).write)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check("--write" in sys.argv[1:]))

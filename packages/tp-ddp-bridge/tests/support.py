@@ -118,6 +118,11 @@ ROWS: list[tuple[str, str, str]] = [
         "refused: `RuntimeError`, `ValueError`",
         "module/test_view_class.py::test_weight_norm_and_parametrize",
     ),
+    (
+        "`weight_norm` of a DTensor that trains",
+        "refused: `module-not-shardable`",
+        "module/test_view_class.py::test_weight_norm_and_parametrize",
+    ),
     ("LoRA around a bridged module, merging into it", RIGHT, "module/test_view_class.py::test_lora_wrapping"),
     (
         "two losses of one forward, second derivatives",

@@ -14,7 +14,7 @@ import torch
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from tp_ddp_bridge import is_bridged, pre_dp_module_transform, undo_dp_transform
+from tp_ddp_bridge import PlanError, is_bridged, pre_dp_module_transform, undo_dp_transform
 from tp_ddp_bridge.module.survey import survey
 
 
@@ -200,6 +200,17 @@ def test_weight_norm_and_parametrize(ranks: Ranks) -> None:
     got.sum().backward()
     names = [name for name, p in model.named_parameters() if p.grad is not None]
     assert "up.parametrizations.weight.original" in names and len(names) == 6
+
+    # Torch would raise in the backward pass.
+    model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
+    parametrizations.weight_norm(model.up)
+    with pytest.raises(PlanError, match=r"module-not-shardable.*up\.parametrizations\.weight.*freeze it"):
+        pre_dp_module_transform(model)
+    model.up.parametrizations.requires_grad_(False)
+    wanted = model(torch.ones(2, 16))
+    got = pre_dp_module_transform(model)(torch.ones(2, 16))
+    assert torch.equal(got, wanted)
+    got.sum().backward()
 
 
 @pytest.mark.ranks(2)
