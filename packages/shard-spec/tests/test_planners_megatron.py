@@ -601,8 +601,6 @@ def test_what_is_not_understood_is_listed_with_a_reason() -> None:
     plan = MegatronPlanner(MESH).build_plan(Odd())
     assert list(plan.unrecognised) == ["adapter.weight"]
     assert plan.unrecognised["adapter.weight"].code == "heads-not-recognised"
-    with pytest.raises(PlanError, match=r"adapter\.weight"):
-        MegatronPlanner(MESH, strict=True).build_plan(Odd())
 
 
 def test_lora_and_other_linears_with_more_in_them_are_not_linears() -> None:
@@ -626,8 +624,6 @@ def test_lora_and_other_linears_with_more_in_them_are_not_linears() -> None:
 def test_wrong_axes_are_refused() -> None:
     with pytest.raises(PlanError, match="unknown-axis"):
         MegatronPlanner({"dp": 2})
-    with pytest.raises(PlanError, match="unknown-axis"):
-        MegatronPlanner(MESH, expert_axis="ep")
 
 
 def test_verify_finds_a_wrong_arrangement() -> None:
