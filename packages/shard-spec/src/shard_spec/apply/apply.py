@@ -185,7 +185,7 @@ def apply_plan(
             replica, gets the same values.
 
     Returns:
-        A handle with ``plan``, ``actions``, ``undo()`` and ``report(path)``.
+        A handle with ``plan``, ``actions`` (``explain()``, ``to_json()``) and ``undo()``.
 
     Raises:
         PlanError: With every problem of every rank, before any change.
