@@ -82,13 +82,6 @@ class ChunkShardingSpec(ShardingSpec):
         ]
         return TensorShards(shards, shape, tensor_properties)
 
-    def boxes_on(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
-        """See ``ShardingSpec.boxes_on``; computes this rank's chunks only."""
-        shape = tuple(shape)
-        dim = self.normalized(len(shape)).dim
-        mine = [index for index, device in enumerate(self.placements) if device.rank() == rank]  # maybe several
-        return tuple(box for box in (self._box(index, dim, shape) for index in mine) if box.numel)
-
     def to_layout(self, shape: Sequence[int]) -> Layout:
         """See ``ShardingSpec.to_layout``; permuted devices give a permuted mesh."""
         shape = tuple(shape)
