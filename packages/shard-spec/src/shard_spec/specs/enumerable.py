@@ -109,7 +109,7 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: tuple[ShardMetadata, ...]
 
     def __init__(self, shards: Sequence[ShardMetadata | Any]) -> None:
-        object.__setattr__(self, "shards", tuple(_as_shard(shard) for shard in shards))
+        object.__setattr__(self, "shards", tuple(as_shard(shard) for shard in shards))
         raise_problems(self._problems())
 
     def _problems(self) -> list[Problem]:
@@ -129,7 +129,8 @@ class EnumerableShardingSpec(ShardingSpec):
         return TensorShards(self.shards, tensor_sizes, tensor_properties)
 
 
-def _as_shard(given: object) -> ShardMetadata:
+def as_shard(given: object) -> ShardMetadata:
+    """Convert a shard's metadata, ours or torch's, to ours."""
     if isinstance(given, ShardMetadata):
         return given
     if all(hasattr(given, name) for name in ("shard_offsets", "shard_sizes", "placement")):
