@@ -47,7 +47,7 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import examine
 from shard_spec.specs import as_sharder
-from shard_spec.validation import validate
+from shard_spec.validation import plan_problems
 
 
 def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -227,7 +227,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
         plan = plan.on_mesh(spec)  # text rules need the axes
     resolution = examine(plan, module)
-    problems += validate(plan, module)
+    problems += plan_problems(plan, resolution)
     if plan.output_plan or plan.return_local_tensor:
         text = "apply changes no forward, so output_plan and return_local_tensor have no effect"
         problems.append(

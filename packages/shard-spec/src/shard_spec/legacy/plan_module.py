@@ -33,7 +33,7 @@ from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_sharder, as_spec
-from shard_spec.validation import validate
+from shard_spec.validation import plan_problems
 
 _FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, RefusedEmbeddingBag)
 _HINT = (
@@ -185,7 +185,7 @@ def plan_module(
     if not isinstance(module, nn.Module):
         raise PlanError(Problem("wrong-type", "module", found=type(module).__qualname__, hint="give an nn.Module"))
     resolution = examine(plan, module)
-    problems = [*validate(plan, module), *source_problems(src_rank, len(ranks))]
+    problems = [*plan_problems(plan, resolution), *source_problems(src_rank, len(ranks))]
     tensors = []
     for metadata in resolution.metadata.tensors:
         layout = resolution.layouts.get(metadata.name)
