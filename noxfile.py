@@ -345,6 +345,8 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--clean", "--strict", "--config-file", "docs/mkdocs.yml")
     session.run("python", "tools/check_docs.py", "numbers")
     session.run("python", "tools/check_docs.py", "widths", "site")
+    if shutil.which("node") is not None:
+        session.run("node", "tools/search.js", "site", external=True)
 
 
 @nox.session(default=False)

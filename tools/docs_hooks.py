@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROLE = re.compile(r":(?:meth|class|func|attr|mod|data|exc|obj):(?=<code>|<a )")
-MORE = re.compile(r"<p>More[^<]*: <code>docs/packages/[\w-]+\.md</code>.*? in the repository\.</p>")  # the page itself
+MORE = re.compile(r"<p>Where next: <code>docs/.*?repository\.</p>", re.DOTALL)  # the page itself
 
 
 def notebook_page(notebook: str) -> str:

@@ -22,7 +22,7 @@ def test_a_notebook_becomes_a_page_with_its_output() -> None:
 
 
 def test_pages_lose_sphinx_roles_and_links_to_themselves() -> None:
-    own = "<p>More: <code>docs/packages/tp-styles.md</code> in the repository.</p>"
+    own = "<p>Where next: <code>docs/packages/tp-styles.md</code>, all\nin the repository.</p>"
     page = f"<p>:meth:<code>validate</code> lists</p>{own}"
     assert docs_hooks.on_page_content(page) == "<p><code>validate</code> lists</p>"
 

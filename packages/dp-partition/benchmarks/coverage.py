@@ -168,7 +168,7 @@ def write_page(results: dict[str, str]) -> None:
         "",
         "## Compiled by inductor: AdamW, two ranks, buckets of 2 KiB",
         "",
-        "In float64, with graphs cut into several pieces: what passes between pieces lies as the next one wants it.",
+        "In float64, with graphs of several compiled parts; each part gets its inputs in the layout of its trace.",
         "",
         *_table("model", compiled, results, COMPILED),
     ]

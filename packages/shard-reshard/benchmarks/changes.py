@@ -79,8 +79,8 @@ def main() -> None:
         "",
         "`python packages/shard-reshard/benchmarks/changes.py --markdown FILE`: rows to columns on two gloo",
         "ranks, 32 MiB of each dtype, elements drawn at random. Bytes are what one rank sends, index and headers",
-        "included; every sync is compared with the full state bit for bit. The index of",
-        "whole rows costs one byte an element too. Over loopback a full sync is faster: the times show the cost of the",
+        "included; every sync is compared with the full state bit for bit. An index of",
+        "full rows costs one byte an element too. Over loopback a full sync is faster: the times show the cost of the",
         "index.",
         "",
         "| dtype | changed | changed bytes | sent | sent / changed | index, bytes per element | of a full sync "

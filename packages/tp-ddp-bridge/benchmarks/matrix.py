@@ -98,8 +98,8 @@ def write_page(results: dict[tuple[str, str], float | str]) -> None:
     lines = [
         "# tp-ddp-bridge: DDP's options on three models",
         "",
-        f"{len(results)} cells, each five steps on 2 x 2 ranks (data x tensor parallel) against one process that sees "
-        "the whole batch: every tensor of the state dict is compared. A cell shows the greatest difference. MLP: SGD "
+        f"{len(results)} cells, each five steps on 2 x 2 ranks (data x tensor parallel) against one process on "
+        "the full batch: every tensor of the state dict is compared. A cell shows the greatest difference. MLP: SGD "
         "with momentum; the others: Adam. Gradient compression and autocast use SGD, since Adam turns the error of a "
         "small gradient into a full step.",
         "",
