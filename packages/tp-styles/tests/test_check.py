@@ -625,7 +625,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         cache = SimpleNamespace(seen=[])
         for pair in self.pairs:
-            x = pair(x, cache)
+            x = pair(x, cache=cache)
         return x
 
 
