@@ -458,17 +458,17 @@ def num_bytes(tensors: list[Any]) -> int:
 
 
 @pytest.mark.ranks(2)
-def test_reports(ranks: Ranks, tmp_path: Any) -> None:
+def test_actions_are_explained_and_written(ranks: Ranks) -> None:
     mesh = init_device_mesh(ranks.device.type, (2,), mesh_dim_names=("tp",))
     module = block()
     plan = ShardingPlan({"up.weight": "S(0)"})
     handle = apply_plan(module, mesh, plan)
     assert handle.plan is plan
     assert "up.weight" in handle.actions.explain("up.weight")
-    assert handle.actions.digest in handle.report(tmp_path / f"{ranks.rank}.json").read_text()
-    written = json.loads((tmp_path / f"{ranks.rank}.json").read_text())
-    (weight,) = (each for each in written["tensors"] if "tied.weight" in each["names"])
-    assert (weight["global_shape"], weight["local_shape"]) == ([10, 6], [5, 6])
+    written = json.loads(handle.actions.to_json())
+    assert written["digest"] == handle.actions.digest
+    (weight,) = (line for line in written["actions"] if "tied.weight" in line)
+    assert "[10, 6] -> tp:S(0) on ranks [0, 1]" in weight
 
 
 @pytest.mark.ranks(2)

@@ -143,7 +143,8 @@ def test_a_parallelize_plan_round_trips_through_parallelize_module(ranks: Ranks)
         ({"fc1.weight": "tp:S(0)"}, "fc1"),  # the bias stays whole: no style does that
         ({"fc2.{weight,bias}": "tp:S(-1)"}, "fc2"),
         ({"norm.weight": "tp:S(0)"}, "norm"),
-        ({"fc1.*": "tp:B(0,3)"}, "fc1"),
+        ({"fc1.*": "tp:B(0,5)"}, "fc1"),
+        ({"fc1.*": "tp:I(0,[6,6])"}, "fc1"),
         ({"fc1.*": "dp:S(0), tp:S(0)"}, "fc1.weight"),
     ],
 )

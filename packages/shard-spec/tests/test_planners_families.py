@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from shard_spec.planners import MegatronPlanner
-from shard_spec.planners.megatron import verify_units
 from torch import Tensor, nn
+from units_referee import verify_units
 
 LLAMA_SMALL = {
     "hidden_size": 48,

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from shard_spec import MeshSpec, PlanError, ShardingPlan
 from shard_spec.planners import MegatronPlanner, PlannedSharding, ShardingPlanner
-from shard_spec.planners.megatron import Analysis, Evidence, TPBlockKind, verify_units
+from shard_spec.planners.megatron import Analysis, Evidence, TPBlockKind
 from torch import Tensor, nn
+from units_referee import verify_units
 
 MESH = MeshSpec({"dp": 2, "tp": 2})
 
@@ -600,8 +601,6 @@ def test_what_is_not_understood_is_listed_with_a_reason() -> None:
     plan = MegatronPlanner(MESH).build_plan(Odd())
     assert list(plan.unrecognised) == ["adapter.weight"]
     assert plan.unrecognised["adapter.weight"].code == "heads-not-recognised"
-    with pytest.raises(PlanError, match=r"adapter\.weight"):
-        MegatronPlanner(MESH, strict=True).build_plan(Odd())
 
 
 def test_lora_and_other_linears_with_more_in_them_are_not_linears() -> None:
@@ -625,8 +624,6 @@ def test_lora_and_other_linears_with_more_in_them_are_not_linears() -> None:
 def test_wrong_axes_are_refused() -> None:
     with pytest.raises(PlanError, match="unknown-axis"):
         MegatronPlanner({"dp": 2})
-    with pytest.raises(PlanError, match="unknown-axis"):
-        MegatronPlanner(MESH, expert_axis="ep")
 
 
 def test_verify_finds_a_wrong_arrangement() -> None:

@@ -229,7 +229,7 @@ def test_a_limit_is_kept_and_costs_time() -> None:
     assert tight.objective > free.objective
     assert tight.lower_bound >= free.objective
     assert tight.gap <= 0.01
-    assert f"{tight.memory_bytes:,}" in str(tight)
+    assert str(tight).endswith("; 5.49 MiB of 5.55 MiB")
 
 
 def test_tied_weights_are_kept_once_and_alike() -> None:
@@ -291,20 +291,19 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would() -> None:
     assert problem.code == "does-not-fit"
     assert "on each rank" in problem.found
     assert "over the limit of 1.24 MiB" in problem.found
-    assert problem.hint.startswith("would fit: memory_limit=")
-    changes = problem.hint.removeprefix("would fit: ").split("; ")
-    assert len(changes) >= 3
+    *changes, last = problem.hint.removeprefix("would fit: ").split("; ")
+    assert last.startswith("a memory_limit above 3.")
+    assert last.endswith(" MiB")
+    assert len(changes) >= 2
     for change in changes:  # each one was tried: it does fit
         mesh: dict[str, int] = {"dp": 2, "tp": 2}
-        workload, limit = plans.workload, 1_300_000
+        workload = plans.workload
         name, _, value = change.removeprefix("Workload(").removesuffix(")").partition("=")
-        if name == "memory_limit":
-            limit = int(value)
-        elif name in mesh:
+        if name in mesh:
             mesh[name] = int(value)
         else:
             workload = replace(workload, **{name: eval(value)})
-        assert planner(mesh, workload, memory_limit=limit).build_plan(meta(vocab=512)).certificate is not None
+        assert planner(mesh, workload, memory_limit=1_300_000).build_plan(meta(vocab=512)).certificate is not None
 
 
 def test_models_that_are_no_transformers_are_refused() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
-from shard_spec import MeshSpec, PlanError, ShardingPlan
+from shard_spec import Layout, MeshSpec, PlanError, ShardingPlan
 from shard_spec.plan.globs import glob_rules
 from shard_spec.planners import (
+    Decisions,
     FullyShardPlanner,
     LayoutPlanner,
     MegatronPlanner,
@@ -45,32 +47,18 @@ def test_every_parameter_is_cut_by_rows() -> None:
     assert all(layout.sharded_axes == {"dp": 0} for name, layout in layouts.parameters.items() if name != "scale")
 
 
-def test_uneven_rows_by_policy() -> None:
+def test_uneven_rows_leave_the_last_ranks_fewer() -> None:
     odd = Net(rows=7)
-    assert FullyShardPlanner(MESH).build_plan(odd).resolve(odd)["layers.1.0.weight"].local_shape(3, (7, 4)) == (3, 4)
-    kept = FullyShardPlanner(MESH, uneven="replicate").build_plan(odd)
-    assert kept.resolve(odd)["layers.1.0.weight"].is_replicated
-    assert not kept.resolve(odd)["layers.1.2.bias"].is_replicated
-    assert {note.code for note in kept.notes} == {"uneven-shards"}
-    assert len(kept.notes) == 2  # one for all weights, one for all biases
-    with pytest.raises(PlanError, match="6 parameters do not divide") as error:
-        FullyShardPlanner(MESH, uneven="refuse").build_plan(odd)
-    assert len(error.value.problems) == 6
-    with pytest.raises(ValueError, match="choose 'shard'"):
-        FullyShardPlanner(MESH, uneven="pad")  # type: ignore[arg-type]  # on purpose
+    plan = FullyShardPlanner(MESH).build_plan(odd)
+    assert plan.resolve(odd)["layers.1.0.weight"].local_shape(3, (7, 4)) == (3, 4)
 
 
-def test_small_and_named_parameters_stay_whole() -> None:
+def test_an_exact_rule_keeps_a_parameter_whole() -> None:
     net = Net()
-    large = FullyShardPlanner(MESH, min_bytes=100).build_plan(net).resolve(net)
-    assert large["layers.0.0.bias"].is_replicated
-    assert not large["layers.0.0.weight"].is_replicated
-    kept = FullyShardPlanner(MESH, keep=["layers.1.**"]).build_plan(net)
-    assert kept.validate(net) == ()
-    assert kept.resolve(net)["layers.1.0.weight"].is_replicated
-    assert not kept.resolve(net)["layers.2.0.weight"].is_replicated
-    with pytest.raises(PlanError, match="unmatched-pattern"):
-        FullyShardPlanner(MESH, keep=["nothing"]).build_plan(net)
+    plan = FullyShardPlanner(MESH).build_plan(net) | ShardingPlan({"layers.1.0.weight": "dp:R"}, mesh=MESH)
+    assert plan.validate(net) == ()
+    assert plan.resolve(net)["layers.1.0.weight"].is_replicated
+    assert not plan.resolve(net)["layers.2.0.weight"].is_replicated
 
 
 def test_two_axes_in_their_order() -> None:
@@ -129,8 +117,6 @@ def test_rules_name_each_layout_and_nothing_else() -> None:
         "head.weight"
     ]
     texts = ["dp:S(0)", "tp:S(1)", "dp:S(0), tp:S(0); order=tp>dp", "tp:I(0,[4,4])", "R, R"]
-    from shard_spec import Layout
-
     for _ in range(60):
         layouts = {
             name: Layout(MESH, rng.choice(texts[: rng.randint(1, 5)]))
@@ -155,9 +141,19 @@ def test_rules_name_each_layout_and_nothing_else() -> None:
     assert short_text(Layout(MESH, "dp:R, tp:I(0,[4,4])")) == "tp:I(0,[4,4])"
 
 
+class AllBut(FullyShardPlanner):
+    def __init__(self, names: set[str]) -> None:
+        super().__init__({"dp": 2})
+        self.names = names
+
+    def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
+        layouts = super().decide(module, given).layouts
+        return Decisions({name: layout for name, layout in layouts.items() if name not in self.names})
+
+
 def test_a_name_beside_numbers_is_not_taken_by_their_pattern() -> None:
     layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("0", "1", "last")})
-    plan = FullyShardPlanner({"dp": 2}, keep=["last.*"]).build_plan(layers)
+    plan = AllBut({"last.weight", "last.bias"}).build_plan(layers)
     assert [name for name, layout in plan.resolve(layers).items() if layout.is_replicated] == [
         "last.weight",
         "last.bias",
@@ -165,5 +161,5 @@ def test_a_name_beside_numbers_is_not_taken_by_their_pattern() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.add_module("head", nn.Linear(4, 4))
     model[0].weight = model.get_parameter("head.weight")  # `*.weight` would match its other name
-    kept = FullyShardPlanner({"dp": 2}, keep=["0.weight"]).build_plan(model).resolve(model)
+    kept = AllBut({"0.weight"}).build_plan(model).resolve(model)
     assert [name for name, layout in kept.items() if layout.is_replicated] == ["0.weight"]

@@ -247,7 +247,7 @@ class ShardingPlan(PlanContent):
         :func:`shard_spec.apply_plan` for the arguments.
 
         Returns:
-            A handle with ``plan``, ``undo()`` and ``report(path)``.
+            A handle with ``plan``, ``actions`` (``explain()``, ``to_json()``) and ``undo()``.
 
         Raises:
             PlanError: With every problem of every rank, before any change.

@@ -29,15 +29,19 @@ def validate(
 ) -> tuple[Problem, ...]:
     """Return every problem of ``plan`` for ``module``; see ``ShardingPlan.validate``."""
     resolution = examine(plan, module)
-    problems = list(resolution.problems)
-    problems += _output_problems(plan, resolution.metadata)
-    problems += _local_problems(plan, resolution.metadata)
+    problems = plan_problems(plan, resolution)
     if world_size is not None and resolution.ranks and resolution.ranks[-1] >= world_size:
         text = f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks"
         problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
     if memory_limit is not None:
         problems += _memory_problems(resolution, memory_limit, optimizer)
     return tuple(dict.fromkeys(problems))  # once each, in order
+
+
+def plan_problems(plan: PlanContent, resolution: Resolution) -> list[Problem]:
+    """Return the problems of a plan that is resolved already."""
+    outputs = [*_output_problems(plan, resolution.metadata), *_local_problems(plan, resolution.metadata)]
+    return [*resolution.problems, *outputs]
 
 
 def _module_not_found(argument: str, path: object) -> Problem:

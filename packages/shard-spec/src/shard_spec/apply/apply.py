@@ -31,6 +31,8 @@ from shard_spec.apply.tensors import (
     InfoOnSave,
     LocalParameter,
     TensorAction,
+    action_of,
+    missing_values,
     replacing_problems,
     sharding_info,
     tensor_at,
@@ -45,7 +47,7 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import examine
 from shard_spec.specs import as_sharder
-from shard_spec.validation import validate
+from shard_spec.validation import plan_problems
 
 
 def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -103,13 +105,6 @@ def pipeline_problems(mesh: DeviceMesh) -> list[Problem]:
     reason = "the stages of a pipeline hold different layers"
     axes = [axis for axis in names if axis in PIPELINE_AXIS_NAMES and mesh[axis].size() > 1]
     return [Problem("plan-not-executable", "mesh", axis=axis, found=reason, hint=hint) for axis in axes]
-
-
-def value_problems(tensor: torch.Tensor, name: str, source: object, is_source: bool) -> list[Problem]:
-    if tensor.is_meta and (source == "local" or (source == "scatter" and is_source)):
-        hint = "load values first, or use source='meta'"
-        return [Problem("no-data", name, found="a meta tensor where values are needed", hint=hint)]
-    return []
 
 
 def frequency_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
@@ -185,7 +180,7 @@ def apply_plan(
             replica, gets the same values.
 
     Returns:
-        A handle with ``plan``, ``actions``, ``undo()`` and ``report(path)``.
+        A handle with ``plan``, ``actions`` (``explain()``, ``to_json()``) and ``undo()``.
 
     Raises:
         PlanError: With every problem of every rank, before any change.
@@ -232,7 +227,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
         plan = plan.on_mesh(spec)  # text rules need the axes
     resolution = examine(plan, module)
-    problems += validate(plan, module)
+    problems += plan_problems(plan, resolution)
     if plan.output_plan or plan.return_local_tensor:
         text = "apply changes no forward, so output_plan and return_local_tensor have no effect"
         problems.append(
@@ -247,18 +242,15 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
             continue  # taken by a Sharder
         tensor = tensor_at(module, metadata.name)
         problems += replacing_problems(tensor, metadata.name)
-        problems += value_problems(tensor, metadata.name, source, me == src_rank)
+        needed = source == "local" or (source == "scatter" and me == src_rank)
+        problems += missing_values(tensor, metadata.name, needed)
         problems += [] if layout.is_replicated else frequency_problems(module, metadata.aliases)
         rebound = on_mesh(layout, spec, metadata.name)
         expression = rebound if isinstance(rebound, Problem) else _expressed(rebound, metadata.shape, metadata.name)
         if isinstance(rebound, Problem) or isinstance(expression, Problem):
             problems += [each for each in (rebound, expression) if isinstance(each, Problem)]
             continue
-        tensors.append(
-            TensorAction(
-                metadata.aliases, metadata.kind, metadata.shape, tensor.dtype, bool(tensor.requires_grad), rebound
-            )
-        )
+        tensors.append(action_of(tensor, metadata, rebound))
         if source != "scatter":
             fingerprints.append(f"{metadata.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
     if source == "meta" and init == "reset_parameters":

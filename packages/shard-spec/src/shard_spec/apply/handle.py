@@ -1,12 +1,10 @@
-"""ShardHandle: the replaced tensors of a call, its report, and undo."""
+"""ShardHandle: the replaced tensors of a call, and undo."""
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,30 +19,6 @@ from shard_spec.apply.transaction import Transaction, put_tensor
 from shard_spec.distributed.exchange import gather_shards
 from shard_spec.distributed.mesh_cache import on_all_ranks
 from shard_spec.layout.layout import Layout
-
-
-def write_report(handle: Any, path: Path) -> Path:
-    """Write the tensors and actions of ``handle`` to ``path`` as JSON, and return it."""
-    document = {
-        "module": type(handle.module).__name__,
-        "digest": handle.actions.digest,
-        "actions": handle.actions.lines,
-        "tensors": [_row(placed) for placed in handle._placed],
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def _row(placed: Any) -> dict[str, Any]:
-    local = placed.value.to_local() if hasattr(placed.value, "to_local") else placed.value
-    return {
-        "names": [fqn for _, _, fqn in placed.places],
-        "layout": str(placed.layout),
-        "ranks": list(placed.layout.mesh.ranks),
-        "global_shape": list(placed.shape),
-        "local_shape": list(local.shape),
-        "local_bytes": local.numel() * local.element_size(),
-    }
 
 
 @dataclass
@@ -128,10 +102,6 @@ class ShardHandle:
         self._undone = True
         self._placed, self._removals, self._checks = [], [], []  # frees the shards
         return self.module
-
-    def report(self, path: str | Path) -> Path:
-        """Write the actions to ``path``, as JSON."""
-        return write_report(self, Path(path))
 
     def _undo_lines(self, _: None) -> list[str]:
         return [f"undo {placed.name}: {_state(placed.value)}" for placed in self._placed]

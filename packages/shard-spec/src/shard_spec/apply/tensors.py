@@ -14,8 +14,8 @@ from shard_spec._shared.problems import Problem
 from shard_spec._shared.sharding_info import Section, ShardingInfo
 from shard_spec.apply.gradients import foreign_hooks
 from shard_spec.distributed.parameter_format import ParameterFormat
-from shard_spec.layout.layout import Layout, in_mesh_order
-from shard_spec.plan.resolve import Resolution
+from shard_spec.layout.layout import Layout
+from shard_spec.plan.metadata import TensorMetadata
 
 
 @dataclass(frozen=True)
@@ -63,39 +63,17 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info")
 
 
-def read_tensors(
-    module: nn.Module, found: Resolution, rank: int, src_rank: int, whole: bool
-) -> tuple[tuple[TensorAction, ...], list[Problem]]:
-    """Return the action for each tensor that the plan decides about, in module order, and the problems."""
-    actions: list[TensorAction] = []
-    problems: list[Problem] = []
-    for metadata in found.metadata.tensors:
-        if metadata.name not in found.layouts:
-            continue
-        tensor = tensor_at(module, metadata.name)
-        planned = bool(found.rule_of[metadata.name])
-        layout = found.layouts[metadata.name]
-        if not planned and (not whole or is_sharded(tensor)):
-            continue
-        if planned:
-            problems += replacing_problems(tensor, metadata.name)
-        if rank == src_rank and tensor.is_meta:
-            hint = "give the source rank real values; only the other ranks may have meta tensors"
-            problems.append(Problem("no-data", metadata.name, found="a meta tensor on src_rank", hint=hint))
-        if not planned or layout.is_replicated:
-            owners = [module.get_submodule(name.rpartition(".")[0]) for name in metadata.aliases]
-            problems += replica_problems(owners, metadata.name)
-        actions.append(
-            TensorAction(
-                names=metadata.aliases,
-                kind=metadata.kind,
-                shape=metadata.shape,
-                dtype=tensor.dtype,
-                requires_grad=bool(tensor.requires_grad),
-                layout=None if not planned or layout.is_replicated else in_mesh_order(layout, metadata.shape),
-            )
-        )
-    return tuple(actions), problems
+def action_of(tensor: torch.Tensor, metadata: TensorMetadata, layout: Layout | None) -> TensorAction:
+    """Return the action that puts ``tensor`` into ``layout``."""
+    grad = bool(tensor.requires_grad)
+    return TensorAction(metadata.aliases, metadata.kind, metadata.shape, tensor.dtype, grad, layout)
+
+
+def missing_values(tensor: torch.Tensor, name: str, needed: bool) -> list[Problem]:
+    """Return the problem of a meta tensor whose values are needed."""
+    hint = "load values first, or use source='meta' of plan.apply; only the source rank needs values of its own"
+    reason = "a meta tensor where values are needed"
+    return [Problem("no-data", name, found=reason, hint=hint)] if needed and tensor.is_meta else []
 
 
 def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:

@@ -52,12 +52,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 def run_explain(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec explain``: print a plan in words."""
     plan = load_plan(arguments.plan)
-    model = load_model(arguments.model) if arguments.model else None  # optional: rules alone have an explanation
-    metadata = None if model is None else metadata_of(model)
-    if arguments.html:
-        if model is None or metadata is None:
-            raise UsageError("--html needs --model")
-        _write_html(plan, metadata, arguments, *_costs_of(plan, model, arguments)[:2])
+    metadata = metadata_of(load_model(arguments.model)) if arguments.model else None  # rules alone have an explanation
     text = plan.explain(arguments.name, metadata)
     print(json.dumps({"explanation": text, "digest": plan.digest}) if arguments.json else text)
     return 0

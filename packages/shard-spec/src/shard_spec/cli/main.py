@@ -6,8 +6,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from shard_spec.cli.sources import UsageError
 
@@ -27,13 +26,11 @@ _ARGUMENTS = {"invalid-argument", "unsupported-dtype"}  # errors of the command 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     arguments = _parser().parse_args(argv)
-    with _any_name_printable():
-        return _run(arguments)
-
-
-def _run(arguments: argparse.Namespace) -> int:
     from shard_spec._shared.problems import PlanError  # --help stays fast
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names from files may hold letters that the terminal lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         status: int = _command(arguments.command)(arguments)
     except UsageError as error:
@@ -48,21 +45,6 @@ def _run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         return 0  # the reader closed early, as head does
     return status
-
-
-@contextmanager
-def _any_name_printable() -> Iterator[None]:
-    """Print names from files that the terminal's encoding lacks in escaped form."""
-    changed = []
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            changed.append((stream, stream.errors))  # restored: main() may run inside a program
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    finally:
-        for stream, errors in changed:
-            stream.reconfigure(errors=errors)
 
 
 def _command(name: str):  # type: ignore[no-untyped-def]  # a function of the namespace
@@ -100,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("plan", help="a plan file (JSON)")
     explain.add_argument("name", nargs="?", help="FQN of a parameter or buffer")
     explain.add_argument("--model", help="the model, for reasons and local shapes")
-    _costs(explain)
+    _common(explain)
 
     diff = _add(commands, "diff", "compare two plans; exit status 1 when they differ")
     diff.add_argument("before")

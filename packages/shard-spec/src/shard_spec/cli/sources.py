@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.page import human_bytes
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 
@@ -175,7 +176,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)  # one byte more shows excess
         if len(data) > MAX_BYTES:  # read() stopped one byte later
-            raise UsageError(f"{path} has more than {MAX_BYTES} bytes")
+            raise UsageError(f"{path} has more than {human_bytes(MAX_BYTES)}")
         return data.decode("utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None

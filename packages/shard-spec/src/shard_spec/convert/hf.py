@@ -11,37 +11,30 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.parallelize import (
-    cut_dim,
+    STYLES,
     cut_elsewhere,
     not_expressible,
-    output_of,
     sharder_problems,
+    style_of_module,
     tensors_by_module,
     the_axis,
 )
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ShardSpec
+from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec
 from shard_spec.plan.content import PlanContent
+from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:
     from torch import nn
 
-# Style -> placement of a tensor of 1 dim and of one of 2 or more. "-2" is the dim of output features, "-1" of input.
 _STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
-    "colwise": (ShardSpec(-1), ShardSpec(-2)),
-    "colwise_gather_output": (ShardSpec(-1), ShardSpec(-2)),
-    "colwise_rep": (ShardSpec(-1), ShardSpec(-2)),
-    "rowwise": (REPLICATE, ShardSpec(-1)),
-    "embedding_rowwise": (ShardSpec(0), ShardSpec(0)),
-    "embedding_colwise": (ShardSpec(0), ShardSpec(1)),
-    "packed_colwise": (ShardSpec(-1), InterleavedShard(-2, 2)),
-    "packed_rowwise": (REPLICATE, InterleavedShard(-1, 2)),
+    **STYLES,
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), STYLES["colwise"]),
     "replicate": (REPLICATE, REPLICATE),
 }
 # Styles with a forward that no layout of parameters expresses, and the placements of their parameters.
@@ -85,16 +78,16 @@ def from_hf_tp_plan(
     problems = _style_problems(styles, forward)  # before the model is matched
     raise_problems(problems, "the tp_plan has styles that a sharding plan cannot express")
     used: set[str] = set()
-    rules: dict[str, str] = {}
-    exact: dict[str, str] = {}
+    values: dict[str, str | None] = {}  # by each name: those of one tensor may differ, which validate() reports
     for tensor in metadata.parameters:
         for alias in tensor.aliases:
             key = _key_of(generic_name(alias), styles)
+            values[alias] = None
             if key is None:
                 continue
             used.add(key)  # unused entries are errors
             spec = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]  # by number of dims
-            exact[alias] = rules[generic_name(alias)] = str(Layout(mesh, {axis: spec}))
+            values[alias] = str(Layout(mesh, {axis: spec}))
     output = {}
     generic = {path: generic_name(path) for path in metadata.modules}
     for path, name in generic.items():
@@ -102,18 +95,8 @@ def from_hf_tp_plan(
             output[path] = str(Layout.replicated(mesh))  # forward gathers the output
     used |= {key for key in styles if key in generic.values()}
     raise_problems([_unused(key) for key in styles if key not in used], "the tp_plan does not fit the model")
-    return PlanContent(rules if _only_these(rules, exact, metadata) else exact, output or None, mesh=mesh)
-
-
-def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], metadata: ModelMetadata) -> bool:
-    """Return True if the globs match the same parameters: ``*`` is any segment here, a number in a tp_plan."""
-    patterns = [(Pattern(key), value) for key, value in rules.items()]
-    names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
-    for name in names:
-        values = {value for pattern, value in patterns if pattern.matches(name)}
-        if values != ({exact[name]} if name in exact else set()):
-            return False
-    return True
+    buffers = [alias for tensor in metadata.buffers for alias in tensor.aliases]
+    return PlanContent(glob_rules(values, (), buffers), output or None, mesh=mesh)
 
 
 def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
@@ -123,7 +106,11 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
     problems = cut_elsewhere(resolution, axis, "a tp_plan") + sharder_problems(resolution, "a tp_plan")
     by_name: dict[str, dict[str, str]] = {}
     for path, tensors in tensors_by_module(resolution.metadata).items():
-        style = _module_style(plan, path, tensors, resolution, axis, problems)
+        try:
+            style = _module_style(plan, path, tensors, resolution, axis)
+        except PlanError as error:
+            problems.extend(error.problems)
+            style = ""
         by_name.setdefault(generic_name(path), {})[path] = style
     styles = {}
     for name, style_names in by_name.items():
@@ -137,45 +124,19 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
     return styles
 
 
-def _module_style(
-    plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str, problems: list[Problem]
-) -> str:
+def _module_style(plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str) -> str:
     """Return the style of the module's own parameters, ``""`` if they are replicated."""
-    layouts = {tensor.name: found.layouts.get(tensor.name) for tensor in tensors}
-    if all(cut_dim(layouts[tensor.name], tensor, axis) is None for tensor in tensors):
+    style_and_output = style_of_module(plan, path, tensors, found, axis, packed=True)
+    if style_and_output is None:
         return ""
-    kind = found.metadata.modules.get(path, "")
-    embedding = kind == "Embedding"
-    candidates = ["embedding_rowwise", "embedding_colwise"] if embedding else ["colwise", "rowwise"]
-    if kind == "Linear":
-        candidates += ["packed_colwise", "packed_rowwise"]  # last: plain styles are preferred
-    for style in candidates if embedding or kind == "Linear" else ():
-        if all(_lies_as(style, layouts[tensor.name], tensor, axis) for tensor in tensors):
-            try:
-                output = output_of(plan, path, axis)
-            except PlanError as error:
-                problems.extend(error.problems)
-                return ""
-            if style == "colwise" and output == "whole":
-                return "colwise_gather_output"
-            if output is None or (output == "whole" and style in ("rowwise", *candidates[:2])):
-                return style
-            if style == "colwise" and output == "last":
-                return style
-            text = f"the output layout {output} of style {style}"
-            problems.append(not_expressible(path, text, "leave the output layout out"))
-            return ""
-    text = ", ".join(f"{tensor.name.rsplit('.', 1)[-1]} {layouts[tensor.name]}" for tensor in tensors)
-    hint = "styles shard a Linear's weight and bias by rows, its weight by columns, or an Embedding"
-    problems.append(not_expressible(path, f"a {kind or 'module'} with {text}", hint, axis=axis))
-    return ""
-
-
-def _lies_as(style: str, layout: Layout | None, tensor: TensorMetadata, axis: str) -> bool:
-    if layout is None or not tensor.shape:  # a Sharder's, or a scalar
-        return False
-    wanted = Layout(layout.mesh, {axis: _STYLES[style][min(len(tensor.shape), 2) - 1]})
-    return not wanted.problems(tensor.shape) and layout.equivalent_to(wanted, tensor.shape)
+    style, output = style_and_output
+    if style == "colwise" and output == "whole":
+        return "colwise_gather_output"
+    by_itself = {"colwise": "last", "rowwise": "whole", "embedding_rowwise": "whole", "embedding_colwise": "whole"}
+    if output in (None, by_itself.get(style)):
+        return style
+    text = f"the output layout {output} of style {style}"
+    raise PlanError(not_expressible(path, text, "leave the output layout out"))
 
 
 def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_specs
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.placements import ReplicateSpec, ShardSpec, SpecialShard
+from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ReplicateSpec, ShardSpec
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.values import is_spec, to_layout
@@ -98,7 +98,15 @@ def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: li
     return tuple(dtensor_placement(spec) for spec in specs)
 
 
-_LINEAR, _EMBEDDING = "Linear", "Embedding"
+# Style -> placement of a tensor of 1 dim and of one of 2 or more. "-2" is the dim of output features, "-1" of input.
+STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
+    "colwise": (ShardSpec(-1), ShardSpec(-2)),
+    "rowwise": (REPLICATE, ShardSpec(-1)),
+    "embedding_rowwise": (ShardSpec(0), ShardSpec(0)),
+    "embedding_colwise": (ShardSpec(0), ShardSpec(1)),
+    "packed_colwise": (ShardSpec(-1), InterleavedShard(-2, 2)),
+    "packed_rowwise": (REPLICATE, InterleavedShard(-1, 2)),
+}
 
 
 def to_parallelize_plan(
@@ -111,17 +119,10 @@ def to_parallelize_plan(
     problems += _tied_problems(state, axis)
     styles: dict[str, ParallelStyle] = {}
     for path, tensors in tensors_by_module(state.metadata).items():
-        cut = {t.name.rsplit(".", 1)[-1]: cut_dim(state.layouts.get(t.name), t, axis) for t in tensors}
-        if all(dim is None for dim in cut.values()):  # replicated: no style needed
-            continue
-        layouts = [state.layouts[t.name] for t in tensors]
-        special = any(isinstance(each.specs[each.mesh.axis_index(axis)], SpecialShard) for each in layouts)
-        wrong = _refusal(path, state.metadata.modules.get(path, ""), cut, special, axis)
-        if wrong is not None:
-            problems.append(wrong)
-            continue
         try:
-            styles[path] = _style(state.metadata.modules[path], cut["weight"], output_of(plan, path, axis))
+            style = style_of_module(plan, path, tensors, state, axis)
+            if style is not None:
+                styles[path] = _parallel_style(*style)
         except PlanError as error:
             problems.extend(error.problems)
     problems += _unused_outputs(plan, styles)
@@ -167,36 +168,50 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
     raise PlanError(not_expressible(name, f"the output layout {value!s}", "write R, or S(-1), along that axis"))
 
 
-def _refusal(path: str, kind: str, cut: dict[str, int | None], special: bool, axis: str) -> Problem | None:
-    """Return the reason that no style fits the module, or None."""
-    parts = [f"{name} whole" if dim is None else f"{name} cut in dim {dim}" for name, dim in cut.items()]
-    reason = f"a {kind or 'module'} with {', '.join(parts)}"
-    if special:
-        return not_expressible(
-            path, f"{reason}: styles shard as torch.chunk does", "use tp-styles' fused styles", axis=axis
-        )
-    if kind == _LINEAR and cut in (
-        {"weight": 0, "bias": 0},
-        {"weight": 0},
-        {"weight": 1, "bias": None},
-        {"weight": 1},
-    ):
+def style_of_module(
+    plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str, *, packed: bool = False
+) -> tuple[str, str | None] | None:
+    """Return the style in `STYLES` of a module and its `output_of`; None if its parameters are replicated.
+
+    Args:
+        plan: The plan, for output layouts.
+        path: FQN of the module.
+        tensors: Its own tensors.
+        found: Their layouts.
+        axis: The axis of the style.
+        packed: True to allow the styles of two weights in one.
+
+    Raises:
+        PlanError: ``not-expressible`` if no style fits.
+    """
+    layouts = {tensor.name: found.layouts.get(tensor.name) for tensor in tensors}
+    if all(cut_dim(layouts[tensor.name], tensor, axis) is None for tensor in tensors):
         return None
-    if kind == _EMBEDDING and cut in ({"weight": 0}, {"weight": 1}):
-        return None
-    hint = "styles shard an nn.Linear by rows with its bias, or by columns without, or an nn.Embedding"
-    return not_expressible(path, reason, hint, axis=axis)
+    kind = found.metadata.modules.get(path, "")
+    linear = ["colwise", "rowwise", *(["packed_colwise", "packed_rowwise"] if packed else [])]  # plain ones first
+    for style in {"Linear": linear, "Embedding": ["embedding_rowwise", "embedding_colwise"]}.get(kind, []):
+        if all(_lies_as(style, layouts[tensor.name], tensor, axis) for tensor in tensors):
+            return style, output_of(plan, path, axis)
+    text = ", ".join(f"{tensor.name.rsplit('.', 1)[-1]} {layouts[tensor.name]}" for tensor in tensors)
+    hint = "styles shard a Linear's weight and bias by rows, its weight by columns, or an Embedding; or use tp-styles"
+    raise PlanError(not_expressible(path, f"a {kind or 'module'} with {text}", hint, axis=axis))
 
 
-def _style(kind: str, dim: int | None, output: str | None) -> Any:
+def _lies_as(style: str, layout: Layout | None, tensor: TensorMetadata, axis: str) -> bool:
+    if layout is None or not tensor.shape:  # a Sharder's, or a scalar
+        return False
+    wanted = Layout(layout.mesh, {axis: STYLES[style][min(len(tensor.shape), 2) - 1]})
+    return not wanted.problems(tensor.shape) and layout.equivalent_to(wanted, tensor.shape)
+
+
+def _parallel_style(style: str, output: str | None) -> Any:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
-    column = (kind == _LINEAR) == (dim == 0)  # embeddings swap the dims: (rows, features)
     layouts: Any = {"whole": Replicate(), "last": Shard(-1), None: None}[output]
-    if column:
+    if style in ("colwise", "embedding_colwise"):
         return ColwiseParallel(output_layouts=layouts)
-    if kind == _EMBEDDING:  # token ids are replicated
+    if style == "embedding_rowwise":  # token ids are replicated
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=layouts)
     return RowwiseParallel(output_layouts=layouts)
 

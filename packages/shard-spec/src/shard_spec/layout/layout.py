@@ -179,19 +179,6 @@ class Layout:
             return ()
         return grid(self._intervals(coordinate, shape))
 
-    def owners(self, index: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the owners of the element at ``index``, in mesh order."""
-        shape = tuple(shape)
-        if len(index) != len(shape) or any(not 0 <= at < size for at, size in zip(index, shape, strict=True)):
-            text = f"index {tuple(index)} of a tensor of shape {shape}"
-            raise PlanError(Problem("index-out-of-range", found=text, hint="one index for each dim, inside the shape"))
-        coordinates: list[list[int]] = [[]]
-        fixed = _owner_coordinate(self, tuple(index), shape)
-        for at, size in enumerate(self.mesh.shape):
-            choices = (fixed[at],) if at in fixed else range(size)  # a sharding axis fixes its coordinate
-            coordinates = [[*head, choice] for head in coordinates for choice in choices]
-        return tuple(self.mesh.rank_at(coordinate) for coordinate in coordinates)
-
     def replicas(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same local tensor as ``rank``, itself included, in mesh order."""
         return self._along(rank, ReplicateSpec)
@@ -371,32 +358,6 @@ def _fit_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Pro
                 break
             lengths = set().union(*(spec.lengths(length, count) for length in lengths))
     return problems
-
-
-def _owner_coordinate(layout: Layout, index: tuple[int, ...], shape: tuple[int, ...]) -> dict[int, int]:
-    """Return, for each sharding axis (by position), the coordinate of the ranks with ``index``."""
-    fixed: dict[int, int] = {}
-    for dim, cuts in _recipe(layout, shape):
-        length, position = shape[dim], index[dim]
-        for at, count, spec in cuts:
-            place, position, length = _locate(spec, length, count, position)
-            fixed[at] = place
-    return fixed
-
-
-def _locate(spec: CuttingPlacement, length: int, count: int, position: int) -> tuple[int, int, int]:
-    """Return the rank that holds ``position``, the offset in its local interval, and the interval's length."""
-    candidates: Sequence[int] = range(count)
-    if isinstance(spec, ShardSpec):
-        candidates = (position // -(-length // count),)  # computed: no search over ranks
-    for place in candidates:
-        before = 0  # offset in the local tensor
-        intervals = spec.cut(length, count, place)
-        for start, size in intervals:
-            if start <= position < start + size:
-                return place, before + position - start, sum(size for _, size in intervals)
-            before += size
-    raise AssertionError(f"{spec} leaves out position {position} of {length}")
 
 
 def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layout:

@@ -16,7 +16,15 @@ from torch import nn
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.execution_plan import ExecutionPlan
-from shard_spec.apply.tensors import TensorAction, read_tensors
+from shard_spec.apply.tensors import (
+    TensorAction,
+    action_of,
+    is_sharded,
+    missing_values,
+    replacing_problems,
+    replica_problems,
+    tensor_at,
+)
 from shard_spec.distributed.parameter_format import choose_format, group_device, rank_problems, source_problems
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.layout.mesh import MeshSpec
@@ -25,7 +33,7 @@ from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_sharder, as_spec
-from shard_spec.validation import validate
+from shard_spec.validation import plan_problems
 
 _FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, RefusedEmbeddingBag)
 _HINT = (
@@ -112,7 +120,7 @@ def known_layout(wanted: ShardingSpec | Layout) -> Layout | None:
     return None
 
 
-def order_problems(tensors: tuple[TensorAction, ...], outputs: Mapping[str, ShardingSpec | Layout]) -> list[Problem]:
+def order_problems(tensors: list[TensorAction], outputs: Mapping[str, ShardingSpec | Layout]) -> list[Problem]:
     """One order of ranks for everything in one call: a sharded output of one module is the input of the next."""
     orders: dict[tuple[int, ...], str] = {}
     for action in tensors:
@@ -177,10 +185,21 @@ def plan_module(
     if not isinstance(module, nn.Module):
         raise PlanError(Problem("wrong-type", "module", found=type(module).__qualname__, hint="give an nn.Module"))
     resolution = examine(plan, module)
-    problems = [*validate(plan, module), *source_problems(src_rank, len(ranks))]
-    tensors, more = read_tensors(module, resolution, dist.get_rank(group), src_rank, whole)
-    problems += more
-    for action in tensors:
+    problems = [*plan_problems(plan, resolution), *source_problems(src_rank, len(ranks))]
+    tensors = []
+    for metadata in resolution.metadata.tensors:
+        layout = resolution.layouts.get(metadata.name)
+        tensor, planned = tensor_at(module, metadata.name), bool(resolution.rule_of.get(metadata.name))
+        if layout is None or (not planned and (not whole or is_sharded(tensor))):
+            continue
+        stays = not planned or layout.is_replicated
+        action = action_of(tensor, metadata, None if stays else in_mesh_order(layout, metadata.shape))
+        tensors.append(action)
+        problems += replacing_problems(tensor, metadata.name) if planned else []
+        problems += missing_values(tensor, metadata.name, dist.get_rank(group) == src_rank)
+        if stays:
+            holders = [module.get_submodule(name.rpartition(".")[0]) for name in metadata.aliases]
+            problems += replica_problems(holders, metadata.name)
         if action.layout is not None:
             problems += rank_problems(action.names[0], tuple(action.layout.mesh.ranks), ranks)
             expression = choose_format(action.layout, action.shape, action.names[0])
@@ -196,7 +215,7 @@ def plan_module(
     forwards = _forwards(module, tensors)
     owners = [(path, module.get_submodule(path)) for path in forwards]
     return ExecutionPlan(
-        tensors=tensors,
+        tensors=tuple(tensors),
         forwards=forwards,
         options={path: f"{type(each).__name__}({each.extra_repr()})" for path, each in owners},
         sharders={path: as_sharder(sharder) for path, sharder in sorted(resolution.sharders.items())},
@@ -252,7 +271,7 @@ def _sharder_problems(found: Resolution, outputs: Mapping[str, object], local: t
     return problems
 
 
-def _forwards(module: nn.Module, tensors: tuple[TensorAction, ...]) -> dict[str, tuple[str, ...]]:
+def _forwards(module: nn.Module, tensors: list[TensorAction]) -> dict[str, tuple[str, ...]]:
     """The modules that get a sharded forward, each under one of its FQNs, and the names of what is sharded there."""
     forwards: dict[str, tuple[str, ...]] = {}
     path_of: dict[nn.Module, str] = {}

@@ -149,7 +149,7 @@ def shard_module(
         process_group: Default: the default group.
 
     Returns:
-        A handle with ``plan``, ``actions``, ``undo()`` and ``report(path)``.
+        A handle with ``plan``, ``actions`` (``explain()``, ``to_json()``) and ``undo()``.
 
     Raises:
         PlanError: With every problem of every rank, before anything moved.

@@ -17,6 +17,7 @@ from fractions import Fraction
 
 import torch
 
+from shard_spec._shared.page import human_bytes
 from shard_spec.optimal.problem import QUANTUM, Eliminator, PairwiseProblem, Solution
 
 _CLOSE = 1e-3  # relative gap; more prices gain little
@@ -27,7 +28,7 @@ class InfeasibleError(ValueError):
 
     def __init__(self, least_bytes: int, limit: int) -> None:
         self.least_bytes, self.limit = least_bytes, limit
-        super().__init__(f"the smallest assignment needs {least_bytes:,} bytes, the limit is {limit:,}")
+        super().__init__(f"the smallest assignment needs {human_bytes(least_bytes)}, the limit is {human_bytes(limit)}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.least_bytes, self.limit)

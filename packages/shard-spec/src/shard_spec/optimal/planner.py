@@ -140,8 +140,9 @@ class OptimalPlanner(LayoutPlanner):
         if error.least_bytes < 0:  # not a matter of memory
             reason = "no combination of strategies divides the batch, the sequence and the heads"
             return PlanError(Problem("does-not-divide", found=reason, hint="choose another batch or another mesh"))
-        least, changes = error.least_bytes, [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
+        least = error.least_bytes
         needed, over, limit = map(human_bytes, (least, least - self.memory_limit, self.memory_limit))
+        changes = [*self._changes_that_fit(module), f"a memory_limit above {needed}"]
         reason = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
         return PlanError(Problem("does-not-fit", "memory_limit", found=reason, hint=f"would fit: {'; '.join(changes)}"))
 

@@ -14,7 +14,8 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import Rule
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
-from shard_spec.plan.values import spec_layout
+from shard_spec.specs.base import ShardingSpec
+from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -196,7 +197,8 @@ class _Layouts:
         layout = rule.layout
         if rule.kind == "spec":
             try:
-                layout = spec_layout(rule.value, tensor.shape)
+                spec = rule.value if isinstance(rule.value, ShardingSpec) else from_torch(rule.value)
+                layout = spec.to_layout(tensor.shape)
             except PlanError as error:
                 self.problems.extend(replace(problem, name=tensor.name) for problem in error.problems)
                 return None

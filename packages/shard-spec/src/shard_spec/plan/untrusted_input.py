@@ -21,7 +21,8 @@ def json_values(text: str | bytes, *, floats: bool = False) -> Any:
     Raises:
         ValueError: It is too long, nested too deep, not JSON, or has a key twice in one object.
     """
-    _check_length(text, MAX_BYTES)  # before any parsing
+    if len(text) > MAX_BYTES:  # before any parsing
+        raise ValueError(f"{len(text)} characters, more than {MAX_BYTES}")
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
     fraction = float if floats else _no_constant  # no fraction in a plan
@@ -29,11 +30,6 @@ def json_values(text: str | bytes, *, floats: bool = False) -> Any:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=fraction)
     except RecursionError:  # json recurses once per level
         raise ValueError("nested too deep") from None
-
-
-def _check_length(text: str | bytes, limit: int) -> None:
-    if len(text) > limit:
-        raise ValueError(f"{len(text)} characters, more than {limit}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import SpecialShard
 from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:
     from shard_spec.layout.placements import PlacementLike
@@ -61,14 +60,3 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
         hint = "pass mesh= to the plan, or a Layout that has its own"
         raise PlanError(Problem("missing-mesh", found=f"{value!r:.200}", hint=hint))
     return Layout(mesh, as_placements(value))
-
-
-def spec_layout(value: Any, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a tensor of ``shape`` under a sharding spec, ours or torch's.
-
-    Raises:
-        PlanError: When the spec does not match the shape, or no layout expresses it.
-    """
-    if not isinstance(value, ShardingSpec):
-        value = from_torch(value)
-    return value.to_layout(shape)  # type: ignore[no-any-return]  # from_torch returns Any

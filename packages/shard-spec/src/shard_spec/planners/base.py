@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
@@ -53,7 +54,7 @@ class OptimalityBound:
         proven = "optimal" if self.gap == 0 else f"at most {self.gap:.2%} above the best"
         text = f"{self.objective:.6g} {self.unit}, {proven} (bound {self.lower_bound:.6g} {self.unit}, {self.method})"
         if self.memory_limit is not None:
-            text += f"; {self.memory_bytes:,} of {self.memory_limit:,} bytes"
+            text += f"; {human_bytes(self.memory_bytes or 0)} of {human_bytes(self.memory_limit)}"
         return text
 
 

@@ -2,11 +2,9 @@
 
 A block may be sharded if row inputs of slice ``r`` depend on column outputs of slice ``r`` and of no other slice. The
 test is an intervention: compute a rank's result, replace the other ranks' channels by other values, and compare.
-`BlockSimulator` does so for any model that can be run:
-
-* `simulate_block` runs one block without its weights, so meta modules of any size take milliseconds: in a shallow
-  copy column linears return prepared values, other linears mix all their inputs, and the row linear ends the run;
-* `verify_units` runs a model with its weights; a rank's result is the output with other ranks' rows set to zero.
+`BlockSimulator` does so for anything that can be run. `simulate_block` runs one block without its weights, so meta
+modules of any size take milliseconds: in a shallow copy column linears return prepared values, other linears mix all
+their inputs, and the row linear ends the run.
 """
 
 from __future__ import annotations
@@ -21,10 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shard_spec._shared.problems import Problem
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.planners.megatron.blocks import Cut, TPBlock
 from shard_spec.planners.megatron.linear import LinearView, as_linear
 
 _BATCH, _SEQUENCE = 2, 4
@@ -96,65 +90,6 @@ def _other_values(value: Tensor, seed: int) -> Tensor:
         return value + 1
     scale = float(value.abs().mean()) or 0.02  # same magnitude: no overflow, no lost bits
     return value + (_random(tuple(value.shape), 500 + 31 * seed) * 3 * scale).to(value)
-
-
-# ---- with weights ----
-
-
-def verify_units(
-    module: nn.Module, units: tuple[TPBlock, ...], tp_size: int, call: Callable[[nn.Module], Tensor]
-) -> tuple[Problem, ...]:
-    """Report every unit with summands that mix slices, or that the call does not exercise; empty if none.
-
-    Use a small model with random weights, in float64 if possible: it runs once per unit and rank, and a few times
-    more.
-
-    Args:
-        module: the model, materialised; it is not changed.
-        units: `MegatronPlanner.analyse(module).units`; vocabulary units have no region and are skipped.
-        tp_size: number of tensor-parallel ranks.
-        call: runs a model and returns one output tensor; deterministic (dropout off).
-    """
-    blocks = [unit for unit in units if unit.rows and unit.columns]
-    twin = copy.deepcopy(module)  # weights change during the test
-    parameters = dict(twin.named_parameters(remove_duplicate=False))
-
-    def channels(cuts: Iterable[Cut]) -> list[Channels]:
-        return [Channels(value, _masks(value, cut, tp_size)) for cut in cuts for value in [parameters[cut.name].data]]
-
-    rows = [(row, row.value.clone()) for unit in blocks for row in channels(unit.rows)]
-
-    def run(rank: int) -> Tensor:
-        for row, value in rows:
-            row.value.copy_(value * row.owned[rank])  # keep the rank's summands only
-        return call(twin)
-
-    problems: list[Problem] = []
-    columns = {unit.name: channels((*unit.columns, *unit.inner)) for unit in blocks}
-    with torch.no_grad():
-        tolerance = 1e-9 if call(twin).dtype == torch.float64 else 1e-4  # relative rounding of a full forward
-        simulator = BlockSimulator(run, columns, tolerance)
-        for rank in range(tp_size):
-            for name, by in simulator.mixing(rank).items():
-                reason = f"rank {rank} of {tp_size} needs other ranks' channels (output moves by {by:.2g})"
-                problems.append(Problem("slices-mix", name, found=reason, hint="do not shard this block"))
-            reason = f"the output does not depend on rank {rank}'s slice"
-            hint = "pass a call that runs this block on inputs that matter"
-            problems += [Problem("unverified", name, found=reason, hint=hint) for name in simulator.idle(rank)]
-    return tuple(problems)
-
-
-def _masks(value: Tensor, cut: Cut, tp_size: int) -> list[Tensor]:
-    """Return a mask for each rank, True at its entries."""
-    layout = Layout(MeshSpec({"tp": tp_size}), {"tp": cut.placement})
-    masks = [torch.zeros(value.shape, dtype=torch.bool, device=value.device) for _ in range(tp_size)]
-    for rank, mask in enumerate(masks):
-        for box in layout.boxes(rank, tuple(value.shape)):
-            mask[box.slices()] = True
-    return masks
-
-
-# ---- without weights ----
 
 
 @dataclass(frozen=True)

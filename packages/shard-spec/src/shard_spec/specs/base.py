@@ -66,10 +66,6 @@ class ShardingSpec(abc.ABC):
             held[shard.rank] = (*held.get(shard.rank, ()), shard.box)
         return held
 
-    def boxes_on(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
-        """Return the non-empty boxes of global rank ``rank``; ``()`` for unnamed ranks."""
-        return tuple(box for box in self.boxes(shape).get(rank, ()) if box.numel)
-
     def equivalent_to(self, other: ShardingSpec, shape: Sequence[int]) -> bool:
         """Return True if both put the same elements on the same ranks; -1 is 1 of two dims.
 

@@ -82,13 +82,6 @@ class ChunkShardingSpec(ShardingSpec):
         ]
         return TensorShards(shards, shape, tensor_properties)
 
-    def boxes_on(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
-        """See ``ShardingSpec.boxes_on``; computes this rank's chunks only."""
-        shape = tuple(shape)
-        dim = self.normalized(len(shape)).dim
-        mine = [index for index, device in enumerate(self.placements) if device.rank() == rank]  # maybe several
-        return tuple(box for box in (self._box(index, dim, shape) for index in mine) if box.numel)
-
     def to_layout(self, shape: Sequence[int]) -> Layout:
         """See ``ShardingSpec.to_layout``; permuted devices give a permuted mesh."""
         shape = tuple(shape)
@@ -116,7 +109,7 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: tuple[ShardMetadata, ...]
 
     def __init__(self, shards: Sequence[ShardMetadata | Any]) -> None:
-        object.__setattr__(self, "shards", tuple(_as_shard(shard) for shard in shards))
+        object.__setattr__(self, "shards", tuple(as_shard(shard) for shard in shards))
         raise_problems(self._problems())
 
     def _problems(self) -> list[Problem]:
@@ -136,7 +129,8 @@ class EnumerableShardingSpec(ShardingSpec):
         return TensorShards(self.shards, tensor_sizes, tensor_properties)
 
 
-def _as_shard(given: object) -> ShardMetadata:
+def as_shard(given: object) -> ShardMetadata:
+    """Convert a shard's metadata, ours or torch's, to ours."""
     if isinstance(given, ShardMetadata):
         return given
     if all(hasattr(given, name) for name in ("shard_offsets", "shard_sizes", "placement")):

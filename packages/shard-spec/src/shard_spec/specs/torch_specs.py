@@ -9,7 +9,7 @@ from typing import Any
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec, as_shard
 from shard_spec.specs.shards import RemoteDevice, Sharder, ShardMetadata, TensorShards
 
 
@@ -22,7 +22,7 @@ class TorchShardingSpec(ShardingSpec):
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
         """Call the torch spec and convert its shards."""
         answer = _torch_compat.build_torch_metadata(self.spec, tensor_sizes)
-        return TensorShards([_shard(shard) for shard in answer.shards_metadata], tensor_sizes, tensor_properties)
+        return TensorShards([as_shard(shard) for shard in answer.shards_metadata], tensor_sizes, tensor_properties)
 
 
 def from_torch(value: object) -> Any:
@@ -46,7 +46,7 @@ def from_torch(value: object) -> Any:
     if kind == "spec":
         return TorchShardingSpec(spec)
     if kind == "shard":
-        return _shard(spec)
+        return as_shard(spec)
     if kind == "device":
         return RemoteDevice(spec)
     raise PlanError(unknown_spec("", value))
@@ -105,9 +105,3 @@ def unknown_spec(name: str, value: object) -> Problem:
     """Return the problem of an object that is no spec."""
     hint = "use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module"
     return Problem("wrong-type", name, found=f"{value!r} of type {type(value).__qualname__}", hint=hint)
-
-
-def _shard(shard: Any) -> ShardMetadata:
-    if isinstance(shard, ShardMetadata):
-        return shard
-    return ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)

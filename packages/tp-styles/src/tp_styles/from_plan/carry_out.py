@@ -144,7 +144,7 @@ def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, 
     for name, layout in layouts.items() if shards else ():
         if not isinstance(layout.placements[names.index(shards[0])], Shard):
             text = f"{layout}: fully_shard shards every parameter along {shards[0]!r}"
-            hint = "plan with FullyShardPlanner(uneven='shard', min_bytes=0)"
+            hint = "plan with FullyShardPlanner, and without rules that replicate"
             problems.append(Problem("plan-not-executable", name, axis=shards[0], found=text, hint=hint))
     return problems
 

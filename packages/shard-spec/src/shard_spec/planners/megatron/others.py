@@ -62,7 +62,7 @@ def find_experts(context: Context, name: str) -> Found | None:
     is_supported = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     if not from_library(module) or not isinstance(transposed, bool) or not is_supported:
         reason = "three-dimensional expert weights of unknown arrangement"
-        hint = "shard by experts with expert_axis=, or write the rules by hand"
+        hint = "write their rules by hand: 'S(0)' along an axis shards by experts"
         problem = Problem("heads-not-recognised", name, found=reason, hint=hint)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     out_dim, in_dim = (2, 1) if transposed else (1, 2)

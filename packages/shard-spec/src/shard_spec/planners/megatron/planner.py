@@ -151,12 +151,10 @@ class MegatronPlanner(LayoutPlanner):
             gate, then up), ``"heads"`` (q, k, v of each head together), ``"groups"`` (query heads with their k and v),
             ``"pairs"`` (gate and up alternate).
         vocabulary: shard embeddings and heads.
-        expert_axis: an axis over which full experts are distributed, instead of sharding each.
         probe: probe unknown blocks.
-        strict: raise if a matmul weight is not recognised, instead of listing it.
 
     Raises:
-        PlanError: `axis` or `expert_axis` is not in the mesh.
+        PlanError: `axis` is not in the mesh.
     """
 
     def __init__(
@@ -167,16 +165,11 @@ class MegatronPlanner(LayoutPlanner):
         kv_replicate: bool = False,
         fused: FusedOrder | None = None,
         vocabulary: bool = True,
-        expert_axis: str | None = None,
         probe: bool = True,
-        strict: bool = False,
     ) -> None:
         super().__init__(mesh)
-        self.axis, self.expert_axis = axis, expert_axis
-        self.vocabulary, self.strict = vocabulary, strict
+        self.axis, self.vocabulary = axis, vocabulary
         self.options = Options(self.mesh.axis_size(axis), kv_replicate, fused, probe)
-        if expert_axis is not None:
-            self.mesh.axis_size(expert_axis)
 
     def analyse(self, module: nn.Module) -> Analysis:
         """Return the analysis of `module`; the plan follows from it."""
@@ -184,11 +177,6 @@ class MegatronPlanner(LayoutPlanner):
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         analysis = self.analyse(module)
-        if self.strict and analysis.rest:
-            raise PlanError(
-                list((dict(analysis.left_whole) | dict(analysis.unrecognised)).values()),
-                f"{len(analysis.rest)} matmul weights would stay replicated",
-            )
         skipped = () if self.vocabulary else ("embedding", "head")
         layouts = {
             cut.name: Layout(self.mesh, {self.axis: cut.placement})
@@ -196,34 +184,8 @@ class MegatronPlanner(LayoutPlanner):
             if unit.kind not in skipped
             for cut in unit.cuts
         }
-        if self.expert_axis is not None:
-            layouts.update(self._dealt_experts(module))
-        # Experts distributed over `expert_axis` are sharded after all.
-        unrecognised = {name: problem for name, problem in analysis.unrecognised.items() if name not in layouts}
         notes = (*analysis.left_whole.values(), *analysis.notes)
-        return Decisions(_one_name_each(module, layouts), merge_notes(notes), unrecognised)
-
-    def _dealt_experts(self, module: nn.Module) -> dict[str, Layout]:
-        """Shard every three-dimensional expert weight (and its bias) along its first dimension."""
-        assert self.expert_axis is not None
-        size = self.mesh.axis_size(self.expert_axis)
-        layouts = {}
-        problems = []
-        for name, submodule in module.named_modules():
-            own = {key: p for key, p in submodule._parameters.items() if p is not None}
-            if not any(p.dim() == 3 and "proj" in key for key, p in own.items()) or isinstance(
-                submodule, nn.MultiheadAttention
-            ):
-                continue
-            for key, parameter in own.items():
-                fqn = f"{name}.{key}" if name else key
-                if parameter.shape[0] % size:
-                    reason = f"{parameter.shape[0]} experts with {self.expert_axis}={size}"
-                    problems.append(Problem("does-not-divide", fqn, 0, self.expert_axis, reason))
-                layouts[fqn] = Layout(self.mesh, {self.expert_axis: "S(0)"})
-        if problems:
-            raise PlanError(problems)
-        return layouts
+        return Decisions(_one_name_each(module, layouts), merge_notes(notes), analysis.unrecognised)
 
 
 def _one_name_each(module: nn.Module, layouts: dict[str, Layout]) -> dict[str, Layout]:
