@@ -1,9 +1,8 @@
-"""Training steps of 20 causal models as they run, beside shard-spec's figures for them.
+"""Training steps of 21 causal models as they run, beside shard-spec's figures for them.
 
-`nox -s measured` runs this file on 1, 2 and 4 ranks and writes the page of the benchmarks; `test_measured_steps.py` holds
-three of the families. A row is one step: family, dtype, with or without checkpointing, and the way it is sharded.
-Parameters, gradients and AdamW's state are the bytes of their storages; the peak is that of torch's own record of memory
-(`profile_memory`), the collectives are those that pass the process groups.
+`nox -s measured` runs this file on 1, 2 and 4 ranks and writes a page. A row is one step: family, dtype, way of
+sharding, with or without checkpointing. Parameters, gradients and AdamW's state are the bytes of their storages; the
+peak is that of torch's own record of memory, the collectives are those that pass the process groups.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def new_model(family: str, dtype: torch.dtype, checkpointing: bool) -> Any:
 def new_plan(model: nn.Module, axes: dict[str, int]) -> ShardingPlan:
     """Return the plan of the planners: tensor parallel along `tp`, fully sharded along `fsdp`."""
     mesh = MeshSpec(axes)
-    planners = [MegatronPlanner(mesh)] if "tp" in axes else []
+    planners: list[Any] = [MegatronPlanner(mesh)] if "tp" in axes else []
     planners += [FullyShardPlanner(mesh, "fsdp")] if "fsdp" in axes else []
     return compose(*planners).build_plan(model) if planners else ShardingPlan({}, mesh=mesh)
 
@@ -271,12 +270,13 @@ def page(steps: list[dict[str, Any]]) -> str:
     lines = [
         "# shard-spec: predicted and measured steps",
         "",
-        f"Made by `nox -s measured` on {date.today()}, torch {torch.__version__}, transformers {transformers.__version__}, CPU. "
-        f"{len(FAMILIES)} causal models of transformers with two layers, {BATCH[0]} x {BATCH[1]} tokens on each data rank, "
-        "float32 and bfloat16, each without and with `gradient_checkpointing_enable()`: a real step of AdamW beside "
-        "`plan.memory` and `plan.communication`, which run on shapes alone. FSDP2 and tp-styles are "
-        "`tp_styles.apply_sharding_plan`. The peak is torch's own record of allocations in forward and backward, the "
-        "parameters' gradients left out; collectives are those that pass the process groups, by operation, their counts and bytes.",
+        f"Made by `nox -s measured` on {date.today()}, torch {torch.__version__}, CPU, with transformers "
+        f"{transformers.__version__}. {len(FAMILIES)} causal models with two layers, {BATCH[0]} x {BATCH[1]} tokens on "
+        "each data rank, float32 and bfloat16, each without and with `gradient_checkpointing_enable()`: a real step of "
+        "AdamW beside `plan.memory` and `plan.communication`, which run on shapes alone. FSDP2 and tp-styles are "
+        "`tp_styles.apply_sharding_plan`. The peak is torch's own record of allocations in forward and backward, "
+        "without the parameters' gradients; collectives are those that pass the process groups, by operation, their "
+        "counts and bytes.",
         "",
         "| way | steps | refused | state exact | peak within 3 % | collectives within 1 % |",
         "|---|---|---|---|---|---|",
@@ -290,13 +290,13 @@ def page(steps: list[dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        "Errors of the peak by family, least and most of its four steps. *Italic* is outside of the bound: an estimate.",
+        "Errors of the peak by family, least and most of its steps. *Italic* is outside of the bound: an estimate.",
         "",
     ]
     lines += [f"| family | {' | '.join(WAYS)} |", "|---|" + "---|" * len(WAYS)]
     for family in dict.fromkeys(step["family"] for step in steps):
-        cells = [_cell([step for step in steps if (step["family"], step["way"]) == (family, way)]) for way in WAYS]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+        texts = [_cell([step for step in steps if (step["family"], step["way"]) == (family, way)]) for way in WAYS]
+        lines.append(f"| {family} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
 
 
