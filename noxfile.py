@@ -25,6 +25,7 @@ GRIFFE = "griffe==2.4.1"
 IMPORT_LINTER = "import-linter==2.16"
 TOWNCRIER = "towncrier==26.9.0"
 PYTEST = ("pytest", "pytest-xdist")
+FOUR_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
 OTHER_TORCHES = ["2.11.0", "2.14.1", "2.15.0"]
 PIN_FILES = sorted((ROOT / "docs" / "pins").glob("*.txt"))
 
@@ -143,7 +144,6 @@ def isolation(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session, ranks: int) -> None:
     """Several packages together, wheels only, torchrun with gloo."""
     _install_wheels(session)
-    _integration_tools(session)
     _torchrun_integration(session, ranks)
 
 
@@ -151,7 +151,6 @@ def integration(session: nox.Session, ranks: int) -> None:
 def drawn(session: nox.Session) -> None:
     """Ten causal models drawn from transformers' list: `drawn -- --seed 7` (the seed stands in the output)."""
     _install_wheels(session, "accelerate==1.15.0")  # without it transformers shards nothing
-    _integration_tools(session)
     session.env["DRAWN_SEED"] = session.posargs[-1] if "--seed" in session.posargs else "1"
     session.posargs[:] = ["drawn.py"]
     _torchrun_integration(session, 2)
@@ -159,10 +158,18 @@ def drawn(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def measured(session: nox.Session) -> None:
+    """Training steps of 21 models beside shard-spec's figures: `measured.md` (20 minutes)."""
+    _install_wheels(session)
+    session.env["MEASURED_PAGE"] = str(ROOT / "measured.md")
+    session.posargs[:] = ["measured_steps.py"]
+    _torchrun_integration(session, 4)
+
+
+@nox.session(default=False)
 def integration_gpu(session: nox.Session) -> None:
     """The integration tests under NCCL; world size = device count, or times --ranks-per-gpu N."""
     _install_wheels(session)
-    _integration_tools(session)
     count = "import torch; print(torch.cuda.device_count())"
     devices = int(str(session.run("python", "-c", count, silent=True)).strip())
     if devices == 0:
@@ -217,8 +224,6 @@ def pins(session: nox.Session, file: Path) -> None:
     """Install with one published pin file (`docs/pins/*.txt`) and run the integration tests."""
     house = wheelhouse.build_for_pins(file)
     _install(session, house, "-c", str(file), TORCH, "numpy", *PACKAGES)
-    _integration_tools(session)
-    session.run("uv", "pip", "check", external=True)
     _torchrun_integration(session, 2)
 
 
@@ -260,10 +265,8 @@ def jax(session: nox.Session) -> None:
 @nox.session(default=False)
 def accelerate(session: nox.Session) -> None:
     """The bridge's Accelerator in Hugging Face accelerate: 2 x 2 ranks against one process."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
-    _host(
-        session, "tp-ddp-bridge", "tests/accelerate_host.py", "accelerate==1.15.0", "transformers>=5,<6", launch=launch
-    )
+    requirements = ("accelerate==1.15.0", "transformers>=5,<6")
+    _host(session, "tp-ddp-bridge", "tests/accelerate_host.py", *requirements, launch=FOUR_RANKS)
 
 
 @nox.session(default=False)
@@ -292,8 +295,7 @@ def transformers(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """The main job, from a plan to serving, on four ranks."""
     _install_wheels(session, "matplotlib")
-    launch = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
-    session.run(*launch, "docs/examples/plan_to_serving/main.py", *session.posargs, env=RANK_ENV)
+    session.run("python", *FOUR_RANKS, "docs/examples/plan_to_serving/main.py", *session.posargs, env=RANK_ENV)
 
 
 @nox.session(default=False)
@@ -396,13 +398,10 @@ def _run_multi_node(session: nox.Session, file: str) -> None:
     session.run("python", "-m", "pytest", "-c", "pytest.ini", file, *session.posargs, env=RANK_ENV)
 
 
-def _integration_tools(session: nox.Session) -> None:
-    session.install("pytest", "transformers>=5,<6", "safetensors", str(RANKTEST))
-    session.run("uv", "pip", "check", external=True)
-
-
 def _torchrun_integration(session: nox.Session, ranks: int) -> None:
     """Run from a copy, so that no source of a package lies on the path."""
+    session.install("pytest", "transformers>=5,<6", "safetensors", str(RANKTEST))
+    session.run("uv", "pip", "check", external=True)
     workplace = Path(session.create_tmp()) / "integration"
     shutil.rmtree(workplace, ignore_errors=True)
     shutil.copytree(ROOT / "integration_tests", workplace, ignore=shutil.ignore_patterns("__pycache__", ".*"))
