@@ -75,11 +75,10 @@ def test_plans_explain_themselves_and_have_a_digest_and_json() -> None:
     assert callable(shard_spec.ShardingPlan.from_json)
 
 
-def test_handles_report_and_undo() -> None:
+def test_handles_undo() -> None:
     for handle in (ShardHandle, tp_styles.TPHandle):
         assert list(inspect.signature(handle.undo).parameters) == ["self"]
         assert "Module" in str(inspect.signature(handle.undo).return_annotation)
-        assert list(inspect.signature(handle.report).parameters)[1] == "path"
 
 
 def test_patterns_and_sharding_infos_are_one_dialect() -> None:
