@@ -373,7 +373,7 @@ def explain_rows() -> list[Row]:
         _row(
             "`explain` predicts collectives",
             "counts equal those dispatched in 100 % of plans (bytes: tests, with the recording group)",
-            f"{found['equal']} of {found['plans']} whole models equal",
+            f"{found['equal']} of {found['plans']} full models equal",
             "torch: no prediction",
         )
     ]

@@ -152,7 +152,7 @@ def test_a_first_call_that_shows_nothing(ranks: Ranks) -> None:
 
     lookup: Any = models.seeded(Ids)
     handle = tp.apply_plan(lookup, ranks.mesh((2,), ("tp",)), {f"net.{name}": style for name, style in PAIR.items()})
-    with pytest.warns(UserWarning, match="inputs are all alike"):
+    with pytest.warns(UserWarning, match="input values are equal"):
         lookup(torch.ones(2, 3, dtype=torch.long))
     lookup(torch.arange(6).view(2, 3))
     assert "check of Ids (training, with gradients): equal to the original" in handle.report()

@@ -524,7 +524,7 @@ class Runner:
                 if error is not None:
                     raise error
                 if self.has_agreed and self.reads_new_values():
-                    reason = f"{self.num_traces} traces: it reads a Python value that is another one in most calls"
+                    reason = f"{self.num_traces} traces: it reads a Python value that changes in most calls"
                     raise PlanError(Problem("python-state", self.name, found=reason, hint="pass it in a tensor"))
                 return None, facts
 

@@ -101,7 +101,7 @@ def check_arguments(name: str, optimizers: list[Optimizer], leaves: list[Any]) -
         PlanError: ``unsupported-argument``, if the step trains.
     """
     if optimizers and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
-        reason = "a tensor with a grad_fn, whose backward would go on into what made it, outside the step"
+        reason = "a tensor with a grad_fn: its backward pass would leave the step"
         raise _refused(name, reason, "pass tensor.detach(), or run what makes it in the step")
 
 
@@ -115,7 +115,7 @@ def _open(name: str, leaf: Any) -> Any:
     if is_array(leaf):
         raise _refused(name, f"a {type(leaf).__name__}", "pass torch.as_tensor(array)")
     if isinstance(leaf, Iterator):
-        reason = f"{type(leaf).__name__}: the step would take its next value once, while it is traced"
+        reason = f"{type(leaf).__name__}: tracing would take one value from it, and every call would reuse that value"
         raise _refused(name, reason, "call next() outside, and pass what it gives")
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         keys = tuple(field.name for field in dataclasses.fields(leaf))

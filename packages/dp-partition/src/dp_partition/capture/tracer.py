@@ -336,7 +336,7 @@ def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
         return Problem("not-traceable", name, found=reason, hint=hint)
     hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
     if not asks_for_values(error):
-        hint = "see the error: the step gets model, optimizer and batch, and must run on tensors without values there"
+        hint = "the step runs on tensors without values while it is traced; the error names the line that needs one"
     return Problem("not-traceable", name, found=" ".join(text[:3])[:600] + user_line(error), hint=hint)
 
 

@@ -182,7 +182,7 @@ def run_reference(
     rows = partial(_own_rows, dim=settings.batch_dim, binding=binding) if not local else torch.Tensor.detach
     tensors = _locals(copied.step_state, binding) | argument_values(arguments, rows)
     if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
-        return Ended(error=RuntimeError("it uses a fake tensor: a cache beside its arguments kept what the trace made"))
+        return Ended(error=RuntimeError("it uses a fake tensor: a cache outside its arguments has one of the trace"))
     outcome = Outcome(leaves, spec, tensors, before, numbers_of(copied.step_state))
     outcome.add_gradients(argument_gradients(arguments, rows))
     if average.averages or not local:

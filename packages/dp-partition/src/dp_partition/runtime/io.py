@@ -136,7 +136,7 @@ def check_no_gradients(step_state: StepState, cleared: bool) -> None:
     """
     if cleared or not step_state.optimizers:
         return
-    reason = "holds a gradient from outside the step, to which backward would add"
+    reason = "holds a gradient from outside the step; backward would add to it"
     hint = "call zero_grad() before the step"
     problems = [
         Problem("python-state", fqn, found=reason, hint=hint)

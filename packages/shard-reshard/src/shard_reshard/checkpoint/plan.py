@@ -148,7 +148,7 @@ def _stored(
 ) -> StoredTensor:
     words = sorted({entry.dtype for _, entry in entries})
     if len(words) > 1:
-        hint = "write all parts of a tensor in one dtype"
+        hint = "write all shards of a tensor in one dtype"
         raise PlanError(Problem("ranks-disagree", name, found=", ".join(words), hint=hint))
     if words[0] not in DTYPES:
         raise PlanError(Problem("unsupported-dtype", name, found=words[0], hint=f"one of {', '.join(DTYPES)}"))
@@ -177,7 +177,7 @@ def _stored(
     for number in sorted(set(layout.ranks) - set(numbers)):
         if layout.pieces(number):
             hint = "pass all files, or the layout that these were written in"
-            problems.append(Problem("missing-tensor", name, found=f"no file with the part of rank {number}", hint=hint))
+            problems.append(Problem("missing-tensor", name, found=f"no file with rank {number}'s shard", hint=hint))
     if problems:
         raise PlanError(problems)
     return layout.shape, DTYPES[words[0]], tuple(parts)

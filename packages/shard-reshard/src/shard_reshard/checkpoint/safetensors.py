@@ -25,7 +25,7 @@ DTYPES |= {
     f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)
 }
 DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
-_CHANGED_HINT = "load again when nobody writes to it"
+_CHANGED_HINT = "load again when no process writes to it"
 
 
 class Entry(NamedTuple):

@@ -85,7 +85,7 @@ class RecordedLayouts:
 
     def _held(self) -> dict[str, torch.Tensor]:
         held = {} if self._model is None else _tensors(self._model, False)
-        hint = "record the loader again: what it brings where is known of other tensors"
+        hint = "record the loader again: its record was made with other tensors"
         reason = "another shape, other strides, or no longer tied as it was"
         problems = [
             Problem("layout-mismatch", name, found=reason, hint=hint)
@@ -327,7 +327,7 @@ class _Recorder(DispatchMode):
         keys = [storage_key(tensor) for tensor in tensors]
         names = [self.memories[key].name or "a copy of a weight" for key in keys if key in self.memories]
         names += [self.owners[key] for key in keys if key in self.owners]
-        hint = "a loader is recorded where it takes views, copies, concatenates and casts; transform weights elsewhere"
+        hint = "a recorded loader may view, copy, concatenate, pad and cast; compute with weights before or after it"
         self._refuse(", ".join(dict.fromkeys(names)), str(func), hint)
         raise PlanError(self.problems)
 

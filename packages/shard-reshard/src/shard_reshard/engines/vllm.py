@@ -164,7 +164,7 @@ def _unfilled(model: nn.Module, recorded: RecordedLayouts) -> list[Problem]:
     held, layers = dict(model.named_buffers()), _layers(recorded)
     hint = "send it too, under the name that the model's load_weights knows"
     return [
-        Problem("missing-source", name, found="a tensor that the trainer sends nothing for", hint=hint)
+        Problem("missing-source", name, found="the trainer sends nothing for this tensor", hint=hint)
         for name in recorded.unfilled
         if name not in held or (held[name].is_meta and name.rpartition(".")[0] in layers)
     ]

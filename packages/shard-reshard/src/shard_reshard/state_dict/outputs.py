@@ -207,7 +207,7 @@ class LocalTargets:
             # A tensor tied to a filled one is filled with it.
             if name not in planned and address(out) not in memories:
                 hint = "leave it out of out=, or pass strict=False"
-                problems.append(Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint))
+                problems.append(Problem("missing-source", name, found="a tensor of out= without a source", hint=hint))
         ties: Ties = []
         if not problems:
             filled, ties = self._filled(planned, atomic)

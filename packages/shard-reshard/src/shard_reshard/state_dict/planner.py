@@ -96,7 +96,7 @@ def plan_state_dict(
             problems += [p.named(name) for p in error.problems]
     if strict:
         filled = {outs[name].tied_to for name in targets if name in outs}
-        reason, hint = "a tensor of out that nothing fills", "pass its source, name it in key_map, or pass strict=False"
+        reason, hint = "a tensor of out= without a source", "pass its source, name it in key_map, or pass strict=False"
         problems += [
             Problem("missing-source", name, found=reason, hint=hint)
             for name, meta in outs.items()

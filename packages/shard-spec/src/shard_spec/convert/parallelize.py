@@ -43,7 +43,7 @@ def the_axis(found: Resolution, axis: str | None) -> str:
     if not cutting:
         return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]  # nothing is sharded: any axis serves
     hint = "pass axis=, one of them"
-    raise PlanError(Problem("missing-argument", "axis", found=f"the plan cuts along {', '.join(cutting)}", hint=hint))
+    raise PlanError(Problem("missing-argument", "axis", found=f"the plan shards along {', '.join(cutting)}", hint=hint))
 
 
 def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
@@ -229,7 +229,7 @@ def _unused_outputs(plan: PlanContent, styles: dict[str, Any]) -> list[Problem]:
     problems = []
     for path in plan.output_plan or {}:
         if path not in styles:
-            reason = "an output layout of a module whose parameters are replicated"
+            reason = "its parameters are replicated, so no style carries its output layout"
             problems.append(not_expressible(f"output_plan[{path!r}]", reason, "use PrepareModuleOutput there yourself"))
     for path in plan.return_local_tensor or ():
         if path not in styles:

@@ -97,7 +97,7 @@ def estimate_activations(
         hint = f"one of {', '.join(map(repr, _LOSSES))}, a function loss(output, batch), or None"
         raise PlanError(Problem("invalid-argument", "loss", found=repr(loss), hint=hint))
     if getattr(type(module), "forward", None) is nn.Module.forward:  # nn.Module's own raises
-        text = f"a {type(module).__name__} has no forward, so nothing says what it keeps"
+        text = f"a {type(module).__name__} has no forward, so its activations are unknown"
         hint = "give a module whose forward calls its parts, or count their forwards one by one"
         raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
     resolution = resolve(plan, module)

@@ -288,7 +288,7 @@ def _axis_problems(
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))
         elif specs[mesh.axis_names.index(axis)].dim is None:
-            reason = f"order names {axis}, which cuts no dim"
+            reason = f"order names {axis}, which shards no dim"
             problems.append(Problem("conflicting-arguments", "order", axis=axis, found=reason, hint="leave it out"))
     if len(set(order)) != len(order):
         problems.append(Problem("duplicate-name", "order", found=">".join(order), hint="name each axis once"))

@@ -69,7 +69,7 @@ class BatchRows:
         if counts != self.chunks(total):
             # A DTensor knows the total alone, and takes each rank's rows to be torch's chunk of it.
             hint = f"{self.chunks(total)} rows of {total} would be right: pad the last batch, or drop it"
-            reason = f"local batches of {counts} rows, which are no chunks of one batch"
+            reason = f"local batches of {counts} rows, not torch.chunk's chunks of one batch"
             raise PlanError(Problem("invalid-argument", name, found=reason, hint=hint))
         self.totals.add(total)
         if any(header[len(digest) + 8] for header in headers) and not requires_grad:

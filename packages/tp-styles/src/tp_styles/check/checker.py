@@ -45,7 +45,7 @@ Check = Literal["first", "always", "never"]
 OFTEN = 8
 """Changes at one place of a model that are checked one by one; later ones at powers of two: a loop may make them."""
 
-ALIKE = "its inputs are all alike, so that mistakes may not show; the next call with others is checked"
+ALIKE = "all of its input values are equal, which may hide a mistake; the next call with other values is checked"
 
 FLOAT64_LIMIT = 2**26
 """Elements of full parameters up to which both runs are made in float64, where no rounding hides a mistake."""
@@ -247,15 +247,13 @@ class Checker:
         """Check again, on every rank: another module or parameter has this name in the model now."""
         if not any(scope.done for scope in self.scopes):
             return  # nothing checked so far
-        self.changes[id(module), name] += 1
-        count = self.changes[id(module), name]
+        count = self.changes[id(module), name] = self.changes[id(module), name] + 1
         if count > OFTEN and count & (count - 1):  # then at powers of two
             return
         self.has_compared_replicas = False
         for scope in self.scopes:
-            scope.done.clear()
-            scope.verified.clear()
-            scope.not_in_float64.clear()
+            for modes in (scope.done, scope.verified, scope.not_in_float64):
+                modes.clear()
 
     def forget_mode(self, mode: Mode) -> None:
         """Check a mode again, the regions too."""
@@ -294,10 +292,8 @@ class Checker:
             inputs = Inputs(args, kwargs, self.axis, mode, scope.declared, scope.names, scope.inner_dims)
         except NotReady as error:  # the next call may have an empty cache
             self.results[str(scope), mode] = str(error), Compared()
-            root, (reason, _) = self.scopes[0], self.results.get((str(self.scopes[0]), mode), ("", Compared()))
-            if mode in root.done and not reason and not self.is_staged:
-                # A later layer's cache is never empty: the first layer has filled it. The root's check ran this one.
-                scope.done[mode] = 1
+            if mode in self.scopes[0].done and not (self.is_staged or self.results[str(self.scopes[0]), mode][0]):
+                scope.done[mode] = 1  # the root's check ran it; the first layer has filled a later one's cache
             return
         is_root = scope.is_root and not self.is_staged
         if is_root and not self.has_compared_replicas:
@@ -489,7 +485,7 @@ class Checker:
         """
         if all(text for text, _ in self.failures):
             return
-        hint = "a rank's own error: the others would wait for it"
+        hint = "this error is one rank's own; it is raised on all ranks, so that none waits"
         raise CheckError(
             Problem("check-raises", str(scope), found=f"the original on rank {rank}: {text}", hint=hint)
             for rank, (text, _) in enumerate(self.failures)
@@ -765,10 +761,10 @@ def _different(scope: Scope, inputs: Inputs) -> list[Problem]:
 
 
 HINTS = {
-    "output": "FusedColwiseParallel where a weight holds several things one after the other; local head counts"
+    "output": "FusedColwiseParallel where a weight has several sections (q, k, v; gate, up); local head counts"
     " (GQAParallel, or view(..., -1, head_size)) where heads are divided; ColwiseParallel(output_layouts=Replicate())"
     " for what needs all features",
-    "gradient": "each rank computes a part of this gradient: NoParallel(sum_gradient=True) for its module (norms= of"
+    "gradient": "each rank has a partial sum of this gradient: NoParallel(sum_gradient=True) for its module (norms= of"
     " GQAParallel), or a style that shards it",
     "input-gradient": "the ranks' gradients of the input are not summed: a module takes a shard's part of it unstyled",
     "raises": "a layer after a column-wise one takes its shard: RowwiseParallel() for it, or"

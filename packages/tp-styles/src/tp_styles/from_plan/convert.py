@@ -299,7 +299,7 @@ def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:
     """Return the error for a layer outside of all regions."""
     reason = ", ".join(f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys))
     hint = (
-        "it is part of no recognised block that the plan cuts by columns and rows. For a data-parallel axis use "
+        "it is part of no recognised block that the plan shards by columns and rows. For a data-parallel axis use "
         'FSDP or shard_spec.apply_plan; for a tensor-parallel one unproven="gather" makes it right on its own'
     )
     return Problem("plan-not-executable", name, axis=cuts.axis, found=reason, hint=hint)

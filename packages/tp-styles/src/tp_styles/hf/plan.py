@@ -283,9 +283,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
         hint = "write a plan; or install tp-styles[shard-spec] for its planner"
         raise PlanError(Problem("unmatched-pattern", type(model).__name__, found="no block that is known", hint=hint))
     if share < 0.5:
-        text = (
-            f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; the largest others: {largest}"
-        )
+        text = f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; largest unsharded: {largest}"
         warnings.warn(text, stacklevel=2)
     return styles
 

@@ -272,7 +272,9 @@ def refuse_computed(module: nn.Module, name: str) -> None:
     if any(isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) for _, parameter in items):
         hint = "put it on and take it off again before the plan is applied"
         raise PlanError(
-            Problem("local-shard-as-full", name, found=f"computed from a part, in {type(module).__name__}", hint=hint)
+            Problem(
+                "local-shard-as-full", name, found=f"computed from one shard, in {type(module).__name__}", hint=hint
+            )
         )
 
 
