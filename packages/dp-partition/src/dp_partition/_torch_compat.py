@@ -56,7 +56,7 @@ def default_store() -> Any:
     return c10d._get_default_store()
 
 
-def symbolic_scalar(mode: FakeTensorMode, value: float, label: str) -> torch.Tensor:
+def symbolic_scalar(mode: FakeTensorMode, value: Any, label: str) -> torch.Tensor:
     """Return a fake 0-dim CPU tensor of float64 or int64; its ``item()`` is a symbol with ``value`` as its hint.
 
     Args:

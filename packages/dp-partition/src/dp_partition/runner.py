@@ -428,7 +428,7 @@ class Runner:
         check_arguments(self.name, step_state.optimizers, call.leaves)
         self.num_traces += 1
         self.shapes.add(batch_text(call.leaves))
-        settings = (
+        settings: tuple[Any, ...] = (
             self.settings.batch_dim,
             self.settings.comm,
             self.settings.accumulate,

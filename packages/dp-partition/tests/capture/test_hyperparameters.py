@@ -47,7 +47,7 @@ def train(model: nn.Module, optim: Any, schedulers: Any, x: torch.Tensor, call: 
 
 
 def unnamed(*args: Any) -> Any:
-    return train(*args, named=False)
+    return train(*args, named=False)  # type: ignore[misc]
 
 
 def run(step: Any, model: nn.Module, optim: Any, schedulers: Any, xs: list[torch.Tensor]) -> list[Any]:

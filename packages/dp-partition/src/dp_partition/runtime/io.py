@@ -188,8 +188,13 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             replace_buffer(binding, entry.name, value)
         elif entry.kind == "state":
             param = binding.params[entry.name]
-            new, is_tensor = value, isinstance(value, torch.Tensor) and placement is not None
-            if is_tensor and tuple(value.shape) == binding.local_state_shape(entry.name) and value.ndim:
+            new, is_tensor = value, isinstance(value, torch.Tensor)
+            if (
+                placement is not None
+                and is_tensor
+                and tuple(value.shape) == binding.local_state_shape(entry.name)
+                and value.ndim
+            ):
                 new = as_dtensor(value, param, binding.mesh, placement)
             binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
         elif entry.kind == "hyper":
