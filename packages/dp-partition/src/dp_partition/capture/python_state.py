@@ -47,8 +47,8 @@ class PythonState:
             elif isinstance(value, types.FunctionType):
                 cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
                 self.cells += [(name, cell, _contents(cell)) for name, cell in cells]
-                own = value.__globals__
-                self.globals += [(own, name, own[name]) for name in names_used(value) if name in own]
+                scope = value.__globals__
+                self.globals += [(scope, name, scope[name]) for name in names_used(value) if name in scope]
             elif isinstance(value, functools._lru_cache_wrapper):
                 self.caches.append((value, value.cache_info().currsize))
             elif (drawn := _random_state(value)) is not None:
@@ -56,9 +56,7 @@ class PythonState:
         for optimizer in reach.optimizers:
             self.placed |= {id(vars(optimizer)), id(optimizer.state), *map(id, optimizer.state.values())}
             self.placed |= {id(one) for group in optimizer.param_groups for one in (group, group["params"])}
-        self.tables: list[tuple[Any, Any]] = [
-            (table, table.copy()) for table in {id(table): table for table in tables}.values()
-        ]
+        self.tables = [(table, table.copy()) for table in {id(table): table for table in tables}.values()]
 
     def changes(self) -> list[str]:
         """Return names of changed counters, flags and other plain values, with both values."""

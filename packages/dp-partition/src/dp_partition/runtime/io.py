@@ -188,13 +188,8 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             replace_buffer(binding, entry.name, value)
         elif entry.kind == "state":
             param = binding.params[entry.name]
-            new, is_tensor = value, isinstance(value, torch.Tensor)
-            if (
-                placement is not None
-                and is_tensor
-                and tuple(value.shape) == binding.local_state_shape(entry.name)
-                and value.ndim
-            ):
+            new, shape = value, getattr(value, "shape", ())  # a count has none
+            if placement is not None and shape and tuple(shape) == binding.local_state_shape(entry.name):
                 new = as_dtensor(value, param, binding.mesh, placement)
             binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
         elif entry.kind == "hyper":
