@@ -82,7 +82,7 @@ def scheduled() -> Step:
     def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         loss = plain(model, optim, x, y)
         for group in optim.param_groups:
-            group["lr"] = group["lr"] * 0.5
+            group["lr"] = 0.05
         return loss
 
     return step
@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "`numpy.random`": (lambda: numpy_draw, "random-replay", "NumPy"),
     "a tensor made of another number each time": (constant_tensor, "check-mismatch", ""),
     "`torch.manual_seed`": (lambda: seeded, "random-replay", "seed of torch"),
-    "a learning rate changed inside": (scheduled, "hyperparameter-changed", r"param_groups\[0\]\['lr'\]"),
+    "a learning rate set to a constant inside": (scheduled, "hyperparameter-changed", r"param_groups\[0\]\['lr'\]"),
     "losses put into a list": (collecting, "python-state", ""),
     "`loss.item()` put into a list": (collecting_numbers, "value-kept", "a number"),
     "`loss.item()` shown": (showing, "value-kept", "a number"),

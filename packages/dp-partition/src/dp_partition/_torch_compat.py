@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed._composable_state as _composable_state
@@ -54,8 +56,8 @@ def default_store() -> Any:
     return c10d._get_default_store()
 
 
-def symbolic_scalar(mode: FakeTensorMode, value: float, label: str) -> torch.Tensor:
-    """Return a fake 0-dim float64 CPU tensor; its ``item()`` is a symbol with ``value`` as its hint.
+def symbolic_scalar(mode: FakeTensorMode, value: Any, label: str) -> torch.Tensor:
+    """Return a fake 0-dim CPU tensor of float64 or int64; its ``item()`` is a symbol with ``value`` as its hint.
 
     Args:
         mode: The fake mode, with a shape environment.
@@ -64,7 +66,7 @@ def symbolic_scalar(mode: FakeTensorMode, value: float, label: str) -> torch.Ten
     """
     from torch._dynamo.source import ConstantSource  # imports dynamo, as making an optimizer does
 
-    real = torch.tensor(value, dtype=torch.float64)
+    real = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     return mode.from_tensor(real, source=ConstantSource(label))
 
 
@@ -97,6 +99,27 @@ def without_looks_at_values() -> Iterator[None]:
         yield
     finally:
         kind._validate_args, transformers._detect_is_causal_mask = enabled, detect
+
+
+@contextlib.contextmanager
+def symbolic_math() -> Iterator[None]:
+    """Let functions of ``math`` take symbols in the block, and text of a symbol be that of its value, by a guard."""
+    with contextlib.ExitStack() as stack:
+        for name in ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan", "log2"):
+            plain, symbolic = getattr(math, name), getattr(torch, f"_sym_{name}")
+
+            def call(x: Any, plain: Any = plain, symbolic: Any = symbolic) -> Any:
+                return symbolic(x) if isinstance(x, torch.SymInt | torch.SymFloat) else plain(x)
+
+            stack.enter_context(patch.object(math, name, call))
+        for kind, number in ((torch.SymInt, int), (torch.SymFloat, float)):
+
+            def text(self: Any, spec: str = "", number: Any = number) -> str:
+                return format(number(self) if self.node.has_hint() else str(self.node), spec)
+
+            stack.enter_context(patch.object(kind, "__format__", text))
+            stack.enter_context(patch.object(kind, "__str__", text))
+        yield
 
 
 @contextlib.contextmanager

@@ -94,19 +94,9 @@ def _estimate(options: argparse.Namespace) -> Any:
 def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> Any:
     from dp_partition.cost_estimate import estimate  # late: it imports torch
 
-    return estimate(
-        step,
-        *arguments,
-        world=options.world,
-        style=options.style,
-        rank=options.rank,
-        device=options.device,
-        semantics=options.semantics,
-        bucket_mb=options.bucket_mb,
-        prefetch=options.prefetch,
-        reshard_after_forward=options.reshard_after_forward == "always",
-        accumulate=options.accumulate,
-    )
+    names = ("world", "style", "rank", "device", "semantics", "bucket_mb", "prefetch", "accumulate")
+    reshard = options.reshard_after_forward == "always"
+    return estimate(step, *arguments, reshard_after_forward=reshard, **{name: getattr(options, name) for name in names})
 
 
 def _arguments(factory: Any, where: str) -> tuple[Any, ...]:

@@ -60,9 +60,11 @@ def build_program(
     reshard: bool | frozenset[str] = False,
     device: str | None = None,
     marked: tuple[int, ...] = (),
+    live: frozenset[int] = frozenset(),
 ) -> Program:
     """Trace a step and partition it for this rank."""
-    capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, device, marked)
+    symbols = (device, marked, live)
+    capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, *symbols)
     homes, plans = plan_nodes(capture, plan, batch_dim, reshard)
     output = next(node for node in plans if node.op == "output")
     values: Any = output.args[0]
@@ -89,6 +91,7 @@ def capture_single_device(
     accumulate: int,
     device: str | None = None,
     marked: tuple[int, ...] = (),
+    live: frozenset[int] = frozenset(),
 ) -> Capture:
     """Return the step as a graph of one device, ready for planning.
 
@@ -97,7 +100,7 @@ def capture_single_device(
     local = plan.semantics == "local"
     scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
-    capture = trace_step(function, args, kwargs, step_state, scale, device, marked)
+    capture = trace_step(function, args, kwargs, step_state, scale, device, marked, live)
     if accumulate > 1:
         capture.drop_argument_gradients()
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
@@ -219,8 +222,8 @@ def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> 
         homes.placements[node] = _home(node, entry, plan, batch)
         if entry.kind in _TYPES:
             homes.types[node] = _TYPES[entry.kind]
-        if entry.kind == "hyper":
-            node.meta["val"] = None  # a float at run time
+        if entry.kind in ("hyper", "number") and isinstance(node.meta["val"], torch.Tensor):
+            node.meta["val"] = 2 if node.meta["val"].dtype is torch.int64 else None  # a number at run time
     grads = {param.info.name: param.grad for param in plan.params}
     homes.grad_home = lambda name, shape: grads[name]
     return homes
@@ -246,7 +249,7 @@ def place_new_values(
     values = output.args[0]
     assert isinstance(values, list | tuple)
     for value, entry in zip(values, capture.outputs, strict=True):
-        if entry.kind == "state" and isinstance(value, fx.Node):
+        if entry.kind == "state" and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor):
             like = plan[entry.name]
             same = tuple(value.meta["val"].shape) == like.info.shape
             plans[output].inputs[value] = like.state if same else Replicate()

@@ -73,6 +73,8 @@ class Runner:
         may_switch: No choice of the caller needs a graph.
         before_trace: Python values from before a trace in the present call.
         has_agreed: Errors of the present call are raised on all ranks.
+        numbers: Numbers among the arguments of the last trace, by structure of the arguments and position.
+        live: Positions of those that are inputs of later graphs; None where no trace was possible with them.
         latest: The program of the last call.
         num_traces: How many programs were traced.
         shapes: Of which batches, as text.
@@ -102,6 +104,8 @@ class Runner:
         self.reads = FunctionReads(function)
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
+        self.numbers: dict[Any, dict[int, float]] = {}
+        self.live: dict[Any, frozenset[int] | None] = {}
         self.agreed: list[Mapping[str, str]] = []
         self.shapes: set[str] = set()
         self.latest: Program | None = None
@@ -235,6 +239,8 @@ class Runner:
                 values, noted = program.run_noting_gradients(inputs)
                 gradients.update(noted)
         store_outputs(binding, program, values, call.leaves)
+        for scheduler, args, kwargs in program.capture.replayed:  # they compute in Python what a graph would burn in
+            scheduler.step(*args, **kwargs)
         return program.capture.returned.result(values)
 
     @contextmanager
@@ -285,6 +291,7 @@ class Runner:
         release(self.bound())
         self.binding, self.latest = None, None
         self.programs.clear()
+        self.numbers.clear()
         self.agreed.clear()
 
     # ---- the first call ---------------------------------------------------------------------------------------------
@@ -315,6 +322,7 @@ class Runner:
         else:
             self.check_shared(base, step_state)
             plan = base.plan
+        self.note_numbers(call)
         program = self.build_compiled(step_state, plan, call)
         check_no_gradients(step_state, program.capture.cleared)
         facts = self.facts(plan, program, call.leaves)
@@ -368,9 +376,27 @@ class Runner:
             PlanError: ``python-state`` if a run of the step changed Python values it reads: its graph would not.
         """
         program = self.build_with_symbols(step_state, plan, call, device) if self.marked else None
-        if program is None:
-            program = self.trace(step_state, plan, call, device)
-        return program
+        if program is None and call.live:
+            try:
+                return self.trace(step_state, plan, call, device)
+            except Exception:  # of any code in need of a constant: the trace without symbols names what is wrong
+                self.live[call.spec], call.live = None, frozenset()
+        if program is not None:
+            return program
+        try:
+            return self.trace(step_state, plan, call, device)
+        except PlanError as error:
+            numbers = frozenset(self.numbers.get(call.spec, ()))
+            if call.live or not numbers or {one.code for one in error.problems} != {"hyperparameter-changed"}:
+                raise
+            call.live = numbers  # the step may set a learning rate by its number of the call
+            try:
+                program = self.trace(step_state, plan, call, device)
+            except Exception:
+                call.live = frozenset()
+                raise error from None
+            self.live[call.spec] = numbers
+            return program
 
     def build_with_symbols(
         self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None
@@ -402,13 +428,14 @@ class Runner:
         check_arguments(self.name, step_state.optimizers, call.leaves)
         self.num_traces += 1
         self.shapes.add(batch_text(call.leaves))
-        settings = (
+        settings: tuple[Any, ...] = (
             self.settings.batch_dim,
             self.settings.comm,
             self.settings.accumulate,
             self.settings.reshard,
             device,
             marked,
+            call.live,
         )
         before = self.python_state(step_state, call)
         contents = PythonState(self.function, call.args, call.kwargs)
@@ -447,13 +474,15 @@ class Runner:
         """Return the program with valid guards for these arguments; trace one if there is none."""
         for program in self.programs.get(self.key_of(binding.step_state, call, optimizers), []):
             sizes = program.sizes_of(call.leaves) if program.capture.sizes else ()
-            broken = program.broken_guard(optimizers.values, sizes)
+            numbers = program.numbers_of(call.leaves) if program.capture.numbers else ()
+            broken = program.broken_guard(optimizers.values, sizes, numbers)
             if broken is None and (not sizes or self.is_for_length(binding.step_state, binding.plan, call, program)):
                 self.latest = program
                 return program
             if broken is not None and broken.free_symbols & set(program.capture.sizes.values()):
                 self.note_decision(broken, sizes)
         announce(self.trace_label, dist.get_rank())
+        self.note_numbers(call)
         program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
         program.is_new = True
         # The key is computed here: a trace with symbols may have been replaced by one without.
@@ -468,6 +497,15 @@ class Runner:
         while sum(map(len, self.programs.values())) > MOST_PROGRAMS:
             del self.programs[next(iter(self.programs))]  # the oldest
         return program
+
+    def note_numbers(self, call: CallArguments) -> None:
+        """Let numbers among the arguments be inputs of the graph from their second value on."""
+        numbers = {at: leaf for at, leaf in enumerate(call.leaves) if type(leaf) in (int, float)}
+        before, live = self.numbers.get(call.spec, {}), self.live.get(call.spec, frozenset())
+        self.numbers[call.spec] = numbers
+        if live is not None and self.settings.accumulate == 1:  # a micro-batch's graph passes tensors alone
+            changed = [at for at, one in numbers.items() if type(before.get(at)) is type(one) and before[at] != one]
+            self.live[call.spec] = call.live = live | frozenset(changed)
 
     def note_decision(self, broken: Any, sizes: tuple[int, ...]) -> None:
         """Warn once about another trace for a decision on sizes; if it fixes a size, trace each length."""
@@ -506,6 +544,7 @@ class Runner:
 
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
             call = read_arguments(self.name, args, kwargs)
+            call.live = self.live.get(call.spec) or frozenset()
             self.check_step_state(binding, call.leaves)
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
@@ -558,7 +597,7 @@ class Runner:
     def check_step_state(self, binding: Binding, leaves: list[Any]) -> None:
         """Raise if this step was placed for another model or optimizer."""
         passed = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)}
-        if not passed <= binding.owner_ids if binding.step_state.is_reached else passed != binding.owner_ids:
+        if not passed <= binding.owner_ids:  # a call that evaluates may leave the optimizer out
             hint = "call release() on the step first, or compile a step of its own"
             raise PlanError(
                 Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)

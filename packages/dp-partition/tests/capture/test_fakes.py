@@ -86,3 +86,29 @@ def test_what_was_made_before_the_first_call(ranks: Ranks) -> None:
         before = [p.detach().clone() for p in model.parameters()]
         models.mean_step(model, optim, x)  # the step's own optimizer has gone along
         assert sum(map(torch.equal, before, model.parameters())) == 0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["fully_shard", "zero2"])
+def test_averages_of_weights_in_a_closure_are_full_on_every_rank(ranks: Ranks, style: Any) -> None:
+    """Written from shards, a rank's own rows alone would be new."""
+    x = torch.ones(4, 8, device=ranks.device)
+    results = []
+    for wrapped in (False, True):
+        model = models.seeded(models.mlp).to(ranks.device)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        means = [p.detach().clone() for p in model.parameters()]
+
+        def step(model: Any, optim: Any, x: torch.Tensor, means: Any = means) -> Any:
+            loss = models.mean_step(model, optim, x)
+            with torch.no_grad():
+                for mean, param in zip(means, model.parameters(), strict=True):
+                    mean.sub_(0.1 * (mean - param))
+            return loss
+
+        used = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always") if wrapped else step
+        for _ in range(4):
+            used(model, optim, x)
+        results.append(means)
+    for got, want in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, want)

@@ -118,7 +118,7 @@ STEPS: dict[str, tuple[Callable[[], Step], Any, bool]] = {
     "NumPy's generator": (lambda: scaled_by(np.random.default_rng(0).random), ADAMW, False),
     "an iterator": (lambda: scaled_by(iter([1.0, 0.5, 2.0, 0.1, 3.0, 1.5]).__next__), ADAMW, False),
     "accumulation over calls": (accumulating, ADAMW, False),
-    "a learning rate changed inside": (scheduling, ADAMW, False),
+    "a learning rate changed inside": (scheduling, ADAMW, True),
 }
 
 

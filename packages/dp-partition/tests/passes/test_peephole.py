@@ -1,4 +1,4 @@
-"""What a rank's graph leaves out: packing, slow calls; and that the results are the same."""
+"""What a rank's graph leaves out: packing; and that the results are the same."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition._torch_compat import TorchDispatchMode, pytree
 from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
 from dp_partition.ops import aten
-from dp_partition.passes.peephole import FUNCTIONS, METHODS
 from dp_partition.pipeline import build_program
 from dp_partition.plan.plan import TensorInfo, plan_placements
 from dp_partition.plan.settings import CommConfig
@@ -89,58 +87,3 @@ def test_a_gradient_that_something_else_looks_at(ranks: Ranks, bucket_mb: float)
         torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-14)
     with step.unsharded():
         torch.testing.assert_close(model.weight, alone.weight, rtol=1e-12, atol=1e-14)
-
-
-class Recorded(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append((func, len(args)))
-        return func(*args, **(kwargs or {}))
-
-
-X, Y, B = torch.randn(4, 4), torch.randn(4, 4), torch.randn(2, 4, 4)
-ARGUMENTS: dict[Any, tuple[Any, ...]] = {
-    aten.contiguous.default: (X.t(),),
-    aten.expand.default: (torch.ones(1, 4), [3, 4]),
-    aten.permute.default: (B, [2, 0, 1]),
-    aten.reshape.default: (X.t(), [-1]),
-    aten.split_with_sizes.default: (X, [1, 3], 1),
-    aten.sum.dim_IntList: (X, [0], True),
-    aten.t.default: (X,),
-    aten.transpose.int: (B, 0, 2),
-    aten.unbind.int: (B, 1),
-    aten.unsqueeze.default: (X, 1),
-    aten.view.default: (X, [2, 8]),
-    aten.add.Tensor: (X, Y),
-    aten.addmm.default: (X, X, Y),
-    aten.bmm.default: (B, B),
-    aten.cat.default: ([X, Y], 1),
-    aten.mm.default: (X, Y),
-    aten.mm.out: (X, Y),
-    aten.mul.Tensor: (X, Y),
-    aten.stack.default: ([X, Y], 1),
-    aten.sub.Tensor: (X, Y),
-}
-
-
-def test_a_binding_is_the_same_operator() -> None:
-    checked = 0
-    for operator in (*METHODS, *FUNCTIONS):
-        settings = {"out": torch.empty(4, 4)} if operator is aten.mm.out else {}
-        binding = getattr(torch.Tensor, METHODS[operator]) if operator in METHODS else FUNCTIONS[operator]
-        seen, values = [], []
-        for call in (operator, binding):
-            with torch.no_grad(), Recorded() as recorded:
-                values.append(pytree.tree_leaves(call(*ARGUMENTS[operator], **settings)))
-            seen.append(recorded.seen)
-        assert seen[0] == seen[1] != [], operator
-        for one, other in zip(*values, strict=True):
-            assert torch.equal(one, other)
-            assert one.stride() == other.stride()
-            checked += 1
-    assert checked == len(METHODS) + len(FUNCTIONS) + 4, "unbind returns four tensors, the split two"

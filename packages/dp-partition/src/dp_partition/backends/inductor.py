@@ -133,7 +133,7 @@ def is_compiled(node: fx.Node) -> bool:
 def _is_number(node: fx.Node) -> bool:
     """Return whether the node's value is a Python number."""
     if node.op == "placeholder":
-        return kind_of(node) == "hyper"
+        return kind_of(node) in ("hyper", "number")
     return node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
 
 

@@ -71,12 +71,14 @@ class CallArguments:
         kwargs: Keyword arguments, likewise.
         leaves: Both, flattened.
         spec: Their structure.
+        live: Positions of numbers that are inputs of the graph.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Any]
     spec: Any
+    live: frozenset[int] = frozenset()
 
 
 def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
@@ -123,7 +125,7 @@ def _open(name: str, leaf: Any) -> Any:
     elif isinstance(leaf, Mapping) and hasattr(type(leaf), "__setitem__"):
         keys, values = tuple(leaf), list(leaf.values())
     else:
-        tokens = () if callable(leaf) else fingerprint([leaf, *_slots(leaf)])
+        tokens = () if callable(leaf) else fingerprint([leaf])
         if any(isinstance(one, ById) and isinstance(one.held, torch.Tensor) for one in tokens):
             hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
             reason = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
@@ -138,11 +140,6 @@ def _open(name: str, leaf: Any) -> Any:
 
 def _refused(name: str, found: str, hint: str) -> PlanError:
     return PlanError(Problem("unsupported-argument", name, found=found, hint=hint))
-
-
-def _slots(value: Any) -> list[Any]:
-    """Return what an object keeps outside of its ``__dict__``, where a fingerprint does not look."""
-    return [getattr(value, key, None) for key in getattr(type(value), "__slots__", ()) if isinstance(key, str)]
 
 
 def close_arguments(arguments: Any) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from dp_partition.capture.state import StepState, choose_foreach, has_state, ini
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: ``kind`` is param, buffer, state, hyper or arg; ``key`` that of a state entry."""
+    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg; ``key`` that of a state entry."""
 
     kind: str
     name: str
@@ -51,6 +52,7 @@ class Fakes:
     numbers: dict[Hyperparameter, float]
     args: list[torch.Tensor]
     sizes: Sizes
+    given: dict[int, torch.Tensor]
 
 
 def make_fakes(
@@ -60,6 +62,7 @@ def make_fakes(
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
     device: str | None = None,
     marked: tuple[int, ...] = (),
+    given: Mapping[int, float] = MappingProxyType({}),
 ) -> Fakes:
     """Make a fake of every tensor read by the step.
 
@@ -70,6 +73,7 @@ def make_fakes(
         batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
         device: Apparent device of fakes; None: the tensors' own.
         marked: Dims of the arguments with symbolic sizes.
+        given: Numbers among the step's arguments that stay live, by position.
     """
     sizes: Sizes = {}
 
@@ -99,7 +103,8 @@ def make_fakes(
                 if not has_state(state):
                     with mode:
                         state = initial_state(optimizer, group, params[fqn])
-                # Fresh fakes only: one made by torch.tensor() keeps its value and would be burnt in.
+                # Fresh fakes only: one made by torch.tensor() keeps its value and would be burnt in. Numbers are
+                # hyperparameters, installed with those of the group.
                 states[number, fqn] = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     numbers = {Hyperparameter(*place): value for place, value in read_optimizers(step_state.optimizers).values.items()}
     return Fakes(
@@ -110,6 +115,7 @@ def make_fakes(
         numbers,
         [argument(index, tensor).requires_grad_(tensor.requires_grad) for index, tensor in enumerate(tensors)],
         sizes,
+        {position: symbolic_scalar(mode, number, f"number{position}") for position, number in given.items()},
     )
 
 
@@ -131,6 +137,8 @@ def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
                 add(Input("state", fqn, key, number), value)
     for hyper, scalar in fakes.hyperparameters.items():
         add(Input("hyper", hyper.label, hyper=hyper), scalar)
+    for position, scalar in fakes.given.items():
+        add(Input("number", str(position)), scalar)
     for index, tensor in enumerate(fakes.args):
         add(Input("arg", str(index)), tensor)
     return inputs, flat
@@ -220,7 +228,8 @@ def _install_optimizer(
         stack.callback(group.update, dict(group))  # undone at the end of the trace
     choose_foreach(optimizer)
     for index, group in enumerate(optimizer.param_groups):
-        group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]
+        names = [fqn_of[id(param)] for param in group["params"]]
+        group["params"] = [fakes.params[name] for name in names]
         for hyper, scalar in fakes.hyperparameters.items():
             if (hyper.optimizer, hyper.group) != (number, index):
                 continue
@@ -229,7 +238,11 @@ def _install_optimizer(
             else:
                 value = scalar.item()
                 symbols[hyper] = getattr(value, "node", None) and value.node.expr
-            group[hyper.key] = value if hyper.element is None else _replaced(group[hyper.key], hyper.element, value)
+            if hyper.param is not None:
+                entries = fakes.states[number, names[hyper.param]]  # the step's values are compared with these
+                state[group["params"][hyper.param]][hyper.key] = entries[hyper.key] = value
+            else:
+                group[hyper.key] = value if hyper.element is None else _replaced(group[hyper.key], hyper.element, value)
 
 
 def _replaced(values: Any, index: int, value: Any) -> tuple[Any, ...]:

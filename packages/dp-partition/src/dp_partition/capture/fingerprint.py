@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import global_hooks
@@ -39,7 +40,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 PLAIN_TYPES = frozenset(PLAIN)  # without subclasses
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
-_BY_IDENTITY = (torch.Tensor, *_FUNCTIONS)
+_BY_IDENTITY = (torch.Tensor, LRScheduler, *_FUNCTIONS)
 _NO_SETTINGS = (torch.Tensor, Optimizer, types.ModuleType, type, *_FUNCTIONS)
 _DEPTH = 8
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -142,23 +143,25 @@ class FunctionReads:
 
     Args:
         function: A function, method, partial or callable object.
+        owner: The class of a plain function that is its method.
 
     Attributes:
         names: Every name that their code uses, of globals and of attributes.
         past: Names of the closures' cells and globals among them that hold no function.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], owner: type | None = None) -> None:
         self.names: set[str] = set()
         self.past: set[str] = set()
         self._cells: list[types.CellType] = []
         self._places: list[tuple[Any, str]] = []  # a dict, or the read-only view of a class's
         self._held: list[Any] = []  # defaults and bound objects: they cannot be replaced
-        todo: list[tuple[Any, Any]] = [(function, None)]  # with the class of a method
+        todo: list[tuple[Any, Any]] = [(function, owner)]  # with the class of a method
         seen: set[int] = set()
         modules: list[types.ModuleType] = []
         while todo:
             one, owner = todo.pop()
+            one = getattr(one, "__func__", one) if isinstance(one, staticmethod | classmethod) else one
             if id(one) in seen:
                 continue
             seen.add(id(one))
@@ -184,7 +187,8 @@ class FunctionReads:
 
     def _enter(self, function: types.FunctionType, owner: Any) -> list[tuple[Any, Any]]:
         """Note a function's reads; return functions and modules it names, and methods of its own class."""
-        if (function.__module__ or "").split(".")[0] == "torch":
+        is_torch = (function.__module__ or "").split(".")[0] == "torch"
+        if is_torch and function is not getattr(owner, "forward", None):
             return []
         cells = function.__closure__ or ()
         self._cells += cells
@@ -193,7 +197,8 @@ class FunctionReads:
         self.names |= names
         table = function.__globals__
         self._places += [(table, name) for name in sorted(names) if name in table and _counts(table[name])]
-        named = [(one, None) for one in (*map(_contents, cells), *(table[name] for name in names if name in table))]
+        others = (getattr(function, "__wrapped__", None), *map(_contents, cells))
+        named = [(one, None) for one in (*others, *(table[name] for name in names if name in table))]
         values = dict(zip(function.__code__.co_freevars, map(_contents, cells), strict=True))
         values |= {name: table[name] for name in names if name in table}
         code = (*_FUNCTIONS, type, types.ModuleType)
@@ -234,24 +239,7 @@ def names_used(function: Callable[..., Any]) -> frozenset[str]:
 def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
     """Return the names in a module's `forward` and in the methods and functions called by it."""
     if owner not in _forward_names:
-        names_read: set[str] = set()
-        seen: set[int] = set()
-        todo: list[Any] = [owner.forward]
-        while todo:
-            function = todo.pop()
-            function = getattr(function, "fget", function)
-            function = getattr(function, "__func__", function)
-            if not isinstance(function, types.FunctionType) or id(function) in seen:
-                continue
-            seen.add(id(function))
-            todo.append(getattr(function, "__wrapped__", None))
-            todo += map(_contents, function.__closure__ or ())
-            if (function.__module__ or "").split(".")[0] != "torch" or function is owner.forward:
-                names = names_used(function)
-                names_read |= names
-                todo += [inspect.getattr_static(owner, name, None) for name in names]
-                todo += [function.__globals__.get(name) for name in names]
-        _forward_names[owner] = frozenset(names_read)
+        _forward_names[owner] = frozenset(FunctionReads(owner.forward, owner).names)
     return _forward_names[owner]
 
 
@@ -415,5 +403,8 @@ def program_key(
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
     placed = {id(module) for _, module in step_state.modules} if step_state.is_reached else ()
     constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers, attributes)
-    leaves = tuple(map(leaf_key, call.leaves, itertools.repeat(marked)))
+    keyed = call.leaves
+    if call.live:  # of these the type alone counts
+        keyed = [type(leaf) if at in call.live else leaf for at, leaf in enumerate(keyed)]
+    leaves = tuple(map(leaf_key, keyed, itertools.repeat(marked)))
     return leaves, call.spec, training, trained, optimizers.key, constants

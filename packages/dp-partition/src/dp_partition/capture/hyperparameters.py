@@ -1,8 +1,9 @@
-"""Hyperparameters as inputs: values read by an optimizer from ``param_groups`` stay live in the graph.
+"""Hyperparameters as inputs: numbers of ``param_groups`` and of optimizer state stay live in the graph.
 
-Every float of a parameter group becomes a symbol while the step is traced. Arithmetic on it is recorded with exactly
-the operations of eager mode, so results are the same bit for bit; a condition on it (``if weight_decay != 0``)
-becomes a guard, checked when the value changes.
+Each becomes a symbol while the step is traced. Arithmetic on it is recorded with exactly the operations of eager mode,
+so results are the same bit for bit; a condition on it (``if weight_decay != 0``) becomes a guard, checked when the
+value changes. A number that the step computes from them, such as its own count of steps, is an output of the graph.
+A scheduler steps in Python, after the graph.
 """
 
 from __future__ import annotations
@@ -15,30 +16,37 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.capture.fingerprint import fingerprint
+from dp_partition.capture.fingerprint import PLAIN, fingerprint
 
 FUSED_ARGUMENTS = ("lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay")
 _OF_SCHEDULERS = frozenset(["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"])  # no step reads these
 _OF_OPTIMIZERS = frozenset(["defaults", "state", "param_groups"])  # of every optimizer, as are tables of its hooks
 _HOOK_TABLES = "_optimizer_"
 _LIVE_INTEGERS = frozenset(["lr", "weight_decay", "momentum", "eps"])
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
 
 
 class Hyperparameter(NamedTuple):
-    """One live float: ``optimizers[optimizer].param_groups[group][key]``, or its element ``element`` (betas)."""
+    """One live number: ``optimizers[optimizer].param_groups[group][key]``, or its element ``element`` (betas).
+
+    With ``param`` it is entry ``key`` of the state of the group's parameter of this index.
+    """
 
     optimizer: int
     group: int
     key: str
     element: int | None = None
+    param: int | None = None
 
     @property
     def label(self) -> str:
         """Name of the graph input."""
         tail = "" if self.element is None else str(self.element)
-        return f"optim{self.optimizer}_group{self.group}_{self.key}{tail}"
+        owner = "" if self.param is None else f"_param{self.param}"
+        return f"optim{self.optimizer}_group{self.group}{owner}_{self.key}{tail}"
 
 
 @dataclass
@@ -48,7 +56,7 @@ class OptimizerReads:
     Attributes:
         states: For each optimizer the state of a parameter by its ``id``: hashing a tensor takes torch ten times as
             long.
-        values: Every live float; keys equal a `Hyperparameter`.
+        values: Every live number; keys equal a `Hyperparameter`.
         key: Other dependencies of a trace: flags, names, hooks, parameters of each group, names of their state.
     """
 
@@ -75,22 +83,31 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
     parts: list[Any] = []  # flat: compared in every call
     for number, optimizer in enumerate(optimizers):
         optimizer_states = states[number]
+        has_counts = not type(optimizer).__module__.startswith("torch.")  # torch counts in tensors
         for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                parts += (id(param), _names(tuple(optimizer_states.get(id(param), ()))))
+            for place, param in enumerate(group["params"]):
+                state = optimizer_states.get(id(param), {})
+                parts += (id(param), _names(tuple(state)))
+                for key, one in state.items() if has_counts else ():
+                    if type(one) in (int, float):
+                        values[number, index, key, None, place] = one
+                        parts += (key, type(one))
             for key in sorted(group):
                 value = group[key]
                 if key == "params" or key == "param_names" or key in _OF_SCHEDULERS:
                     continue
                 several = isinstance(value, tuple | list)
                 for position, one in enumerate(value if several else (value,)):
-                    place = position if several else None  # betas
+                    element = position if several else None  # betas
                     if type(one) in (bool, type(None)):
-                        parts += (key, place, one)
+                        parts += (key, element, one)
                     elif isinstance(one, float) or _is_live(key, one):  # an input, not part of the key
-                        values[number, index, key, place] = float(one)
+                        values[number, index, key, element, None] = float(one)
+                    elif type(one) is int:
+                        values[number, index, key, element, None] = one
+                        parts += (key, element, int)
                     else:
-                        parts += (key, place, _static(one))
+                        parts += (key, element, _static(one))
         parts += (type(optimizer).__qualname__, optimizer_attributes(optimizer))
     return OptimizerReads(states, values, tuple(parts))
 
@@ -134,31 +151,96 @@ def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-@contextmanager
-def param_groups_unchanged(optimizers: list[Optimizer]) -> Iterator[None]:
-    """Raise if the block changes a parameter group: schedulers belong between steps.
+class _AfterScheduler:
+    """Stands for a hyperparameter behind a scheduler's step: it has no operation, so any use ends the trace."""
 
-    Raises:
-        PlanError: With every changed value (code ``hyperparameter-changed``).
+
+class GroupChanges:
+    """Changes of parameter groups by a step: numbers computed in its graph, and schedulers stepped at its end.
+
+    Args:
+        optimizers: The step's optimizers, with symbols in their groups.
+        schedulers: The schedulers within its reach.
+
+    Attributes:
+        written: The new numbers.
+        replayed: Calls of schedulers, to be made after the graph.
     """
-    tables = [list(optimizer.param_groups) for optimizer in optimizers]
-    groups = [
-        (f"optim{n}.param_groups[{i}]", group, dict(group))
-        for n, optimizer in enumerate(optimizers)
-        for i, group in enumerate(optimizer.param_groups)
-    ]
-    yield
-    hint = "call the scheduler, or change the value, between steps: it is read again at every call"
-    problems = [
-        Problem("hyperparameter-changed", f"{name}[{key!r}]", found="the step changes it", hint=hint)
-        for name, group, old in groups
-        for key in sorted(old.keys() | group.keys())
-        if group.get(key) is not old.get(key)
-    ]
-    for number, (optimizer, table) in enumerate(zip(optimizers, tables, strict=True)):
-        if [*map(id, optimizer.param_groups)] != [*map(id, table)]:
-            optimizer.param_groups[:] = table
-            reason = "the step adds or removes a group"
-            problems.append(Problem("hyperparameter-changed", f"optim{number}", found=reason, hint=hint))
-    if problems:
-        raise PlanError(problems, "the step changes hyperparameters")
+
+    _OF_SCHEDULERS = ("lr", "momentum", "betas")
+
+    def __init__(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
+        self.tables = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
+        self.groups = [
+            (number, index, group, dict(group))
+            for number, optimizer in enumerate(optimizers)
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        self.schedulers = schedulers
+        self.written: dict[Hyperparameter, Any] = {}
+        self.replayed: list[tuple[LRScheduler, tuple[Any, ...], dict[str, Any]]] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the changes of the block.
+
+        Raises:
+            PlanError: With every other change (code ``hyperparameter-changed``), or for a value read from a scheduler
+                (``python-state``): each would be the same in all calls.
+        """
+        kinds = [type(scheduler) for scheduler in self.schedulers]
+        for scheduler, kind in zip(self.schedulers, kinds, strict=True):
+            read = {"__getattribute__": lambda scheduler, name: self._attribute(scheduler, name)}
+            scheduler.__class__ = type(kind.__name__, (kind,), read)
+        try:
+            yield
+        finally:
+            for scheduler, kind in zip(self.schedulers, kinds, strict=True):
+                scheduler.__class__ = kind
+        problems = [
+            self._changed(f"optim{number}.param_groups[{index}][{key!r}]", "the step changes it")
+            for number, index, group, old in self.groups
+            for key in sorted(old.keys() | group.keys())
+            if not self._may_change(Hyperparameter(number, index, key), group.get(key), old.get(key))
+        ]
+        for number, (optimizer, table) in enumerate(self.tables):
+            if [*map(id, optimizer.param_groups)] != [*map(id, table)]:
+                optimizer.param_groups[:] = table
+                problems.append(self._changed(f"optim{number}", "the step adds or removes a group"))
+        if problems:
+            raise PlanError(problems, "the step changes hyperparameters")
+
+    def _may_change(self, hyper: Hyperparameter, new: Any, old: Any) -> bool:
+        if new is old or isinstance(new, _AfterScheduler):
+            return True
+        # A constant would be the same in each call; a value that schedulers change as well would need their order.
+        is_number = isinstance(new, _SYMBOLS) and isinstance(old, _SYMBOLS)
+        if is_number and not (self.replayed and hyper.key in self._OF_SCHEDULERS):
+            self.written[hyper] = new
+        return hyper in self.written
+
+    def _attribute(self, scheduler: LRScheduler, name: str) -> Any:
+        own = object.__getattribute__(scheduler, "__dict__")
+        if name == "step":
+            return functools.partial(self._step, scheduler, own.get("optimizer"))
+        if name in ("__class__", "__dict__"):
+            return object.__getattribute__(scheduler, name)
+        hint = "read it outside of the step, behind its call"
+        raise PlanError(Problem("python-state", "scheduler", found=f"the step reads {name!r} of it", hint=hint))
+
+    def _step(self, scheduler: LRScheduler, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if not all(isinstance(one, PLAIN) for one in (*args, *kwargs.values())):  # a plateau's loss
+            raise PlanError(self._changed("scheduler", "it steps by a value that the step computes"))
+        self.replayed.append((scheduler, args, kwargs))
+        stepped = [] if optimizer is None else [id(group) for group in optimizer.param_groups]
+        for number, index, group, old in self.groups:
+            for key in self._OF_SCHEDULERS if id(group) in stepped else ():
+                if group.get(key) is not old.get(key) and not isinstance(group[key], _AfterScheduler):
+                    name = f"optim{number}.param_groups[{index}][{key!r}]"
+                    raise PlanError(self._changed(name, "the step changes it, and a scheduler does"))
+                if key in group:
+                    group[key] = _AfterScheduler()
+
+    def _changed(self, name: str, found: str) -> Problem:
+        hint = "call the scheduler, or change the value, between steps: it is read again at every call"
+        return Problem("hyperparameter-changed", name, found=found, hint=hint)

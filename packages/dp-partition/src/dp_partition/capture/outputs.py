@@ -12,15 +12,19 @@ import torch
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fakes import Fakes
+from dp_partition.capture.hyperparameters import Hyperparameter
 from dp_partition.capture.phases import Phases
 from dp_partition.capture.state import StepState
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
 
 
 @dataclass(frozen=True)
 class Output:
     """One value returned by the graph: for the user, or to install.
 
-    ``kind`` is user, buffer, state, or argument: the gradient left by backward on a tensor argument.
+    ``kind`` is user, buffer, state, hyper (``key`` is the `Hyperparameter`), or argument: the gradient left by backward
+    on a tensor argument.
     """
 
     kind: str
@@ -64,12 +68,14 @@ class Returned:
         return self.leaves(values) + values_out
 
 
-def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
-    """Return the step's result, then its new buffers, state entries and gradients of arguments.
+def collect_outputs(
+    result: Any, step_state: StepState, fakes: Fakes, phases: Phases, written: dict[Hyperparameter, Any]
+) -> tuple[list[Any], Returned]:
+    """Return the step's result, then its new buffers, state entries, hyperparameters and gradients of arguments.
 
     Raises:
         PlanError: ``python-state`` for remaining gradients, ``parameter-replaced``, and ``python-state`` for
-            optimizer state with a changing Python number.
+            optimizer state with other changing Python values than numbers.
     """
     _check_no_gradients_left(fakes, phases)
     leaves, spec = pytree.tree_flatten(result)
@@ -79,9 +85,10 @@ def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Ph
             leaves[position] = _Position(len(values))  # filled in after each run
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
-    entries = chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), _argument_gradients(fakes))
+    hypers = [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
+    entries = chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), hypers, _argument_gradients(fakes))
     for value, output in entries:
-        values.append(value.detach())
+        values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         outputs.append(output)
     return values, Returned(outputs, leaves, spec)
 
@@ -114,16 +121,18 @@ def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Te
             yield table[attribute], Output("buffer", fqn)
 
 
-def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[Any, Output]]:
     for number, optimizer in enumerate(step_state.optimizers):
         for fqn, param in fakes.params.items():
             before = fakes.states.get((number, fqn), {})
             for key, value in optimizer.state.get(param, {}).items():
                 old = before.get(key)
-                if isinstance(value, torch.Tensor):
+                # A constant is right where it is the first value: the next call's graph has the number as an input.
+                is_first = type(value) in (int, float) and (old is None or isinstance(old, _SYMBOLS))
+                if isinstance(value, (torch.Tensor, *_SYMBOLS)) or is_first:
                     if value is not old:  # updates in place need no output
                         yield value, Output("state", fqn, key, number)
                 elif value != old and not (old is None and value is None):
-                    hint = "keep counters in tensors, as torch.optim does"
+                    hint = "keep what changes in tensors or numbers"
                     reason = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
                     raise PlanError(Problem("python-state", fqn, found=reason, hint=hint))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import io
 import itertools
+import logging
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition.capture.fingerprint import names_used
 
 _LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, types.ModuleType, torch.dtype, torch.device,
-           DeviceMesh, dist.ProcessGroup, torch.Generator)  # fmt: skip
+           DeviceMesh, dist.ProcessGroup, torch.Generator, io.IOBase, logging.Logger)  # fmt: skip
 _LISTS = (list, tuple, set, frozenset, collections.deque)
-_LIBRARIES = ("torch", "numpy", "builtins")
+_LIBRARIES = ("torch", "numpy", "builtins", "dp_partition")
 _MOST = 10_000  # searched entries of one container; below, the searched depth
 _DEPTH = 8
 
@@ -37,6 +40,7 @@ class Reach:
     Attributes:
         modules: Modules with parameters, none inside another; wrappers without parameters of their own are entered.
         optimizers: All optimizers.
+        schedulers: All schedulers of learning rates, those inside others, too.
         tables: Mutable containers, and ``vars`` of objects, modules and optimizers.
         iterators: Names of types of iterators: running them twice takes two batches.
         tensors: Tensors in containers and attributes, one or several times.
@@ -45,6 +49,7 @@ class Reach:
 
     def __init__(self, *roots: Any) -> None:
         self.optimizers: list[Optimizer] = []
+        self.schedulers: list[LRScheduler] = []
         self.tables: list[Any] = []
         self.iterators: list[str] = []
         self.tensors: list[torch.Tensor] = []
@@ -55,6 +60,11 @@ class Reach:
         inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
         outermost = [module for module in self._modules if id(module) not in inside]  # named through their parents
         self.modules = [m for module in outermost for m in _with_parameters(module)]
+
+    @property
+    def objects(self) -> list[Any]:
+        """Return everything met, in order."""
+        return list(self._seen.values())
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -107,7 +117,10 @@ class Reach:
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
             return
+        if type(value).__module__.startswith("dp_partition."):
+            return  # another step, say
         self._seen[id(value)] = value
+        depth = _DEPTH if isinstance(value, nn.Module) else depth  # modules nest deeply
         for inner in self._inside(value):
             self._visit(inner, depth - 1)
 
@@ -120,6 +133,8 @@ class Reach:
             return [value.__self__]
         if isinstance(value, types.FunctionType):
             return self._read_by(value)
+        if isinstance(value, functools._lru_cache_wrapper):
+            return [value.__wrapped__]
         if isinstance(value, nn.Module):
             self._modules.append(value)
             self.tables.append(vars(value))
@@ -131,9 +146,9 @@ class Reach:
             self.optimizers.append(value)
             self.tables += [vars(value), value.state, *value.state.values(), *value.param_groups]
             return [v for k, v in vars(value).items() if k != "state"]
-        if isinstance(value, collections.abc.Mapping):
-            self.tables += [value] if isinstance(value, dict) else []
-            self.containers += [value] if isinstance(value, dict) else []
+        if isinstance(value, dict):
+            self.tables.append(value)
+            self.containers.append(value)
             return list(value.values())[:_MOST]
         if isinstance(value, _LISTS):
             self.tables += [value] if not isinstance(value, tuple | frozenset) else []
@@ -142,10 +157,14 @@ class Reach:
         if isinstance(value, Iterator):
             self.iterators.append(type(value).__name__)
             return []  # a look inside would consume it
+        self.schedulers += [value] if isinstance(value, LRScheduler) else []
+        inside: list[Any] = [type(value).__call__] if callable(value) else []
+        if isinstance(value, collections.abc.Mapping):
+            inside += itertools.islice(value.values(), _MOST)
         if hasattr(value, "__dict__"):
             self.tables.append(vars(value))
-            return list(vars(value).values())
-        return []
+            inside += vars(value).values()
+        return inside
 
     def _read_by(self, function: types.FunctionType) -> list[Any]:
         if (function.__module__ or "").partition(".")[0] in _LIBRARIES:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import random
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from dp_partition._shared.execution_check import RandomState, random_state_restored
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
     FakeTensor,
@@ -25,6 +25,7 @@ from dp_partition._torch_compat import (
     new_fake_mode,
     pytree,
     storage_key,
+    symbolic_math,
     trace_options,
     without_looks_at_values,
     without_modes,
@@ -32,12 +33,13 @@ from dp_partition._torch_compat import (
 )
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.fingerprint import attributes_restored
-from dp_partition.capture.hyperparameters import Hyperparameter, param_groups_unchanged
+from dp_partition.capture.hyperparameters import GroupChanges, Hyperparameter
 from dp_partition.capture.lengths import Sizes, erase_full_slices, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
+from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, keyless_state
 
 
@@ -55,10 +57,13 @@ class Capture:
         cleared: The step clears gradients before its first backward.
         gradients: Names of parameters with gradients read by the step, and the number of backward passes to each.
         sizes: The symbol of each symbolic size.
+        numbers: The symbol of each live number among the arguments, by its position.
         modes: Modules left in another mode than before, and that mode.
         trained: Parameters left with another `requires_grad`, and its value.
         left: Names of parameters with gradients left for the next call to clear.
         groups: Number of the optimizer and of the parameter group of a parameter, by its name.
+        schedulers: All schedulers within the step's reach.
+        replayed: Their steps, to be made after the graph.
     """
 
     module: fx.GraphModule
@@ -70,10 +75,13 @@ class Capture:
     cleared: bool = False
     gradients: Counter[str] = field(default_factory=Counter)
     sizes: Sizes = field(default_factory=dict)
+    numbers: dict[int, Any] = field(default_factory=dict)
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     trained: dict[str, bool] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    replayed: list[tuple[LRScheduler, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
     @property
     def outputs(self) -> list[Output]:
@@ -98,6 +106,7 @@ class _Tracing:
         batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
         device: Apparent device of fakes; None: the tensors' own.
         marked: Dims of the arguments with symbolic sizes.
+        live: Positions of numbers among the arguments that are inputs.
 
     Attributes:
         mode: The fake mode.
@@ -108,8 +117,10 @@ class _Tracing:
         returned: Values returned by the step.
         symbols: The symbols of its hyperparameters.
         modes: Modes of modules changed by it.
+        changes: Its changes of hyperparameters.
     """
 
+    changes: GroupChanges
     returned: Returned
     symbols: dict[Hyperparameter, Any]
     modes: list[tuple[nn.Module, bool]]
@@ -122,17 +133,19 @@ class _Tracing:
         batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
         device: str | None,
         marked: tuple[int, ...],
+        live: frozenset[int],
     ) -> None:
         self.function, self.step_state = function, step_state
         self.leaves, self.spec = pytree.tree_flatten(call)
         self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.mode = new_fake_mode()
-        self.fakes = make_fakes(
-            self.mode, step_state, [self.leaves[i] for i in self.positions], batch_of, device, marked
-        )
+        tensors, given = [self.leaves[i] for i in self.positions], {i: self.leaves[i] for i in sorted(live)}
+        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, marked, given)
+        self.numbers: dict[int, Any] = {}
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
         self.written = _WrittenTensors()  # restored after the trace
+        self.schedulers = Reach(function, *call).schedulers
 
     @property
     def name(self) -> str:
@@ -143,7 +156,7 @@ class _Tracing:
         """Run the step on the fakes, and record it."""
         restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
         kernels, casts = _without_recurrent_kernels(self.step_state), _without_cast_cache()
-        with restored, no_draws, self.mode, kernels, casts, without_looks_at_values():
+        with restored, no_draws, self.mode, kernels, casts, without_looks_at_values(), symbolic_math():
             try:
                 module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
             finally:
@@ -156,16 +169,19 @@ class _Tracing:
         optimizers, modules = self.step_state.optimizers, [module for _, module in self.step_state.modules]
         recording = self.phases.recording(optimizers, modules)
         with installed(self.step_state, self.fakes) as self.symbols, recording:
-            tagging, unchanged = gradients_tagging(dict(self.fakes.params)), param_groups_unchanged(optimizers)
+            tagging = gradients_tagging(dict(self.fakes.params))
+            self.changes = GroupChanges(optimizers, self.schedulers)
+            replay = RandomReplay(self.name).installed()
             memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key is reused
             modes = [(part, part.training) for module in modules for part in module.modules()]
-            with tagging, torch.enable_grad(), unchanged, RandomReplay(self.name).installed(), self.written:
+            with tagging, torch.enable_grad(), self.changes.recorded(), replay, self.written:
                 result = self.function(*args, **kwargs)
             check_memory(self.inputs, self.flat, memory)
             if lost := keyless_state(optimizers):
                 raise PlanError(lost, "an optimizer keeps state under keys that are no parameters")
             self.modes = [(part, part.training) for part, mode in modes if part.training != mode]
-            values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases)
+            written = self.changes.written
+            values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases, written)
         return values
 
     def _arguments(self, tensors: tuple[Any, ...]) -> Any:
@@ -173,6 +189,9 @@ class _Tracing:
         call = list(self.leaves)
         for position, value in zip(self.positions, tensors[len(tensors) - len(self.positions) :], strict=True):
             call[position] = value
+        for position, scalar in self.fakes.given.items():
+            number: Any = scalar.item()
+            call[position], self.numbers[position] = number, number.node.expr
         return pytree.tree_unflatten(call, self.spec)
 
     def guards(self) -> list[Any]:
@@ -214,6 +233,7 @@ def trace_step(
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
     device: str | None = None,
     marked: tuple[int, ...] = (),
+    live: frozenset[int] = frozenset(),
 ) -> Capture:
     """Trace ``function(*args, **kwargs)``.
 
@@ -225,6 +245,7 @@ def trace_step(
         batch_of: Traced shape of a tensor argument, from the given tensor; default its own.
         device: Apparent device of the tensors; default their own.
         marked: Dims of the arguments with symbolic sizes in the graph.
+        live: Positions of numbers among the flattened arguments that are inputs of the graph.
 
     Raises:
         PlanError: The step cannot be traced (code ``not-traceable``), passes gradients or Python state from one
@@ -232,7 +253,7 @@ def trace_step(
             (``hyperparameter-changed``), draws numbers that a graph would burn in (``random-replay``), or reads a
             number outside of its result (``value-kept``).
     """
-    tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device, marked)
+    tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device, marked, live)
     try:
         module = tracing.record()
     except PlanError:  # it has its own problem
@@ -243,6 +264,8 @@ def trace_step(
     parts = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
     capture = Capture(module, *parts, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
     capture.groups = _groups(step_state)  # for fused kernels, which take plain floats
+    capture.numbers = tracing.numbers
+    capture.schedulers, capture.replayed = tracing.schedulers, tracing.changes.replayed
     for name, param in tracing.fakes.params.items():
         if param.requires_grad != step_state.params[name].requires_grad:
             capture.trained[name] = param.requires_grad
@@ -286,22 +309,17 @@ def _no_other_draws(name: str) -> Iterator[None]:
     Raises:
         PlanError: With every used generator (code ``random-replay``).
     """
-    numpy: Any = sys.modules.get("numpy")
-    before = (random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state())
     touched = {}
-    try:
-        yield
-    finally:
-        now = (random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state())
-        touched = {
-            "Python's random numbers": now[0] != before[0],
-            "NumPy's random numbers": pickle.dumps(now[1]) != pickle.dumps(before[1]),  # holds an array
-            "the seed of torch's generator": not torch.equal(now[2], before[2]),
-        }
-        random.setstate(before[0])
-        torch.set_rng_state(before[2])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
+    with random_state_restored() as before:
+        try:
+            yield
+        finally:
+            now = RandomState()
+            touched = {
+                "Python's random numbers": now.python != before.python,
+                "NumPy's random numbers": pickle.dumps(now.numpy) != pickle.dumps(before.numpy),  # holds an array
+                "the seed of torch's generator": not torch.equal(now.cpu, before.cpu),
+            }
     hint = "draw with torch in the step, or pass the number in a tensor"
     problems = [
         Problem("random-replay", name, found=f"the step uses {what}, once and for all", hint=hint)

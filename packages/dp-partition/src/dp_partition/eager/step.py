@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -45,6 +44,7 @@ from dp_partition.eager.shards import (
     shard,
 )
 from dp_partition.eager.watch import Watch
+from dp_partition.runtime.consensus import broadcast_from_first
 
 _WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
 
@@ -207,10 +207,10 @@ class EagerStep:
         group = flat_group(self.mesh)
         ids = {id(p) for p in self.parameters.values()}
         buffers = [buffer for module in reach.modules for buffer in module.buffers()]
-        with torch.no_grad():
-            for tensor in [*parameters.values(), *buffers]:
-                if id(tensor) not in ids and self.mesh.size() > 1:
-                    _broadcast(tensor, group)
+        new = {str(n): t for n, t in enumerate([*parameters.values(), *buffers]) if id(t) not in ids}
+        if self.mesh.size() > 1:
+            for name, value in broadcast_from_first({n: t.detach() for n, t in new.items()}, self.mesh).items():
+                new[name].detach().copy_(value)
         self.parameters, self.modules = parameters, reach.modules
         self.reducer = GradientReducer(parameters, group, self.bucket_bytes, self.name)
 
@@ -334,16 +334,6 @@ def _problems(name: str, reach: Reach, parameters: dict[str, nn.Parameter], is_f
             hint = "materialize the model first"
             problems.append(Problem("no-data", fqn, found="is on the meta device", hint=hint))
     return problems
-
-
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dense = tensor.detach().contiguous()  # collectives write to memory, whatever the strides
-    raw = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    if raw.dtype in (torch.int16, torch.uint16, torch.bool):  # not on every backend
-        raw = raw.view(torch.uint8) if raw.ndim else raw.reshape(1).view(torch.uint8)
-    dist.broadcast(raw, group=group, group_src=0)
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(dense)
 
 
 def checksum(tensor: torch.Tensor) -> tuple[int, int]:

@@ -36,9 +36,9 @@ def normalize(capture: Capture) -> None:
 
 
 def connect_hyperparameters(graph: fx.Graph) -> None:
-    """Read a hyperparameter from its placeholder, a Python float at run time."""
+    """Read a hyperparameter or an argument from its placeholder, a Python number at run time."""
     for node in list(graph.nodes):
-        if node.target is aten._local_scalar_dense.default and kind_of(node.args[0]) == "hyper":
+        if node.target is aten._local_scalar_dense.default and kind_of(node.args[0]) in ("hyper", "number"):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

@@ -1,4 +1,4 @@
-"""Local rewrites of a rank's graph: packing that is not needed, fused kernels, slow calls."""
+"""Local rewrites of a rank's graph: packing that is not needed, contiguous tensors for fused kernels."""
 
 from __future__ import annotations
 
@@ -82,50 +82,3 @@ def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
         for original, copied in reversed(written):  # each goes right after the kernel
             back = graph.call_function(aten.copy_.default, (original, copied))  # results, in the old strides
             copy_notes(node, back, "phase")
-
-
-METHODS: dict[Any, str] = {
-    aten.contiguous.default: "contiguous",
-    aten.expand.default: "expand",
-    aten.permute.default: "permute",
-    aten.reshape.default: "reshape",
-    aten.split_with_sizes.default: "split_with_sizes",
-    aten.sum.dim_IntList: "sum",
-    aten.t.default: "t",
-    aten.transpose.int: "transpose",
-    aten.unbind.int: "unbind",
-    aten.unsqueeze.default: "unsqueeze",
-    aten.view.default: "view",
-}
-
-FUNCTIONS: dict[Any, Any] = {
-    aten.add.Tensor: torch.add,
-    aten.addmm.default: torch.addmm,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.mm.default: torch.mm,
-    aten.mul.Tensor: torch.mul,
-    aten.stack.default: torch.stack,
-    aten.sub.Tensor: torch.sub,
-}
-
-
-def use_bindings(graph: fx.Graph) -> None:
-    """Call operators through their Python bindings, in place."""
-    for node in graph.nodes:
-        if node.op != "call_function" or not _is_bound(node):
-            continue
-        if node.target in METHODS:
-            node.op, node.target = "call_method", METHODS[node.target]
-        elif node.target in FUNCTIONS:
-            node.target = FUNCTIONS[node.target]
-
-
-def _is_bound(node: fx.Node) -> bool:
-    """Return True if the binding takes these arguments for the same overload."""
-    if node.target is aten.sum.dim_IntList:
-        return isinstance(node.args[1], list | tuple) and len(node.args[1]) > 0
-    if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):
-        other = node.args[1] if len(node.args) > 1 else None
-        return isinstance(other, fx.Node) and isinstance(other.meta.get("val"), torch.Tensor)
-    return bool(node.args)

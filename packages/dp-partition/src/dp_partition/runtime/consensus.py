@@ -106,8 +106,8 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
         for part in _by_bytes(names, tensors):  # bounds the flat buffer
             flat = torch.cat([tensors[name].reshape(-1) for name in part])
             travelling = flat.to(backend_device) if backend_device.type != flat.device.type else flat
-            for group in groups:
-                dist.broadcast(travelling, group=group, group_src=0)
+            for group in groups:  # as bytes: backends lack complex numbers, booleans, 16-bit integers
+                dist.broadcast(travelling.view(torch.uint8), group=group, group_src=0)
             flat = travelling.to(flat.device)
             pieces = torch.split(flat, [tensors[name].numel() for name in part])
             for name, chunk in zip(part, pieces, strict=True):

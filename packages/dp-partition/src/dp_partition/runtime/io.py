@@ -170,13 +170,15 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
             values.append(state._local_tensor if isinstance(state, DTensor) else state)
         elif kind == "hyper":
             values.append(optimizers.values[entry.hyper])  # type: ignore[index]
+        elif kind == "number":
+            values.append(leaves[int(entry.name)])
         else:
             values.append(tensors[int(entry.name)])
     return values
 
 
 def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], leaves: list[Any]) -> None:
-    """Store buffers, state and gradients of arguments, and set the modes set by the step."""
+    """Store buffers, state, hyperparameters and gradients of arguments, and set the modes set by the step."""
     for module, mode in program.capture.modes:
         module.training = mode
     for name, trained in program.capture.trained.items():
@@ -186,10 +188,16 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             replace_buffer(binding, entry.name, value)
         elif entry.kind == "state":
             param = binding.params[entry.name]
-            new = value
-            if placement is not None and tuple(value.shape) == binding.local_state_shape(entry.name) and value.ndim:
+            new, shape = value, getattr(value, "shape", ())  # a count has none
+            if placement is not None and shape and tuple(shape) == binding.local_state_shape(entry.name):
                 new = as_dtensor(value, param, binding.mesh, placement)
             binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
+        elif entry.kind == "hyper":
+            group = binding.step_state.optimizers[entry.key.optimizer].param_groups[entry.key.group]
+            if isinstance(group[entry.key.key], torch.Tensor):  # a learning rate on the device
+                group[entry.key.key].fill_(value)
+            else:
+                group[entry.key.key] = value
         elif entry.kind == "argument":
             tensor = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][int(entry.name)]
             # Not in place: after a mismatch the check puts the old gradient back.

@@ -19,7 +19,6 @@ from dp_partition.capture.tracer import Capture
 from dp_partition.mesh import shard_group
 from dp_partition.ops import is_collective, is_wait
 from dp_partition.passes.local_shapes import record_local_values
-from dp_partition.passes.peephole import use_bindings
 
 
 @dataclass
@@ -34,6 +33,7 @@ class Program:
         lowered: The partitioned graph with compiled compute; None if it runs as it is.
         bound: The partitioned graph as it runs otherwise; made at its first run.
         guard_values: Hyperparameters and sizes of the last guard check without a violation.
+        checked_numbers: Numbers among the arguments of its checked calls.
         right_sizes: Up to two marked sizes with this graph as the right one for their length.
         is_checked: A check by execution has run it.
         is_new: The tracing call has not run it yet.
@@ -46,6 +46,7 @@ class Program:
     mesh: DeviceMesh
     local_fakes: list[Any] | None = None
     guard_values: tuple[float, ...] = ()
+    checked_numbers: set[tuple[float, ...]] = field(default_factory=set)
     right_sizes: set[tuple[int, ...]] = field(default_factory=set)
     is_checked: bool = False
     is_new: bool = False
@@ -63,9 +64,7 @@ class Program:
         if self.lowered is not None:
             return self.lowered(*inputs)
         if self.bound is None:
-            graph = self.for_backend()
-            use_bindings(graph)
-            self.bound = fx.GraphModule(self.module, graph)
+            self.bound = fx.GraphModule(self.module, self.for_backend())
         return self.execute(self.bound, inputs)
 
     def execute(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -83,7 +82,6 @@ class Program:
         if self.lowered is not None:
             return self.lowered(*inputs), {}  # values between its compiled pieces are not accessible
         graph = self.for_backend()
-        use_bindings(graph)
         noted: dict[str, fx.Node] = {}
         for node in list(graph.nodes):
             leaves = pytree.tree_leaves((node.args, node.kwargs))
@@ -132,14 +130,26 @@ class Program:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return tuple([tensors[index].shape[dim] for index, dim in self.capture.sizes])
 
-    def broken_guard(self, values: dict[tuple[Any, ...], float], sizes: tuple[int, ...] = ()) -> Any:
-        """Return a decision of the trace violated by these hyperparameters and sizes; None if all hold."""
-        now = (*values.values(), *sizes)
+    def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
+        """Return the live numbers among a call's arguments."""
+        return tuple([leaves[position] for position in self.capture.numbers])
+
+    def note_checked(self, leaves: list[Any]) -> None:
+        """Count a check: a graph with live numbers is checked once two values of them were."""
+        self.checked_numbers.add(self.numbers_of(leaves))
+        self.is_checked = len(self.checked_numbers) > 1 or not self.capture.numbers
+
+    def broken_guard(
+        self, values: dict[tuple[Any, ...], float], sizes: tuple[int, ...] = (), numbers: tuple[float, ...] = ()
+    ) -> Any:
+        """Return a decision of the trace violated by these hyperparameters, sizes and numbers; None if all hold."""
+        now = (*values.values(), *sizes, *numbers)
         if now == self.guard_values:  # a steady call changes none
             return None
         symbols = self.capture.symbols
         substitution = {symbol: values[hyper] for hyper, symbol in symbols.items() if symbol is not None}
         substitution |= dict(zip(self.capture.sizes.values(), sizes, strict=True))
+        substitution |= dict(zip(self.capture.numbers.values(), numbers, strict=True))
         for guard in self.capture.guards:
             if not bool(guard.xreplace(substitution)):
                 return guard

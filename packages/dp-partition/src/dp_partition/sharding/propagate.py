@@ -280,7 +280,8 @@ class _Walk:
             wanted = candidate.inputs.get(source, R)
             root = root_of(source)
             full = back and source is root and wanted == R and isinstance(self.states[source], Shard)
-            if root.op == "placeholder" and wanted != self.states[source] and not full:
+            outlives = root.op in ("placeholder", "get_attr")  # a tensor of a closure too: every rank holds it full
+            if outlives and wanted != self.states[source] and not full:
                 return False
             reduced = isinstance(self.states[source], Partial)  # into memory of its own; `insert` checks later uses
             if root is not source and wanted != self.states[source] and not reduced:

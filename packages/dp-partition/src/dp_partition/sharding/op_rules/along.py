@@ -44,21 +44,3 @@ def along(call: Call) -> Iterator[Candidate]:
         # Gather and scatter may use fewer rows of one operand than of another; then rows do not correspond.
         if dim not in touched and len({call.shape(node)[dim] for node in nodes}) == 1:
             yield Candidate(dict.fromkeys(nodes, Shard(dim)), call.outputs(Shard(dim)))
-
-
-@rule("argmax", "argmin", "logsumexp", "prod", "any", "all", "max", "min", "median", "mode")
-def reduce_along(call: Call) -> Iterator[Candidate]:
-    """Reductions without a partial form: other dims only."""
-    source = call.arg(0)
-    dims = call.named("dim")
-    ndim = len(call.shape(source))
-    if dims is None or ndim == 0:  # over all dims
-        return
-    reduced = {d % ndim for d in ([dims] if isinstance(dims, int) else dims)}
-    value = call.node.meta.get("val")
-    first = value[0] if isinstance(value, tuple | list) else value
-    keep = first is not None and first.ndim == ndim
-    for _, dim in call.shards([source]):
-        if dim not in reduced:
-            out = Shard(dim if keep else dim - sum(1 for d in reduced if d < dim))
-            yield Candidate({source: Shard(dim)}, call.outputs(out))

@@ -67,15 +67,3 @@ def product_plus(call: Call) -> Iterator[Candidate]:
             yield Candidate({bias: R if broadcast else Shard(own), left: a, right: b}, out)
         elif out == SUM and call.placement_of(bias) == R and call.shape(bias) == call.shape(call.node):
             yield Candidate({bias: SUM, left: a, right: b}, out)
-
-
-@rule("dot", "mv")
-def vector_product(call: Call) -> Iterator[Candidate]:
-    left, right = call.arg(0), call.arg(1)
-    if left is right:
-        return
-    inner = len(call.shape(left)) - 1
-    if call.splits(left, inner) and _worth(call, [left, right], [Shard(inner), Shard(0)]):
-        yield Candidate({left: Shard(inner), right: Shard(0)}, SUM)
-    if call.name == "mv" and _worth(call, [left], [Shard(0)]):
-        yield Candidate({left: Shard(0), right: R}, Shard(0))

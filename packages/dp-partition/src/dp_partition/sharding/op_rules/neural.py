@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Shard
 
@@ -103,39 +102,3 @@ def nll_loss(call: Call) -> Iterator[Candidate]:
     out: OutputPlacement = (Shard(0), R) if reduction == 0 else (SUM, SUM)
     if any(dim == 0 for _, dim in call.shards([scores, target])):
         yield Candidate(inputs, out)
-
-
-@rule("native_group_norm", "native_group_norm_backward")
-def group_norm(call: Call) -> Iterator[Candidate]:
-    """Group norms with the batch size as an argument, adapted by `insert`."""
-    backward = call.name.endswith("backward")
-    batched = [call.arg(i) for i in ((0, 1, 2, 3) if backward else (0,))]
-    if not any(dim == 0 for _, dim in call.shards(batched)):
-        return
-    inputs: dict[fx.Node, Placement] = {node: (Shard(0) if node in batched else R) for node in call.tensors()}
-    yield Candidate(inputs, (Shard(0), SUM, SUM) if backward else (Shard(0), Shard(0), Shard(0)))
-
-
-@rule("index")
-def index(call: Call) -> Iterator[Candidate]:
-    """``x[i, j, ...]``: shards of an unindexed dim pass if the indices are adjacent."""
-    source, indices = call.arg(0), call.arg(1)
-    used = [i for i, node in enumerate(indices) if node is not None]
-    if not used or used != list(range(used[0], used[-1] + 1)):
-        return  # the indexed dims would move to the front
-    first = indices[used[0]]
-    if any(indices[i].meta["val"].dtype in (torch.bool, torch.uint8) for i in used):
-        return  # the size depends on values
-    ndim = max(len(call.shape(indices[i])) for i in used)
-    for _, dim in call.shards([source]):
-        if dim < used[0]:
-            yield Candidate({source: Shard(dim)}, Shard(dim))
-        elif dim > used[-1]:
-            yield Candidate({source: Shard(dim)}, Shard(dim - len(used) + ndim))
-    same = all(call.shape(indices[i]) == call.shape(first) for i in used)
-    for dim in dict.fromkeys(d for _, d in call.shards([indices[i] for i in used])):
-        if same:
-            inputs: dict[fx.Node, Placement] = {source: R}
-            inputs.update({indices[i]: Shard(dim) for i in used})
-            if source not in [indices[i] for i in used]:
-                yield Candidate(inputs, Shard(used[0] + dim))

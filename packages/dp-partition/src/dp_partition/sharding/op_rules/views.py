@@ -30,19 +30,14 @@ Follow = Callable[[Call, int], int | None]
 """Dim at which a shard of a dim of the first argument lies afterwards; None: it cannot stay a shard."""
 
 
-def follows(*names: str, partial: bool = True) -> Callable[[Follow], Follow]:
-    """Register a rule for shards of the first argument.
-
-    Args:
-        names: The operators.
-        partial: Rearranging commutes with every reduction over ranks.
-    """
+def follows(*names: str) -> Callable[[Follow], Follow]:
+    """Register a rule for shards of the first argument; rearranging commutes with every reduction over ranks."""
 
     def enter(follow: Follow) -> Follow:
         def candidates(call: Call) -> Iterator[Candidate]:
             source = call.arg(0)
             kind = call.placement_of(source)
-            if partial and isinstance(kind, Partial) and (call.may_stay_partial or source not in call.desired):
+            if isinstance(kind, Partial) and (call.may_stay_partial or source not in call.desired):
                 yield Candidate({source: kind}, call.outputs(kind))
             for _, dim in call.shards([source]):
                 after = follow(call, dim)
@@ -122,18 +117,6 @@ def scatter_into_zeros(call: Call, dim: int) -> int | None:
     touched = int(call.arg(2))  # dim of the slice or selection
     after = dim + 1 if call.name == "select_backward" and dim >= touched else dim
     return None if after == touched else after
-
-
-@follows("constant_pad_nd", partial=False)
-def pad(call: Call, dim: int) -> int | None:
-    padded = {_ndim(call) - 1 - i // 2 for i, amount in enumerate(call.arg(1)) if amount}  # pads start at the last dim
-    return None if dim in padded else dim
-
-
-@follows("repeat", partial=False)
-def repeat(call: Call, dim: int) -> int | None:
-    after = dim + len(call.arg(1)) - _ndim(call)  # new dims come first
-    return after if call.arg(1)[after] == 1 else None
 
 
 @rule("cat")
