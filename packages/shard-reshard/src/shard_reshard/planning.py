@@ -101,13 +101,8 @@ def make_plan(
 cached_plan = lru_cache(maxsize=4096)(make_plan)  # one object for equal arguments
 
 
-# ---- reports ---------------------------------------------------------------------------------------------------------
-
-
 class ReshardPlan(Plan):
     """Plan of one tensor from one layout to another, built by `plan_reshard`."""
-
-    # ---- schedule ---------------------------------------------------------------------------------------------
 
     def rank_schedule(self, rank: int) -> tuple[RankSchedule, ...]:
         """Return the sends, receives and local copies of ``rank`` by stage."""

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec import Box, Layout, MeshSpec
@@ -68,15 +69,7 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     if isinstance(layout, OnRank):
         return BoxShardMap.whole(sizes_of(shape, "OnRank"), layout.rank)
     if isinstance(layout, str):
-        size = sizes_of(shape, "a text")
-        if (match := _WHOLE.fullmatch(layout)) is not None:
-            return BoxShardMap.whole(size, int(match[1]))
-        if (match := _TEXT.fullmatch(layout)) is None:
-            raise PlanError(Problem("invalid-layout", found=repr(layout), hint=_TEXT_HINT))
-        spec = MeshSpec.parse(match["mesh"])
-        if match["ranks"] is not None:
-            spec = MeshSpec(spec.axes, _listed(match["ranks"], layout, len(spec.ranks)))
-        return MeshShardMap(Layout.parse(match["layout"], spec), size)
+        return _from_text(layout, sizes_of(shape, "a text"))
     if isinstance(layout, Mapping):
         boxes = {rank: (own,) if isinstance(own, Box) else own for rank, own in layout.items()}
         for rank, own in boxes.items():
@@ -96,6 +89,18 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
         same = _from_mesh(layout.device_mesh, layout.placements, turn)
         return _same_shape(MeshShardMap(same, layout.shape), shape)
     return _from_spec(layout, shape, turn)
+
+
+@lru_cache(maxsize=4096)  # a model has few texts and sizes, and many tensors
+def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
+    if (match := _WHOLE.fullmatch(text)) is not None:
+        return BoxShardMap.whole(shape, int(match[1]))
+    if (match := _TEXT.fullmatch(text)) is None:
+        raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
+    spec = MeshSpec.parse(match["mesh"])
+    if match["ranks"] is not None:
+        spec = MeshSpec(spec.axes, _listed(match["ranks"], text, len(spec.ranks)))
+    return MeshShardMap(Layout.parse(match["layout"], spec), shape)
 
 
 def layout_value(layout: Any) -> Any:
