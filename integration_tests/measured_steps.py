@@ -89,10 +89,8 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     parameters = list(model.parameters())
     gradients = [each.grad for each in parameters if each.grad is not None]
     state = [value for values in optimizer.state.values() for value in values.values()]
-    return {
-        part: sum(local_of(each).nbytes for each in tensors)
-        for part, tensors in zip(STATE, (parameters, gradients, state), strict=True)
-    }
+    kinds: tuple[list[torch.Tensor], ...] = (parameters, gradients, state)
+    return {part: sum(local_of(each).nbytes for each in held) for part, held in zip(STATE, kinds, strict=True)}
 
 
 class Settled:
