@@ -86,7 +86,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer state on this rank."""
-    parameters = list(model.parameters())
+    parameters: list[torch.Tensor] = list(model.parameters())
     gradients = [each.grad for each in parameters if each.grad is not None]
     state = [value for values in optimizer.state.values() for value in values.values()]
     kinds: tuple[list[torch.Tensor], ...] = (parameters, gradients, state)
