@@ -45,7 +45,8 @@ def test_a_release_sets_version_changelog_and_tag_name(clone: Clone, name: str) 
     assert about.read_text() == '__version__ = "0.2.0"\n'
     head, mark, older = before.partition("<!-- releases -->\n")
     text = (folder / "CHANGELOG.md").read_text()
-    assert text.startswith(f"{head}{mark}\n## [0.2.0] - 2026-12-01\n\n### Added\n\n- The first release.")
+    assert text.startswith(f"{head}{mark}\n## [0.2.0] - 2026-12-01\n\n### Added\n\n- ")
+    assert "\n- The first release" in text
     assert "\n### Fixed\n\n- A thing\n  of two lines.\n" in text
     assert text.endswith(older)
     assert clone.git("ls-files", str(folder / "changes")) == ""  # the next release starts with none
