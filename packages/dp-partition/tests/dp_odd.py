@@ -153,7 +153,7 @@ ODD: dict[str, Odd] = {
     "Adafactor": Odd(plain, optim=torch.optim.Adafactor, refused="not-traceable"),
     "Rprop": Odd(plain, optim=torch.optim.Rprop),
     "Adamax": Odd(plain, optim=torch.optim.Adamax),
-    "SparseAdam": Odd(plain, Sparse, torch.optim.SparseAdam, refused="python-state"),
+    "SparseAdam": Odd(plain, Sparse, torch.optim.SparseAdam, refused="sparse-gradient"),
     "LBFGS": Odd(with_closure, optim=torch.optim.LBFGS, refused="not-traceable"),
     "groups, maximize": Odd(plain, optim=some_groups),
     "Muon": Odd(plain, no_bias, muon, close=1e-2),  # bfloat16 inside,
