@@ -164,12 +164,15 @@ def _same(plans: dict[fx.Node, Any], right: dict[fx.Node, Any]) -> bool:
 @contextmanager
 def shape_argument_left(target: Any) -> Iterator[None]:
     """Within the block an argument that names the global shape is left as it is."""
-    kept = dict(insert.SHAPE_ARGUMENTS)
+    tables = [insert.SHAPE_ARGUMENTS, insert.ROW_ARGUMENTS]
+    kept = [dict(table) for table in tables]
     try:
-        insert.SHAPE_ARGUMENTS.pop(target, None)
+        for table in tables:
+            table.pop(target, None)
         yield
     finally:
-        insert.SHAPE_ARGUMENTS.update(kept)
+        for table, old in zip(tables, kept, strict=True):
+            table.update(old)
 
 
 def try_shape_argument(target: Any, probes: list[str]) -> Outcome:
@@ -193,7 +196,7 @@ def base_name_of(target: Any) -> str:
 
 def shape_argument_of(row: str) -> Any:
     """The operator of the row whose arguments name a shape, if there is one."""
-    return next((t for t in insert.SHAPE_ARGUMENTS if base_name_of(t) == row), None)
+    return next((t for t in (*insert.SHAPE_ARGUMENTS, *insert.ROW_ARGUMENTS) if base_name_of(t) == row), None)
 
 
 def using(rows_of: dict[str, set[str]], row: str) -> list[str]:

@@ -84,19 +84,15 @@ def _estimate(options: argparse.Namespace) -> Any:
     where = options.args if ":" in options.args else f"{options.step.partition(':')[0]}:{options.args}"
     factory = _load(where, "--args")
     from dp_partition._shared.problems import PlanError
-
-    try:
-        return _run(step, _arguments(factory, where), options)
-    except PlanError as error:
-        return error
-
-
-def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> Any:
     from dp_partition.cost_estimate import estimate  # late: it imports torch
 
     names = ("world", "style", "rank", "device", "semantics", "bucket_mb", "prefetch", "accumulate")
     reshard = options.reshard_after_forward == "always"
-    return estimate(step, *arguments, reshard_after_forward=reshard, **{name: getattr(options, name) for name in names})
+    settings = {name: getattr(options, name) for name in names}
+    try:
+        return estimate(step, *_arguments(factory, where), reshard_after_forward=reshard, **settings)
+    except PlanError as error:
+        return error
 
 
 def _arguments(factory: Any, where: str) -> tuple[Any, ...]:

@@ -129,7 +129,8 @@ class Copier:
             return self.hand(value, self._tensor(value))
         if isinstance(value, torch.Generator):
             # The run's own draws come from the default one: it is restored, not copied.
-            return self.hand(value, value if value is torch.default_generator else _generator(value))
+            is_default = value is torch.default_generator
+            return self.hand(value, value if is_default else torch.Generator(value.device).set_state(value.get_state()))
         if kind is types.CellType:
             cell = types.CellType()
             self.later.append((functools.partial(_contents, value), functools.partial(setattr, cell, "cell_contents")))
@@ -237,7 +238,3 @@ def _fill_function(function: Any, state: tuple[Any, ...]) -> None:
 
 def _fill_object(made: Any, attributes: dict[str, Any]) -> None:
     vars(made).update(attributes)
-
-
-def _generator(value: torch.Generator) -> torch.Generator:
-    return torch.Generator(value.device).set_state(value.get_state())

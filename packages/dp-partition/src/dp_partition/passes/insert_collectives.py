@@ -34,6 +34,9 @@ SHAPE_ARGUMENTS: dict[Any, int] = {
     aten.select_backward.default: 1,
 }
 
+# Position of the argument with the number of rows (dim 0) of the input.
+ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
+
 LOWERED = (OWN_ROWS, SHARE_ROWS)
 
 
@@ -102,6 +105,9 @@ class Inserter:
             if node.op == "placeholder":
                 self.homes[node] = placement, node
             self.fit_shape(node, placement)
+        elif node.target in ROW_ARGUMENTS and pytree.tree_leaves(plan.output)[0] == Shard(0):
+            position = ROW_ARGUMENTS[node.target]
+            node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
 
     def note_gradients(self, node: fx.Node, wanted: dict[fx.Node, Placement | None]) -> None:
         """Mark the first reader of an averaged gradient, by argument position: passes replace the argument itself."""

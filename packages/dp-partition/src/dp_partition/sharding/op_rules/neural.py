@@ -23,6 +23,8 @@ _ROWS: dict[str, tuple[tuple[int, ...], str]] = {
     "avg_pool2d_backward": ((0, 1), "b"),
     "_adaptive_avg_pool2d": ((0,), "b"),
     "_adaptive_avg_pool2d_backward": ((0, 1), "b"),
+    "native_group_norm": ((0,), "bbb"),
+    "native_group_norm_backward": ((0, 1, 2, 3), "bpp"),
     "upsample_nearest2d": ((0,), "b"),
     "upsample_bilinear2d": ((0,), "b"),
     "_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), "bb"),
