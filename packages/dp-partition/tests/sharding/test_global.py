@@ -119,5 +119,5 @@ def test_batch_statistics_are_those_of_the_whole_batch(ranks: Ranks) -> None:
     step = models.compare_with_one_device(
         ranks, models.class_step, models.Conv, ADAMW, models.images, style="fully_shard", semantics="global"
     )
-    fallbacks = {str(node.target) for node in step.graph.graph.nodes if node.meta.get("fallback")}
-    assert fallbacks <= {"aten.as_strided.default"}, "nothing else is gathered for want of a rule"
+    fallbacks = [node for node in step.graph.graph.nodes if node.meta.get("fallback")]
+    assert not fallbacks, "nothing is gathered for want of a rule"
