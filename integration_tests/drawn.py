@@ -125,8 +125,9 @@ def outcome(model: Any, mesh: DeviceMesh, way: str, wanted: list[float], folder:
         # Judged at the end: the other rank goes on, and waits for this one.
         unequal = [
             name
-            for name, value in before.items()  # transformers loads some parameters in float32, whatever dtype is asked
-            if mesh.get_rank() == 0 and not torch.equal(moved[name], value.to(moved[name].dtype))
+            for name, value in before.items()  # with `register` transformers loads some parameters in float32
+            if mesh.get_rank() == 0
+            and not torch.equal(moved[name], value.to(moved[name].dtype) if way == "register" else value)
         ]
         got = losses(model, len(wanted) - 1)
         moved = reshard_state_dict(model.state_dict(), "rank 0")
