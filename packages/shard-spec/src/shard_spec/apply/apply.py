@@ -23,8 +23,6 @@ from shard_spec.apply.sources import (
     Source,
     local_shard,
     materialize,
-    reset_parameters_of,
-    reset_problems,
     scatter_to_all,
 )
 from shard_spec.apply.tensors import (
@@ -92,8 +90,8 @@ def argument_problems(source: object, src_rank: object, size: int, init: object)
     if init is not None and source != "meta":
         reason, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
         problems.append(Problem("conflicting-arguments", "init", found=reason, hint=hint))
-    if not (init is None or init == "reset_parameters" or callable(init)):
-        hint = "a function init(fqn, tensor), 'reset_parameters', or None"
+    if not (init is None or callable(init)):
+        hint = "a function init(fqn, tensor), or None"
         problems.append(Problem("invalid-argument", "init", found=repr(init), hint=hint))
     return problems
 
@@ -154,7 +152,7 @@ def apply_plan(
     source: Source = "scatter",
     src_rank: int = 0,
     group: dist.ProcessGroup | None = None,
-    init: Initializer | str | None = None,
+    init: Initializer | None = None,
     seed: int = 0,
 ) -> ShardHandle:
     """Replace the parameters and buffers of ``module`` by their shards, all or nothing; see ``ShardingPlan.apply``.
@@ -174,8 +172,7 @@ def apply_plan(
         src_rank: Rank in the group.
         group: A group of all ranks of the mesh. Needed only if a mesh of several axes does not hold all ranks.
         init: With ``source="meta"``: a function ``init(fqn, tensor)`` that fills a full tensor in place, one at a time;
-            or ``"reset_parameters"``, the modules' own; or None: shards are filled with NaN (0 for dtypes without NaN),
-            for loading a checkpoint.
+            or None: shards are filled with NaN (0 for dtypes without NaN), for loading a checkpoint.
         seed: Seed of the random numbers of ``init``. They depend on it and the FQN only, so every layout, and every
             replica, gets the same values.
 
@@ -210,7 +207,7 @@ class _Call:
     group: dist.ProcessGroup
     source: Source
     src_rank: int
-    init: Initializer | str | None
+    init: Initializer | None
     seed: int
 
 
@@ -253,8 +250,6 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
         tensors.append(action_of(tensor, metadata, rebound))
         if source != "scatter":
             fingerprints.append(f"{metadata.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
-    if source == "meta" and init == "reset_parameters":
-        problems += reset_problems(module, tuple(a.names[0] for a in tensors if tensor_at(module, a.names[0]).is_meta))
     raise_problems(dict.fromkeys(problems))
     return ExecutionPlan(
         tensors=tuple(tensors),
@@ -271,11 +266,10 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
 
 def _stage(call: _Call, actions: ExecutionPlan) -> list[torch.Tensor]:
     """Create this rank's shards; only ``source="scatter"`` communicates."""
-    init = reset_parameters_of(call.module, actions.device, call.seed) if isinstance(call.init, str) else call.init
-    return [_shard(call, action, actions.device, init) for action in actions.tensors]  # one order on all ranks
+    return [_shard(call, action, actions.device) for action in actions.tensors]  # one order on all ranks
 
 
-def _shard(call: _Call, action: TensorAction, device: torch.device, init: Initializer | None) -> torch.Tensor:
+def _shard(call: _Call, action: TensorAction, device: torch.device) -> torch.Tensor:
     """Create this rank's shard, as a DTensor or a local parameter."""
     tensor, layout, mesh, src = tensor_at(call.module, action.names[0]), action.layout, call.mesh, call.src_rank
     assert layout is not None
@@ -283,7 +277,7 @@ def _shard(call: _Call, action: TensorAction, device: torch.device, init: Initia
         full = tensor if dist.get_rank(call.group) == src else None  # other ranks' values are ignored
         local = scatter_to_all(full, layout, action, device, call.group, src, mesh)
     elif tensor.is_meta:
-        local = materialize(action, device, dist.get_rank(), init, call.seed)
+        local = materialize(action, device, dist.get_rank(), call.init, call.seed)
     else:
         local = local_shard(tensor, layout, device, dist.get_rank())
     expression = _expressed(layout, action.shape, action.names[0])

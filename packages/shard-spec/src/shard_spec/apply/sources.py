@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
 from shard_spec.distributed.exchange import broadcast_, scatter, take
 from shard_spec.layout.layout import Layout
@@ -92,50 +89,3 @@ def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 63))
         yield
-
-
-def reset_parameters_of(module: nn.Module, device: torch.device, seed: int) -> Initializer:
-    """Return an initializer that calls the owning module's ``reset_parameters()``.
-
-    The module's full tensors are created on ``device``, one module at a time, in a copy.
-    """
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-
-    def init(name: str, tensor: torch.Tensor) -> None:
-        path, _, attribute = name.rpartition(".")
-        if path not in tensors:
-            tensors.clear()  # one module's tensors at a time
-            with seeded(seed, path, device):
-                tensors[path] = _reset(module.get_submodule(path), device)
-        tensor.copy_(tensors[path][attribute])
-
-    return init
-
-
-def _reset(owner: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    twin = copy.copy(owner)  # the module itself is unchanged until the end
-    tensors: dict[str, torch.Tensor] = {}
-    for table_name in ("_parameters", "_buffers"):
-        table = dict(owner.__dict__[table_name])
-        for name, value in table.items():
-            if value is not None:
-                full = torch.empty(value.shape, dtype=value.dtype, device=device)
-                is_parameter = table_name == "_parameters"
-                table[name] = nn.Parameter(full, requires_grad=value.requires_grad) if is_parameter else full
-                tensors[name] = table[name]
-        twin.__dict__[table_name] = table
-    method: Any = getattr(twin, "reset_parameters", None) or twin._reset_parameters  # both spellings occur in torch
-    method()  # writes to the copy's tensors
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def reset_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
-    """Report tensors of modules without ``reset_parameters``."""
-    problems = []
-    for name in names:
-        owner = module.get_submodule(name.rpartition(".")[0])
-        if not any(callable(getattr(owner, each, None)) for each in ("reset_parameters", "_reset_parameters")):
-            reason = f"{type(owner).__qualname__} has no reset_parameters()"
-            hint = "pass init= a function of name and tensor, or load a checkpoint after init=None"
-            problems.append(Problem("uninitialized-buffer", name, found=reason, hint=hint))
-    return problems

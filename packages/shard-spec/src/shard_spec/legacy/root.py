@@ -6,7 +6,6 @@ ranks have the same; without that its gradients would stay each rank's own, and 
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -138,21 +137,3 @@ class CompareAndHook:
 
 def _runs_sharded(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), ShardedForward)
-
-
-class DTensorOutputHint:
-    """Forward hook of the root: warns once of an output that plain targets cannot be compared with."""
-
-    def __init__(self) -> None:
-        self.warns = True
-
-    @eager_only
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Warn where the output is a DTensor."""
-        if self.warns and isinstance(output, DTensor):
-            self.warns = False
-            warnings.warn(
-                "shard_module: the module returns a DTensor of the full batch, which plain targets cannot be compared "
-                "with; name it in return_local_tensor for this rank's rows, or in output_plan for another layout",
-                stacklevel=2,
-            )

@@ -28,7 +28,7 @@ from shard_spec.distributed.parameter_format import as_dtensor
 from shard_spec.layout.layout import Layout
 from shard_spec.legacy.outputs import LocalRows, ReshardOutput
 from shard_spec.legacy.plan_module import forward_for, known_layout, plan_module
-from shard_spec.legacy.root import CompareAndHook, DTensorOutputHint
+from shard_spec.legacy.root import CompareAndHook
 from shard_spec.legacy.rows import BatchRows
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
@@ -102,8 +102,6 @@ def _install_hooks(
     compare.adopt(module)
     # Before the user's own hooks: they may run modules that communicate.
     _register(module.register_forward_pre_hook(compare, prepend=True), transaction, removals)
-    if actions.everything and "" not in (*actions.outputs, *actions.locals):
-        _register(module.register_forward_hook(DTensorOutputHint()), transaction, removals)
 
 
 class KeepSlowPath:
