@@ -78,7 +78,7 @@ def test_plan_check_explain_and_diff(factory: Any, tmp_path: Any, capsys: Any) -
     assert status == 0
     assert "blocks.*.fc1.weight" in shown
     assert "memory on each rank" in shown
-    assert "all_reduce" in shown
+    assert "all_gather" in shown
     assert "blocks.*.fc1.weight" in dict(ShardingPlan.from_json(Path(plan).read_text()).plan)
     assert page.read_text().startswith("<!doctype html>")
     assert main(["check", factory, plan]) == 0
@@ -158,37 +158,7 @@ def test_a_hugging_face_config(tmp_path: Any, capsys: Any) -> None:
     assert "dp:S(0), tp:S(1)" in shown
     plan = tmp_path / "hf.json"
     plan.write_text(ShardingPlan({"model.layers.*.mlp.down_proj.weight": "S(1)"}, mesh={"tp": 8}).to_json())
-    assert main(["convert", str(plan), "--to", "hf", "--model", str(tmp_path)]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said == {"model.layers.*.mlp.down_proj": "rowwise"}
-    (tmp_path / "tp.json").write_text(json.dumps(said))
-    arguments = ["--from", "hf", "--to", "json", "--model", str(tmp_path), "--mesh", "tp=8"]
-    assert main(["convert", str(tmp_path / "tp.json"), *arguments]) == 0
-    back = ShardingPlan.from_json(capsys.readouterr().out)
-    assert dict(back.plan) == {"model.layers.*.mlp.down_proj.weight": "tp:S(-1)"}
-
-
-def test_convert(factory: Any, tmp_path: Any, capsys: Any) -> None:
-    plan = tmp_path / "plan.json"
-    made = ShardingPlan({"blocks.*.fc1.*": "tp:S(0)", "blocks.*.fc2.weight": "tp:S(1)"}, mesh={"tp": 2})
-    plan.write_text(made.to_json())
-
-    def converted(*arguments: Any) -> Any:
-        assert main(["convert", str(plan), *arguments]) == 0
-        return capsys.readouterr().out
-
-    assert ShardingPlan.from_json(converted("--to", "json")) == made
-    assert json.loads(converted("--to", "dtensor"))["blocks.*.fc2.weight"] == ["S(1)"]
-    styles = json.loads(converted("--to", "parallelize", "--model", factory))
-    assert styles["blocks.2.fc1"].startswith("ColwiseParallel")
-    assert json.loads(converted("--to", "hf", "--model", factory))["blocks.*.fc2"] == "rowwise"
-    flat = ShardingPlan.from_json(converted("--to", "layouts", "--model", factory))
-    assert "blocks.1.fc1.bias" in flat.plan
-    compact = ShardingPlan.from_json(converted("--to", "compact", "--model", factory))
-    assert "blocks.*.fc1.bias" in compact.plan
-    plan.write_text(ShardingPlan({"embed.weight": "tp:U(0,[31,1])"}, mesh={"tp": 2}).to_json())
-    assert main(["convert", str(plan), "--to", "dtensor"]) == 1
-    assert "not-expressible" in capsys.readouterr().err
+    assert main(["check", str(tmp_path), str(plan)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -213,7 +183,6 @@ def test_convert(factory: Any, tmp_path: Any, capsys: Any) -> None:
         ["plan", THIS, "--mesh", "dp=2", "--out", "no/such/folder/plan.json"],
         ["plan", THIS, "--mesh", "dp=2", "--html", "/"],
         ["check", THIS, "no-such-file.json"],
-        ["convert", "no-such-file.json", "--to", "hf"],
     ],
 )
 def test_wrong_usage_is_status_2_and_says_why(factory: Any, arguments: Any, capsys: Any) -> None:
@@ -270,7 +239,7 @@ def page_of(tmp_path: Any) -> Any:
 
     metadata = metadata_of(net)
     text = html_report(
-        plan, metadata, plan.memory(metadata), plan.communication(metadata, 16), title="<script>alert(1)</script>"
+        plan, metadata, plan.memory(metadata), plan.communication(metadata), title="<script>alert(1)</script>"
     )
     path = tmp_path / "page.html"
     path.write_text(text, encoding="utf-8")
@@ -350,7 +319,7 @@ class Model(nn.Module):
     assert [problem["code"] for problem in report["problems"]] == ["does-not-fit"]
     assert report["problems"][0]["found"] == report["verdict"]
     assert report["verdict"].endswith(f"peak at the {moment}")
-    assert "--checkpointing fits" in report["problems"][0]["hint"]
+    assert "--checkpointing" in report["problems"][0]["hint"]
     assert run("--memory-limit", str(small), "--checkpointing")[0] == 0
     assert run("--memory-limit", str(small - 1), "--checkpointing")[0] == 1
     half = run("--dtype", "bfloat16")[1]["memory"]["total"][0]

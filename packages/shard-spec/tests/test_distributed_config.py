@@ -116,12 +116,11 @@ def test_expert_context_and_pipeline_axes() -> None:
     saved = whole.on(0)["parameters"] - found.on(0)["parameters"]
     assert saved == expert_bytes * 3 // 4 + attention_bytes // 2
     moved = plan.communication(net, (16, 8))
-    assert {t.op for t in moved.transfers if "experts" in t.name and t.axis == "ep"} == set()
-    assert {t.axis for t in moved.transfers if "experts" in t.name} == {"dp", "cp"}
-    assert {t.axis for t in moved.transfers if t.name == "model.norm.weight"} == {"dp", "cp", "ep"}
+    gradients = {axis: sum(t.full_bytes for t in moved.transfers if t.axis == axis) for axis in ("dp", "cp", "ep")}
+    assert gradients["dp"] == gradients["cp"] == found.on(0)["parameters"]
+    assert gradients["ep"] == gradients["dp"] - expert_bytes // 4  # experts stay
     assert {t.axis for t in moved.transfers if t.what == "activations"} == {"tp"}
     assert moved.count(axis="pp") == 0
     text = str(moved)
     for remark in ("ep: experts stay", "cp: tokens of one sample", "pp: every stage counts as planned"):
         assert remark in text
-    assert "128 tokens a step, 8 on each rank" in text

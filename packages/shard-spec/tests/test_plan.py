@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -272,38 +273,52 @@ def test_memory_of_mixed_precision() -> None:
 def test_communication_of_fully_sharded_and_replicated_data_parallel() -> None:
     metadata = ModelMetadata.from_shapes({"a": (8, 4), "b": (6,)})
     sharded = ShardingPlan({"**": "S(0)"}, mesh={"fsdp": 4}).communication(metadata)
-    # a: 128 bytes gathered twice and scattered once; b: 6 over 4 is 2, 2, 2, 0: padded to 8 elements, 32 bytes
+    # The root is one unit, gathered once. b: 6 over 4 is 2, 2, 2, 0, padded to 8 elements, 32 bytes beside a's 128.
     assert {(t.name, t.op, t.full_bytes, t.count) for t in sharded.transfers} == {
-        ("a", "all_gather", 128, 2),
-        ("a", "reduce_scatter", 128, 1),
-        ("b", "all_gather", 32, 2),
-        ("b", "reduce_scatter", 32, 1),
+        ("", "all_gather", 160, 1),
+        ("", "reduce_scatter", 160, 1),
     }
-    assert sharded.sent_bytes == 3 * (128 + 32) * 3 / 4
+    assert sharded.sent_bytes == 2 * (128 + 32) * 3 / 4
     replicated = ShardingPlan({}, mesh={"dp": 4}).communication(metadata)
-    assert {(t.name, t.op, t.full_bytes) for t in replicated.transfers} == {
-        ("a", "all_reduce", 128),
-        ("b", "all_reduce", 24),
-    }
+    assert [(t.name, t.op, t.full_bytes) for t in replicated.transfers] == [("", "all_reduce", 152)]
     assert replicated.by_axis() == {"dp": {"gradients": 2 * (128 + 24) * 3 / 4}}
 
 
-def test_communication_of_tensor_parallel_blocks(model: Any) -> None:
-    plan = ShardingPlan({**RULES, "embed.weight": "tp:S(0)"}, mesh=MESH)
+class Attention(nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self[name](x) for name in ("wq", "wk", "wv"))
+        out: torch.Tensor = self["wo"](q * k * v)
+        return out
+
+
+class Running(Model):
+    """The model with a forward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + Attention(layer.attn.items())(layer.attn_norm(x))
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+def test_communication_of_tensor_parallel_blocks() -> None:
+    plan, model = ShardingPlan({**RULES, "embed.weight": "tp:S(0)"}, mesh=MESH), Running()
     found = plan.communication(model, batch=(4, 8), topology=topology_preset("h100-sxm"))
     forward_and_backward = [t for t in found.transfers if t.axis == "tp"]
     # per block one reduction after wo and one before q, k, v; one after the embedding; local batch is 16 tokens of 8
-    assert sorted(t.name for t in forward_and_backward) == [
-        "embed.weight",
-        "layers.0.attn.wo.weight",
-        "layers.0.attn.wq.weight",
-        "layers.1.attn.wo.weight",
-        "layers.1.attn.wq.weight",
+    assert [t.name.removesuffix(".weight") for t in forward_and_backward] == [
+        "embed",
+        "layers.0.attn.wo",
+        "layers.1.attn.wo",
+        "layers.1.attn.wv",  # the backward of the last use is the first
+        "layers.0.attn.wv",
     ]
     assert {t.full_bytes for t in forward_and_backward} == {16 * 8 * 4}
     assert found.seconds is not None
     assert found.seconds["tp"] > 0
-    assert "16 on each rank" in str(found)
+    with pytest.raises(PlanError, match=r"\[unverified\] batch: names and shapes alone -> pass the nn.Module"):
+        plan.communication(plan.resolve(model).metadata, batch=(4, 8))
     assert json.loads(found.to_json())["format"] == "shard-spec/communication"
 
 
@@ -311,11 +326,11 @@ def test_a_sharded_head_gathers_its_logits() -> None:
     net = nn.Sequential()
     net.add_module("embed", nn.Embedding(32, 8))
     net.add_module("head", nn.Linear(8, 32, bias=False))
-    found = ShardingPlan({"**.weight": "S(0)"}, mesh={"tp": 2}).communication(net, batch=10)
+    found = ShardingPlan({"**.weight": "S(0)"}, mesh={"tp": 2}).communication(net, batch=(1, 10), loss=None)
     assert [(t.name, t.op, t.full_bytes) for t in found.transfers] == [
         ("embed.weight", "all_reduce", 10 * 8 * 4),
-        ("head.weight", "all_reduce", 10 * 8 * 4),
         ("head.weight", "all_gather", 10 * 32 * 4),
+        ("head.weight", "all_reduce", 10 * 8 * 4),
     ]
 
 
@@ -514,7 +529,7 @@ plan = MegatronPlanner({"tp": 2}).build_plan(model) | ShardingPlan({"0.bias": "t
 assert plan.validate(model, world_size=2) == ()
 plan.resolve(model), plan.explain("0.weight", model), plan.diff(ShardingPlan({}, mesh="tp=2"), model)
 plan.memory(model)
-plan.communication(model, (2, 3)), ShardingPlan.from_json(plan.to_json()), plan.compact(model)
+plan.communication(model), ShardingPlan.from_json(plan.to_json()), plan.compact(model)
 ShardingPlan({"0.weight": ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])}).resolve(model)
 assert "torch.distributed.tensor" not in sys.modules
 plan.to_dtensor_placements(model)
@@ -543,8 +558,10 @@ def test_subclasses_of_linear_and_embedding_count_as_these() -> None:
     said = []
     for linear, embedding in ((nn.Linear, nn.Embedding), (Own, Table)):
         up, down = linear(8, 16, bias=False), linear(16, 8, bias=False)
-        model = nn.ModuleDict({"table": embedding(16, 8), "up": up, "down": down, "conv": nn.Conv1d(8, 8, 1)})
-        said.append(ShardingPlan(rules, mesh={"tp": 2}).communication(model, batch=(4, 16)))
+        model = nn.Sequential(
+            OrderedDict({"table": embedding(16, 8), "up": up, "down": down, "conv": nn.Conv1d(8, 8, 1)})
+        )
+        said.append(ShardingPlan(rules, mesh={"tp": 2}).communication(model, batch=(4, 8)))
     assert said[0].by_axis() == said[1].by_axis()
     assert said[0].by_axis()["tp"]["activations"] > 0
     assert any("conv.weight are not counted" in line for line in said[0].assumptions)

@@ -73,7 +73,6 @@ def test_the_estimate_of_a_whole_model_is_close_to_a_real_forward(batch: int) ->
     found = ShardingPlan({}, mesh={"dp": 2}).activations(model, inputs)
     real = saved_bytes(model, inputs)
     assert found.local_bytes == found.whole_bytes
-    assert found.num_tensors > 20
     assert found.local_bytes == real
 
 
@@ -144,7 +143,6 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(checkpointed: bool) -> None:
     real = peak_of(lambda: model(x).backward(torch.ones(16, 256, 7)))
     gradients = sum(p.nbytes for p in model.parameters())
     assert own.peak_bytes == asked.peak_bytes
-    assert asked.num_blocks == 4
     assert real - gradients <= own.peak_bytes <= 1.03 * real  # the inputs are there before
 
 

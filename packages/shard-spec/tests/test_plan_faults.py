@@ -231,7 +231,6 @@ FAULTS = {
     # the model and the machine
     "lazy": Fault("uninitialized-parameter", lazy),
     "world-too-small": Fault("mesh-too-large", lambda case, m: case.check.update(world_size=3), name=""),
-    "does-not-fit": Fault("does-not-fit", lambda case, m: case.check.update(memory_limit=1000), name=""),
 }
 
 
@@ -284,7 +283,7 @@ def assert_untouched(before: Any, model: Any) -> Any:
 def test_the_good_case_is_good_and_there_are_enough_faults() -> None:
     assert make_case().validate() == ()
     assert len(FAULTS) >= 60
-    assert len({fault.code for fault in FAULTS.values()}) >= 24  # codes of one fact are one
+    assert len({fault.code for fault in FAULTS.values()}) >= 23  # codes of one fact are one
 
 
 @pytest.mark.parametrize("kind", list(FAULTS))
@@ -310,8 +309,7 @@ def test_each_fault_is_reported(kind: Any) -> None:
 @pytest.mark.parametrize("seed", range(25))
 def test_five_random_faults_at_once_are_all_reported(seed: Any) -> None:
     rng = random.Random(seed)
-    # Memory can only be summed over what could be resolved; a machine too small is still seen beside other faults.
-    kinds = rng.sample([kind for kind in FAULTS if kind != "does-not-fit"], 5)
+    kinds = rng.sample(list(FAULTS), 5)
     case = make_case()
     for kind in kinds:
         FAULTS[kind].seed(case, f"m{list(FAULTS).index(kind):02d}")
@@ -324,21 +322,10 @@ def test_five_random_faults_at_once_are_all_reported(seed: Any) -> None:
 
 def test_all_faults_at_once_are_all_reported() -> None:
     case = make_case()
-    for at, (kind, fault) in enumerate(FAULTS.items()):
-        if kind != "does-not-fit":
-            fault.seed(case, f"m{at:02d}")
+    for at, fault in enumerate(FAULTS.values()):
+        fault.seed(case, f"m{at:02d}")
     problems = case.validate()
     missing = [
-        kind
-        for at, (kind, fault) in enumerate(FAULTS.items())
-        if kind != "does-not-fit" and not is_reported(fault, f"m{at:02d}", problems)
+        kind for at, (kind, fault) in enumerate(FAULTS.items()) if not is_reported(fault, f"m{at:02d}", problems)
     ]
     assert missing == []
-
-
-def test_over_memory_says_by_how_much_and_where_to_look() -> None:
-    case = make_case()
-    case.rules["m00.weight"] = "R, R"
-    (problem,) = ShardingPlan(case.rules, mesh=MESH).validate(case.model, memory_limit=1000)
-    assert "over the limit of 1000 B" in problem.found
-    assert "m00.weight" in problem.hint

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
-from shard_spec.estimate.memory import memory_of
+from shard_spec.estimate.memory import is_foreach, memory_of
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.metadata import ModelMetadata
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.sources import Initializer, Source
-    from shard_spec.estimate.activations import ActivationEstimate, Loss
+    from shard_spec.estimate.activations import ActivationEstimate, StepOptions
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import CostModel, Topology
     from shard_spec.estimate.memory import Memory, OptimizerLike
@@ -106,23 +106,14 @@ class ShardingPlan(PlanContent):
         """
         return resolve(self, module)
 
-    def validate(
-        self,
-        module: nn.Module | ModelMetadata,
-        *,
-        world_size: int | None = None,
-        memory_limit: int | None = None,
-        optimizer: Any = "adamw",
-    ) -> tuple[Problem, ...]:
+    def validate(self, module: nn.Module | ModelMetadata, *, world_size: int | None = None) -> tuple[Problem, ...]:
         """Return every problem of this plan for ``module``, in one pass; empty if there is none. Changes nothing.
 
         Args:
             module: The model, or its metadata.
             world_size: Number of ranks; a mesh with other ranks is a problem.
-            memory_limit: Bytes of one rank for parameters, gradients and optimizer state.
-            optimizer: Optimizer for the size of its state, as in :meth:`memory`.
         """
-        return validate(self, module, world_size=world_size, memory_limit=memory_limit, optimizer=optimizer)
+        return validate(self, module, world_size=world_size)
 
     def memory(
         self,
@@ -131,10 +122,7 @@ class ShardingPlan(PlanContent):
         *,
         optimizer: OptimizerLike = "adamw",
         grads: bool | str = True,
-        dtype: str | None = None,
-        data_axes: Sequence[str] | None = None,
-        checkpointing: bool = False,
-        loss: Loss = "causal-lm",
+        **step: Unpack[StepOptions],
     ) -> Memory:
         """Count the bytes of parameters, buffers, gradients and optimizer state on each rank, exactly, without tensors.
 
@@ -147,53 +135,31 @@ class ShardingPlan(PlanContent):
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
                 :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, a torch optimizer or its class, or None.
             grads: True to count gradients, or their dtype if it is not the parameters'.
-            dtype: Dtype of all floating tensors after a conversion, as by ``module.to(dtype)``.
-            data_axes: As in :meth:`communication`.
-            checkpointing: As in :meth:`activations`.
-            loss: As in :meth:`activations`.
+            step: How the step runs; see :class:`StepOptions`.
 
         Raises:
             PlanError: If the plan does not match the model, or a name is not known.
         """
-        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=dtype)
+        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=step.get("dtype"))
         if batch is None:
             return static
         if isinstance(module, ModelMetadata):
             raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-        settings = {"data_axes": data_axes, "dtype": dtype, "loss": loss, "checkpointing": checkpointing}
-        return static.with_activations(self.activations(module, batch, **settings))  # type: ignore[arg-type]  # mixed
+        return static.with_activations(self.activations(module, batch, **step), foreach=is_foreach(optimizer, module))
 
-    def activations(
-        self,
-        module: nn.Module,
-        batch: Batch,
-        *,
-        data_axes: Sequence[str] | None = None,
-        dtype: str | None = None,
-        loss: Loss = "causal-lm",
-        checkpointing: bool = False,
-    ) -> ActivationEstimate:
+    def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
 
         Args:
             module: The model, on any device; forward, loss and backward run once on shapes only (the meta device).
             batch: ``(sequences, length)`` of token ids over all ranks; or one rank's arguments of forward: a tensor, a
                 tuple of arguments or a mapping of keyword arguments, for example ``{"input_ids": ids}``.
-            data_axes: As in :meth:`communication`.
-            dtype: As in :meth:`memory`.
-            loss: For logits of token ids: ``"causal-lm"``, the cross entropy of the next token, on gathered logits;
-                ``"vocab-parallel"``, the same on logits that stay sharded along the vocabulary. Or a function
-                ``loss(output, batch)``; or None: the loss is not counted. A loss returned by forward itself (labels in
-                ``batch``) is counted as it is.
-            checkpointing: Count as if each block, a child of a `ModuleList`, were recomputed in backward. Blocks
-                checkpointed by the model itself are counted so anyway.
+            step: How the step runs; see :class:`StepOptions`.
 
         Raises:
             PlanError: If the plan does not match the model.
         """
-        return estimate_activations(
-            self, module, batch, data_axes=data_axes, dtype=dtype, loss=loss, checkpointing=checkpointing
-        )
+        return estimate_activations(self, module, batch, **step)
 
     def communication(
         self,
@@ -201,26 +167,25 @@ class ShardingPlan(PlanContent):
         batch: Batch | None = None,
         *,
         topology: Topology | None = None,
-        data_axes: Sequence[str] | None = None,
-        dtype: str | None = None,
         cost_model: CostModel | None = None,
+        **step: Unpack[StepOptions],
     ) -> Communication:
-        """Return the communication of one training step by axis: parameters and gradients exactly, activations by rule.
+        """Return the communication of one training step by axis.
+
+        Along data axes it follows from the plan; along model axes a step runs on shapes.
 
         Args:
             module: The model, or its metadata.
             batch: Tokens in a step over all ranks, ``(sequences, length)``, or one rank's arguments of forward. None:
                 do not count activations.
             topology: Machine for the time of collectives.
-            data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
-            dtype: Dtype of the transfers, if it is not the parameters'.
             cost_model: Times of collectives; default is the alpha-beta model.
+            step: How the step runs; see :class:`StepOptions`.
 
         Raises:
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
-        found = resolve(self, module)
-        return communication(found, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
+        return communication(resolve(self, module), module, batch, topology=topology, cost_model=cost_model, **step)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """Explain this plan in words; with ``name`` one tensor; with ``module`` also reasons and local shapes."""
@@ -238,7 +203,7 @@ class ShardingPlan(PlanContent):
         source: Source = "scatter",
         src_rank: int = 0,
         group: ProcessGroup | None = None,
-        init: Initializer | str | None = None,
+        init: Initializer | None = None,
         seed: int = 0,
     ) -> ShardHandle:
         """Replace the tensors of ``module`` by their shards on ``mesh``, all or nothing; every rank calls it.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.memory import memory_of
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
@@ -20,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def validate(
-    plan: PlanContent,
-    module: nn.Module | ModelMetadata,
-    *,
-    world_size: int | None = None,
-    memory_limit: int | None = None,
-    optimizer: Any = "adamw",
+    plan: PlanContent, module: nn.Module | ModelMetadata, *, world_size: int | None = None
 ) -> tuple[Problem, ...]:
     """Return every problem of ``plan`` for ``module``; see ``ShardingPlan.validate``."""
     resolution = examine(plan, module)
@@ -33,8 +26,6 @@ def validate(
     if world_size is not None and resolution.ranks and resolution.ranks[-1] >= world_size:
         text = f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks"
         problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
-    if memory_limit is not None:
-        problems += _memory_problems(resolution, memory_limit, optimizer)
     return tuple(dict.fromkeys(problems))  # once each, in order
 
 
@@ -77,14 +68,3 @@ def _local_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem]
             reason = f"return_local_tensor names it {count} times"
             problems.append(Problem("duplicate-name", name, found=reason, hint="name it once"))
     return problems
-
-
-def _memory_problems(found: Resolution, memory_limit: int, optimizer: Any) -> list[Problem]:
-    memory = memory_of(found, optimizer=optimizer)
-    rank, over = memory.worst_rank, memory.max_bytes - memory_limit
-    if over <= 0:
-        return []
-    largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in memory.largest(rank, 3))
-    needed, over_limit, limit = map(human_bytes, (memory.max_bytes, over, memory_limit))
-    text = f"rank {rank} needs {needed}, {over_limit} over the limit of {limit}"
-    return [Problem("does-not-fit", found=text, hint=f"shard more of the largest tensors of that rank: {largest}")]

@@ -1,4 +1,4 @@
-"""The five commands: each loads its inputs, evaluates a plan, and prints."""
+"""The four commands: each loads its inputs, evaluates a plan, and prints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal import OptimalPlanner, Workload
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
 from shard_spec.plan.resolve import examine
-from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
+from shard_spec.plan.untrusted_input import MAX_BYTES
 from shard_spec.report.explain import explain_model
 from shard_spec.sharding_plan import ShardingPlan
 
@@ -65,51 +65,6 @@ def run_diff(arguments: argparse.Namespace) -> int:
     difference = before.diff(after, metadata)
     print(difference.to_json() if arguments.json else difference)
     return 1 if difference else 0  # as in diff(1)
-
-
-def run_convert(arguments: argparse.Namespace) -> int:
-    """Run ``shard-spec convert``: print the plan in another tool's terms."""
-    metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
-    if metadata is None and (arguments.source == "hf" or arguments.to in ("parallelize", "hf", "layouts", "compact")):
-        raise UsageError(f"--to {arguments.to} needs --model")
-    if arguments.source == "hf":
-        assert metadata is not None
-        if not arguments.mesh:
-            raise UsageError("--from hf needs --mesh")
-        styles = _read(arguments.plan)
-        try:
-            tp_plan = json_values(styles)
-        except ValueError as error:
-            raise UsageError(f"{arguments.plan} is no JSON: {error}") from None
-        axis = arguments.axis or "tp"
-        plan = ShardingPlan.from_hf_tp_plan(tp_plan, metadata, arguments.mesh, axis, prefix=arguments.prefix)
-    else:
-        plan = load_plan(arguments.plan)
-    print(_converted(plan, metadata, arguments.to, arguments.axis), end="")
-    return 0
-
-
-def _converted(plan: ShardingPlan, metadata: ModelMetadata | None, target: str, axis: str | None) -> str:
-    if target == "json":
-        return plan.to_json()
-    if target == "dtensor":
-        document: Any = {name: list(map(str, specs)) for name, specs in plan.to_dtensor_placements(metadata).items()}
-        return json.dumps(document, indent=1) + "\n"
-    assert metadata is not None
-    if target == "compact":
-        return plan.compact(metadata).to_json()
-    if target == "layouts":
-        return ShardingPlan.from_layouts(plan.resolve(metadata)).to_json()
-    if target == "hf":
-        return json.dumps(plan.to_hf_tp_plan(metadata, axis), indent=1) + "\n"
-    styles = plan.to_parallelize_plan(metadata, axis)
-    return json.dumps({name: _style_text(style) for name, style in styles.items()}, indent=1) + "\n"
-
-
-def _style_text(style: Any) -> str:
-    """Format a style as code; the reprs of torch's styles are ambiguous."""
-    inputs, outputs = style.input_layouts[0], style.output_layouts[0]
-    return f"{type(style).__name__}(input_layouts={inputs}, output_layouts={outputs})"
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -234,8 +189,7 @@ def _report(
         memory, communication, reason = _costs_of(plan, model, arguments)
         notes = [*notes, Problem("unverified", found=reason)] if reason else notes
         if limit is not None and memory.max_bytes > limit:  # a problem like others: status 1
-            hint = _what_would_fit(plan, model, arguments, memory, limit)
-            problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=hint))
+            problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=_hint(memory, limit)))
         if arguments.html:
             _write_html(plan, metadata, arguments, memory, communication)
             print(f"wrote {arguments.html}", file=sys.stderr)  # stdout holds the report only
@@ -280,21 +234,24 @@ def _costs_of(
     plan: ShardingPlan, model: nn.Module | ModelMetadata, arguments: argparse.Namespace
 ) -> tuple[Memory, Any, str]:
     """Return memory, communication (None with several meshes), and the reason if activations are not counted."""
-    batch, axes = _batch(arguments), arguments.data_axes.split(",") if arguments.data_axes else None
-    memory, reason = plan.memory(model, optimizer=arguments.optimizer, dtype=arguments.dtype), ""
+    batch, reason = _batch(arguments), ""
+    options: dict[str, Any] = {"dtype": arguments.dtype, "checkpointing": arguments.checkpointing}
+    options["loss"] = None if arguments.loss == "none" else arguments.loss
+    options["data_axes"] = arguments.data_axes.split(",") if arguments.data_axes else None
+    memory = plan.memory(model, optimizer=arguments.optimizer, **options)
     if batch is not None and isinstance(model, ModelMetadata):
         reason = "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
     elif batch is not None:
         try:
-            memory = memory.with_activations(_activations(plan, model, arguments))
+            memory = plan.memory(model, batch, optimizer=arguments.optimizer, **options)
         except Exception as error:  # a forward of other inputs; the report is valid without it
             line = (str(error).splitlines() or [""])[0][:200]  # torch's errors have many lines
             reason = (
                 f"activations are not counted: forward on token ids {arguments.batch}: {type(error).__name__}: {line}"
             )
     try:
-        topology = _topology(arguments)
-        communication = plan.communication(model, batch, topology=topology, data_axes=axes, dtype=arguments.dtype)
+        counted = None if reason else batch
+        communication = plan.communication(model, counted, topology=_topology(arguments), **options)
     except PlanError as error:
         if any(problem.code != "mesh-mismatch" for problem in error.problems):
             raise
@@ -302,32 +259,12 @@ def _costs_of(
     return memory, communication, reason
 
 
-def _activations(plan: ShardingPlan, model: Any, arguments: argparse.Namespace, **changed: Any) -> Any:
-    axes = arguments.data_axes.split(",") if arguments.data_axes else None
-    loss = None if arguments.loss == "none" else arguments.loss
-    options = {"dtype": arguments.dtype, "loss": loss, "checkpointing": arguments.checkpointing, **changed}
-    return plan.activations(model, _batch(arguments), data_axes=axes, **options)
-
-
-def _what_would_fit(plan: ShardingPlan, model: Any, arguments: argparse.Namespace, memory: Memory, limit: int) -> str:
-    """Try changes of the step cumulatively and return the first that fits."""
+def _hint(memory: Memory, limit: int) -> str:
     state = sum(size for part, size in memory.on(memory.worst_rank).items() if part not in STEP_PARTS)
-    if not memory.moment or state > limit:  # no activation option can help
-        largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in memory.largest(memory.worst_rank, 3))
-        return f"use more ranks, or shard more of the largest tensors of rank {memory.worst_rank}: {largest}"
-    changes: dict[str, Any] = {}
-    for option, text, value in (
-        ("checkpointing", "--checkpointing", True),
-        ("loss", "--loss vocab-parallel", "vocab-parallel"),
-    ):
-        if getattr(arguments, option) == value:
-            continue
-        changes[option] = (text, value)  # kept for the next attempt
-        tried = _activations(plan, model, arguments, **{name: each for name, (_, each) in changes.items()})
-        names = " ".join(each for each, _ in changes.values())
-        if state + tried.peak_bytes <= limit:
-            return f"{names} fits: {human_bytes(state + tried.peak_bytes)}"
-    return "use more ranks, a smaller batch, or a loss in chunks"
+    if memory.moment and state <= limit:
+        return "try --checkpointing, --loss vocab-parallel, a smaller batch, or more ranks"
+    largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in memory.largest(memory.worst_rank, 3))
+    return f"use more ranks, or shard more of the largest tensors of rank {memory.worst_rank}: {largest}"
 
 
 def _write_html(

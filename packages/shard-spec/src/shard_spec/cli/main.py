@@ -89,16 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("after")
     diff.add_argument("--model", help="the model, to compare tensors instead of rules")
     _common(diff)
-
-    convert = _add(commands, "convert", "write a plan in other terms")
-    convert.add_argument("plan", help="a plan file (JSON); or a tp_plan (JSON) with --from hf")
-    convert.add_argument("--from", dest="source", choices=["plan", "hf"], default="plan")
-    convert.add_argument("--to", required=True, choices=["json", "dtensor", "parallelize", "hf", "layouts", "compact"])
-    convert.add_argument("--model", help="the model; needed for all but json and dtensor")
-    convert.add_argument("--axis", help="the axis that cuts, for parallelize and hf")
-    convert.add_argument("--mesh", help="the mesh, with --from hf")
-    convert.add_argument("--prefix", default="", help="put in front of the names, with --from hf")
-    _common(convert)
     return parser
 
 

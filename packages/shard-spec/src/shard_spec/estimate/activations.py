@@ -5,7 +5,8 @@ integer inputs and constants (positions, masks, lengths), since models branch on
 operator until its last reference goes; the sums of live ones give the peak, and recomputation (checkpointed blocks)
 counts as it runs. Sharding along model axes is followed from weight to weight: a column-sharded weight makes its
 output sharded, a row-sharded one makes it full, and results of sharded inputs are sharded; backward is the mirror
-image. It is an estimate: a real run may fuse or allocate otherwise.
+image. Where a result becomes full, ranks communicate. Along data axes that shard parameters, the groups of FSDP2 are
+gathered and scattered as it does. It is an estimate: a real run may fuse or allocate otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -30,7 +31,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
+from shard_spec.estimate.data_parallel import block_names, gathered_bytes, unit_transfers, units_of
 from shard_spec.estimate.roles import (
+    EXPERT_AXIS_NAMES,
     Batch,
     data_axes_of,
     expert_modules,
@@ -48,6 +51,10 @@ if TYPE_CHECKING:
 Loss: TypeAlias = "str | Callable[[Any, Any], torch.Tensor] | None"
 
 _MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048
+_PRODUCTS = (
+    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
+    *(torch.ops.aten.baddbmm.default, torch.ops.aten._grouped_mm.default),
+)
 _LOSSES = ("causal-lm", "vocab-parallel")
 
 
@@ -58,40 +65,75 @@ class ActivationEstimate:
     Attributes:
         local_bytes: Bytes saved by autograd between forward and backward, if every axis divides evenly.
         whole_bytes: The same without any sharding: one process on the same local batch.
-        num_tensors: Number of memories saved by autograd.
         peak_bytes: Most bytes at one time in forward, loss and backward, without gradients of parameters.
         moment: Phase of the peak: ``"forward"``, ``"loss"`` or ``"backward"``.
         loss_bytes: Share of ``peak_bytes`` for logits, loss and the gradient of the logits.
-        num_blocks: Number of repeated blocks, the children of a `ModuleList`.
+        gathered_bytes: Share of ``peak_bytes`` for parameters gathered along data axes, and their full gradients.
         notes: Uncounted parts, a line each.
     """
 
     local_bytes: int
     whole_bytes: int
-    num_tensors: int
     peak_bytes: int
     moment: str
     loss_bytes: int = 0
-    num_blocks: int = 0
+    gathered_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
-        text += f"{human_bytes(self.loss_bytes)} for logits and loss; {human_bytes(self.local_bytes)} are kept between "
-        return "\n".join([text + "forward and backward (an estimate)", *(f"- {note}" for note in self.notes)])
+        text += (
+            f"{human_bytes(self.loss_bytes)} for logits and loss and {human_bytes(self.gathered_bytes)} for gathered "
+        )
+        text += f"layers; {human_bytes(self.local_bytes)} are kept between forward and backward (an estimate)"
+        return "\n".join([text, *(f"- {note}" for note in self.notes)])
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of a training step.
+
+    Attributes:
+        data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
+        dtype: Dtype of all floating tensors after a conversion, as by ``module.to(dtype)``.
+        loss: For logits of token ids: ``"causal-lm"`` (default), the cross entropy of the next token, on gathered
+            logits; ``"vocab-parallel"``, the same on logits that stay sharded along the vocabulary. Or a function
+            ``loss(output, batch)``; or None: the loss is not counted. A loss returned by forward itself (labels in
+            ``batch``) is counted as it is.
+        checkpointing: True counts as if each block, a child of a `ModuleList`, were recomputed in backward. Blocks
+            checkpointed by the model itself are counted so anyway.
+        units: FQNs or patterns of the modules that ``fully_shard`` wraps beside the root. Default: each block.
+    """
+
+    data_axes: Iterable[str] | None
+    dtype: str | None
+    loss: Loss
+    checkpointing: bool
+    units: Iterable[str] | None
 
 
 def estimate_activations(
-    plan: PlanContent,
-    module: nn.Module,
-    batch: Batch,
-    *,
-    data_axes: Iterable[str] | None = None,
-    dtype: str | None = None,
-    loss: Loss = "causal-lm",
-    checkpointing: bool = False,
+    plan: PlanContent, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]
 ) -> ActivationEstimate:
     """Estimate one step; see ``ShardingPlan.activations``."""
+    resolution = resolve(plan, module)
+    step = run_on_shapes(resolution, module, batch, **options)
+    notes = step.notes
+    on_expert_axis = {axis for axis in resolution.one_mesh.axis_names if axis in EXPERT_AXIS_NAMES}
+    if on_expert_axis and expert_modules(resolution.metadata.parameters):
+        notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
+    # A module on meta is planned for an accelerator, and its kernels make no such copies.
+    on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
+    if on_cpu and (dtype := options.get("dtype")):
+        on_cpu = [getattr(torch, dtype)]
+    if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
+        notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
+    peak, moment, shares = step.flow.timeline.peak(step.first_of_loss)
+    return ActivationEstimate(step.local_bytes, step.whole_bytes, peak, moment, *shares, tuple(notes))
+
+
+def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> _Step:
+    """Run forward, loss and backward on the meta device, and return what was recorded."""
+    dtype, loss, units = options.get("dtype"), options.get("loss", "causal-lm"), options.get("units")
     require_floating(dtype)
     if isinstance(loss, str) and loss not in _LOSSES:
         hint = f"one of {', '.join(map(repr, _LOSSES))}, a function loss(output, batch), or None"
@@ -100,42 +142,39 @@ def estimate_activations(
         text = f"a {type(module).__name__} has no forward, so its activations are unknown"
         hint = "give a module whose forward calls its parts, or count their forwards one by one"
         raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
-    resolution = resolve(plan, module)
-    mesh, data = resolution.one_mesh, data_axes_of(resolution.one_mesh, data_axes)
+    mesh, data = resolution.one_mesh, data_axes_of(resolution.one_mesh, options.get("data_axes"))
     model_axes = [axis for axis in mesh.axis_names if axis not in data]
-    state, effects = _meta_state(module, resolution, model_axes, dtype, gathers=loss != "vocab-parallel")
-    flow = _Flow(effects, dict(mesh.axes))
+    state, weights = _meta_state(module, resolution, model_axes, dtype, gathers=loss != "vocab-parallel")
+    flow = _Flow(weights, dict(mesh.axes))
     # all ranks' batch: a data rank gets its share
     arguments, named = flow.inputs(forward_inputs(module, batch, prod(map(mesh.axis_size, data))))
-    blocks = _blocks_of(module)
     # Modules of transformers with this attribute checkpoint their blocks themselves.
-    checkpointing = checkpointing and not any(
+    checkpointing = options.get("checkpointing", False) and not any(
         getattr(each, "gradient_checkpointing", False) for each in module.modules()
     )
     if checkpointing and "use_cache" in inspect.signature(module.forward).parameters:
         named.setdefault("use_cache", False)  # recomputed blocks would append their keys and values again
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
     step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named))
+    blocks = [module.get_submodule(name) for name in block_names(resolution.metadata)]
+    sizes = gathered_bytes(unit_transfers(resolution, data, units, dtype))
+    members = units_of(resolution.metadata, units)
+    parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
     with (
         _checkpointed(blocks if checkpointing else []),
         torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
         _TorchFunctions(flow),
+        _FullyShard(step, sizes, parameters),  # its buffers are allocations, too
     ):
-        torch.func.functional_call(step, {f"model.{name}": each for name, each in state.items()}, (arguments, named))
-    notes = step.notes
-    if expert_modules(resolution.metadata.parameters):
-        notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
-    # A module on meta is planned for an accelerator, and its kernels make no such copies.
-    on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
-    if dtype and on_cpu:
-        on_cpu = [getattr(torch, dtype)]
-    if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
-        notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
-    peak, moment, of_loss = flow.timeline.peak(step.first_of_loss)
-    return ActivationEstimate(
-        step.local_bytes, step.whole_bytes, step.num_kept, peak, moment, of_loss, len(blocks), tuple(notes)
-    )
+        handles = flow.sum_experts(module, resolution)
+        try:
+            own = {f"model.{name}": each for name, each in state.items()}
+            torch.func.functional_call(step, own, (arguments, named))
+        finally:
+            for handle in handles:
+                handle.remove()
+    return step
 
 
 class _Step(nn.Module):
@@ -145,16 +184,17 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.notes: list[str] = []
-        self.local_bytes = self.whole_bytes = self.num_kept = 0
+        self.local_bytes = self.whole_bytes = 0
         self.first_of_loss: int | None = None  # allocation of the logits
-        self._flow, self._loss, self._batch = flow, loss, batch
+        self.flow = flow
+        self._loss, self._batch = loss, batch
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        flow, timeline = self._flow, self._flow.timeline
+        flow, timeline = self.flow, self.flow.timeline
         storages: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if memory_of(tensor) not in flow.effects:  # parameters are counted elsewhere
+            if memory_of(tensor) not in flow.weights:  # parameters are counted elsewhere
                 storages[memory_of(tensor)] = tensor.untyped_storage()
             return tensor
 
@@ -168,7 +208,7 @@ class _Step(nn.Module):
             if memory not in returned:
                 sizes.setdefault(memory, timeline.sizes[allocation])  # setdefault: hooks' entries win
                 num_bytes.setdefault(memory, nbytes)
-        self.local_bytes, self.whole_bytes, self.num_kept = sum(sizes.values()), sum(num_bytes.values()), len(sizes)
+        self.local_bytes, self.whole_bytes = sum(sizes.values()), sum(num_bytes.values())
         storages.clear()  # only the step itself may keep memory alive
         logits = self._logits_of(output)
         if logits is not None:
@@ -208,16 +248,9 @@ class _Step(nn.Module):
         return outputs
 
     def _backward(self, outputs: list[torch.Tensor]) -> None:
-        timeline, alive = self._flow.timeline, self._flow.alive
-
-        def exclude(parameter: torch.Tensor) -> None:
-            # Gradients of parameters are counted elsewhere, exactly and by layout.
-            assert parameter.grad is not None
-            timeline.excluded.add(alive.get(memory_of(parameter.grad), (-1, 0))[0])
-
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(exclude)
+                parameter.register_post_accumulate_grad_hook(self.flow.gradient)
         outputs = [tensor for tensor in outputs if tensor.requires_grad]
         try:
             torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
@@ -232,11 +265,15 @@ class _Timeline:
     def __init__(self) -> None:
         self.sizes: list[int] = []  # local bytes by allocation
         self.excluded: set[int] = set()
+        self.gathered: set[int] = set()  # of FSDP2's groups
         self._events: list[tuple[int, int]] = []  # (allocation, +1 or -1)
         self._begins: dict[str, int] = {"forward": 0}  # moment -> its first event
 
     def begin(self, moment: str) -> None:
         self._begins.setdefault(moment, len(self._events))  # the first time counts
+
+    def in_backward(self) -> bool:
+        return "backward" in self._begins
 
     def allocate(self, size: int) -> int:
         self.sizes.append(size)
@@ -246,8 +283,8 @@ class _Timeline:
     def free(self, allocation: int) -> None:
         self._events.append((allocation, -1))
 
-    def peak(self, logits: int | None) -> tuple[int, str, int]:
-        """Return the most live bytes, their moment, and the share of logits and loss.
+    def peak(self, logits: int | None) -> tuple[int, str, tuple[int, int]]:
+        """Return the most live bytes, their moment, and the shares of logits and loss and of gathered layers.
 
         Args:
             logits: Allocation of the logits; later allocations until backward passes it belong to the loss.
@@ -257,17 +294,103 @@ class _Timeline:
             begins["loss"] = min(begins["loss"], self._events.index((logits, 1)))
         end_of_loss = begins.get("backward", len(self._events))
         of_loss: set[int] = set()
-        current = current_loss = best = best_loss = at_best = 0
+        live = [0, 0, 0]  # all, of the loss, gathered
+        peak, at_peak = [0, 0, 0], 0
         for at, (allocation, sign) in enumerate(self._events):
             if allocation in self.excluded:
                 continue
-            if logits is not None and sign > 0 and begins["loss"] <= at < end_of_loss:
+            gathered = allocation in self.gathered
+            if logits is not None and sign > 0 and begins["loss"] <= at < end_of_loss and not gathered:
                 of_loss.add(allocation)
-            current += sign * self.sizes[allocation]
-            current_loss += sign * self.sizes[allocation] * (allocation in of_loss)
-            if current > best:
-                best, best_loss, at_best = current, current_loss, at  # the loss's share at the same event
-        return best, max((begin, moment) for moment, begin in begins.items() if begin <= at_best)[1], best_loss
+            for part, counts in enumerate((True, allocation in of_loss, gathered)):
+                live[part] += counts * sign * self.sizes[allocation]
+            if live[0] > peak[0]:
+                peak, at_peak = list(live), at  # the shares at the same event
+        moment = max((begin, moment) for moment, begin in begins.items() if begin <= at_peak)[1]
+        return peak[0], moment, (peak[1], peak[2])
+
+
+class _FullyShard:
+    """FSDP2's memory: receive buffers, gathered parameters, and full gradients until they are scattered."""
+
+    def __init__(self, step: _Step, sizes: dict[str, int], parameters: dict[str, list[torch.Tensor]]) -> None:
+        self._flow, self._sizes, self._parameters = step.flow, sizes, parameters
+        self._units = {name: step.model.get_submodule(name) for name in sizes}
+        self._full: dict[str, torch.Tensor] = {}  # parameters by unit
+        self._received: tuple[str, torch.Tensor | None] = ("", None)  # unit and buffer of the last all-gather
+        self._sent: torch.Tensor | None = None  # buffer of the last reduce-scatter
+        self._order: list[str] = []  # of forward
+        self._in_backward = False
+        self._handles: list[Any] = []
+        step.flow.scattered = {memory_of(each) for listed in parameters.values() for each in listed}
+
+    def __enter__(self) -> None:
+        for name, unit in self._units.items():
+            before, after = functools.partial(self._before, name), functools.partial(self._after, name)
+            self._handles.append(unit.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(unit.register_forward_hook(after))
+
+    def __exit__(self, *error: object) -> None:
+        for name in list(self._full):  # the root, and units whose inputs ask for no gradient
+            self._scatter(name)
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._in_backward:  # recomputation, within a unit that is gathered
+            return None
+        # A buffer is kept until the next gather, so that the copy out of it and that gather overlap.
+        self._received = name, self._bytes_of(name)
+        self._full[name] = self._bytes_of(name)
+
+        def entered(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return _mapped(value, entered)
+            if name and value.requires_grad:  # the root is scattered at the end
+                # The output of the unit before has a hook too, which has to come after this one.
+                value = value.view_as(value)
+                value.register_hook(lambda grad: self._scatter(name))
+            return value
+
+        return entered(args), entered(kwargs)
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._in_backward:
+            return
+        if name:
+            del self._full[name]
+        else:
+            self._received = "", None
+        self._order.append(name)
+        for tensor in _held(output, set()):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._gather_again(name))
+
+    def _gather_again(self, name: str) -> None:
+        self._in_backward = True
+        if name not in self._order:
+            return
+        *before, _ = self._order[: self._order.index(name) + 1]
+        self._order.remove(name)
+        if name:
+            if self._received[0] != name:
+                self._received = name, self._bytes_of(name)
+            self._full[name] = self._bytes_of(name)
+        self._received = "", None
+        if before:
+            self._received = before[-1], self._bytes_of(before[-1])  # gathered ahead
+
+    def _scatter(self, name: str) -> None:
+        if self._full.pop(name, None) is not None:
+            self._sent = None
+            self._sent = self._bytes_of(name)
+            for parameter in self._parameters[name]:
+                parameter.grad = None  # the shards are counted elsewhere, exactly
+
+    def _bytes_of(self, name: str) -> torch.Tensor:
+        buffer = torch.empty(self._sizes[name], dtype=torch.uint8, device="meta")
+        self._flow.timeline.gathered.add(self._flow.alive[memory_of(buffer)][0])
+        return buffer
 
 
 class _TorchFunctions(TorchFunctionMode):
@@ -330,13 +453,6 @@ class _TorchFunctions(TorchFunctionMode):
         return output
 
 
-def _blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks: children of a `ModuleList`, blocks inside other blocks excluded."""
-    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
-    inner = {id(below) for each in lists for child in each for below in child.modules() if below is not child}
-    return [child for each in lists if id(each) not in inner for child in each]
-
-
 @contextmanager
 def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
     """Recompute each block in backward within this context."""
@@ -353,24 +469,30 @@ def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Effect:
-    """Axes that make results of a parameter sharded, or full; backward differs."""
+class _Weight:
+    """Model axes that shard a parameter or buffer, by the use of its shards."""
 
-    sharded: frozenset[str] = frozenset()
-    full: frozenset[str] = frozenset()
-    backward_sharded: frozenset[str] = frozenset()
-    backward_full: frozenset[str] = frozenset()
+    name: str
+    column: frozenset[str] = frozenset()  # sharded results; the gradient of the input is summed
+    row: frozenset[str] = frozenset()  # of sharded inputs; the results are summed
+    ends: frozenset[str] = frozenset()  # sharded results (scores of a vocabulary), which are gathered
+    other: frozenset[str] = frozenset()  # of no use that is known
+    is_weight: bool = True  # a matrix, not a bias
 
 
 class _Flow:
     """Track, memory by memory, the sharding axes and lifetime of each result."""
 
-    def __init__(self, effects: dict[int, _Effect], axes: Mapping[str, int]) -> None:
-        self.effects = effects  # by memory of a parameter or buffer
+    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int]) -> None:
+        self.weights = weights  # by memory of a parameter or buffer
+        self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
+        self.scattered: set[int] = set()  # memories of parameters whose gradients FSDP2 scatters
         self.timeline = _Timeline()
         self.alive: dict[int, tuple[int, int]] = {}  # memory -> (allocation, bytes without sharding)
         self._axes = axes
         self._cut: dict[int, frozenset[str]] = {}  # memory -> axes
+        self._sources: dict[tuple[str, str], int] = {}  # (axis, column-sharded weight) -> allocation of its input
+        self._summed: set[tuple[str, int]] = set()  # (axis, allocation) of inputs whose gradient is summed
         self._given: dict[int, torch.Tensor] = {}  # id of an input -> that input on meta
         self._originals: list[Any] = []  # keeps ids valid: an id is free again after its input
         self._given_memory: set[int] = set()  # inputs and their views belong to the caller
@@ -412,22 +534,90 @@ class _Flow:
         else:
             result = operator(*args, **kwargs)
         self._follow_values(operator, args, kwargs, result)
-        sharded: frozenset[str] = frozenset()
-        full: frozenset[str] = frozenset()
+        # Views of weights and inputs are no new results.
+        results = [each for each in _tensors(result) if each.is_meta and not self._is_known(memory_of(each))]
+        if not results:
+            return result
+        tensors = list(_tensors((args, kwargs)))
+        used = [self.weights[memory_of(each)] for each in tensors if memory_of(each) in self.weights]
+        inputs = [memory_of(each) for each in tensors if memory_of(each) not in self.weights]
+        sharded = frozenset[str]().union(*(self._cut.get(memory, ()) for memory in inputs))
         # Backward runs without grad mode, recomputation within it with grad mode.
-        forward = torch.is_grad_enabled() or "backward" not in self.timeline._begins
-        for tensor in _tensors((args, kwargs)):
-            memory = memory_of(tensor)
-            effect = self.effects.get(memory)
-            if effect is None:
-                sharded |= self._cut.get(memory, frozenset())
+        recomputes = torch.is_grad_enabled() and self.timeline.in_backward()
+        forward = torch.is_grad_enabled() or not self.timeline.in_backward()
+        collectives: list[tuple[str, str, str]] = []  # (axis, operation, name of the weight)
+        for weight in used:
+            looked_up = operator is torch.ops.aten.embedding.default
+            if forward:
+                summed = weight.row | (weight.ends if looked_up else frozenset())  # a tied table is a head, too
+                collectives += [(axis, "all_reduce", weight.name) for axis in summed]
+                collectives += [(axis, "all_gather", weight.name) for axis in weight.ends - summed]
+                sharded = (sharded | weight.column) - weight.row - weight.ends
+                if not (recomputes or looked_up):
+                    source = next((self.alive[memory][0] for memory in inputs if memory in self.alive), -1)
+                    self._sources.update({(axis, weight.name): source for axis in weight.column | weight.ends})
             else:
-                sharded |= effect.sharded if forward else effect.backward_sharded
-                full |= effect.full if forward else effect.backward_full
-        for tensor in _tensors(result):
-            if tensor.is_meta and memory_of(tensor) not in self.effects and memory_of(tensor) not in self._given_memory:
-                self._note(tensor.untyped_storage(), memory_of(tensor), sharded - full)
+                sharded = (sharded | weight.row) - weight.column - weight.ends
+                for axis in weight.column | weight.ends:
+                    # Layers with one input (query, key, value) share the sum of its gradient.
+                    source = self._sources.pop((axis, weight.name), -1)
+                    if (axis, source) not in self._summed:
+                        self._summed.add((axis, source))
+                        collectives.append((axis, "all_reduce", weight.name))
+            # A product of two sharded operands is a sum over the shards, full in size.
+            sharded = sharded ^ weight.other if operator in _PRODUCTS else sharded | weight.other
+        for tensor in results:
+            self._note(tensor.untyped_storage(), memory_of(tensor), sharded)
+            for axis, op, name in collectives:
+                self.communicate(axis, op, "activations", name, tensor)
         return result
+
+    def _is_known(self, memory: int) -> bool:
+        return memory in self.weights or memory in self._given_memory
+
+    def communicate(self, axis: str, op: str, what: str, name: str, tensor: torch.Tensor) -> None:
+        """Record a collective whose result is ``tensor``."""
+        size = self.local_bytes(memory_of(tensor), tensor.untyped_storage())
+        self.collectives.append((axis, op, what, name, size))
+
+    def sum_experts(self, module: nn.Module, resolution: Resolution) -> list[Any]:
+        """Sum outputs, and gradients of inputs, of modules with several experts in one parameter; return the hooks."""
+        handles = []
+        axes: dict[str, frozenset[str]] = {}  # FQN of the module -> axes that shard its weights
+        for weight in self.weights.values():
+            owner = weight.name.rpartition(".")[0]
+            if owner in expert_modules(resolution.metadata.parameters) and weight.other:
+                axes[owner] = axes.get(owner, frozenset()) | weight.other
+        for name in axes:
+
+            def reduced(tensor: torch.Tensor, name: str = name) -> None:
+                for axis in axes[name]:
+                    self.communicate(axis, "all_reduce", "activations", name, tensor)
+                self._cut[memory_of(tensor)] = self._cut.get(memory_of(tensor), frozenset()) - axes[name]
+
+            def before(module: nn.Module, args: Any, kwargs: Any, reduced: Any = reduced) -> None:
+                for tensor in _tensors((args, kwargs)):
+                    if tensor.requires_grad:
+                        tensor.register_hook(reduced)
+
+            def after(module: nn.Module, args: Any, output: Any, reduced: Any = reduced) -> None:
+                for tensor in _tensors(output):
+                    reduced(tensor)
+
+            unit = module.get_submodule(name)
+            handles += [unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)]
+        return handles
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """Leave a parameter's gradient to the exact count, or to its unit until it is scattered."""
+        assert parameter.grad is not None
+        memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
+        allocation = self.alive.get(memory, (-1, 0))[0]
+        (self.timeline.gathered if memory_of(parameter) in self.scattered else self.timeline.excluded).add(allocation)
+        own = weight.column | weight.row | weight.ends | weight.other
+        for axis in self._cut.get(memory, frozenset()) - own:  # a full parameter used on shards (norms of heads)
+            self.timeline.sizes[allocation] = parameter.grad.nbytes
+            self.collectives.append((axis, "all_reduce", "gradients", weight.name, parameter.grad.nbytes))
 
     def _note(self, storage: torch.UntypedStorage, memory: int, axes: frozenset[str]) -> None:
         """Record a result: of new memory, or of live memory (a view, an in-place result)."""
@@ -469,8 +659,8 @@ class _Flow:
 
 def _meta_state(
     module: nn.Module, resolution: Resolution, model_axes: list[str], dtype: str | None, *, gathers: bool
-) -> tuple[dict[str, torch.Tensor], dict[int, _Effect]]:
-    """Return parameters and buffers on meta, and the effect of each one's sharding on results.
+) -> tuple[dict[str, torch.Tensor], dict[int, _Weight]]:
+    """Return parameters and buffers on meta, and the axes that shard each one.
 
     Args:
         gathers: True if outputs that no later weight takes sharded (logits) are gathered.
@@ -488,25 +678,21 @@ def _meta_state(
         axis: max((at for at, name in enumerate(names) if roles[name].get(axis) == "row"), default=-1)
         for axis in model_axes
     }
-    effects = {}
+    weights = {}
     for at, (name, tensor) in enumerate(tensors.items()):
         item = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
         shape = resolution.tensor(name).shape
         meta = torch.empty(shape, dtype=item, device="meta", requires_grad=tensor.requires_grad)  # never allocated
         state[name] = meta
-        by_role: dict[str, set[str]] = {kind: set() for kind in ("row", "column", "cut", "gathered", "whole")}
+        uses: dict[str, set[str]] = {kind: set() for kind in ("row", "column", "cut", "ends", "whole")}
         for axis, kind in roles[name].items():
-            gathered = kind == "column" and gathers and at > last_row[axis]
+            end = kind == "column" and gathers and at > last_row[axis]
             # A tied table is looked up as a table, but as a head it gives scores to gather.
-            gathered |= kind == "row" and is_embedding(resolution.tensor(name))
-            by_role["gathered" if gathered else kind].add(axis)
-        effects[memory_of(meta)] = _Effect(
-            sharded=frozenset(by_role["column"] | by_role["cut"]),
-            full=frozenset(by_role["row"] | by_role["gathered"]),
-            backward_sharded=frozenset(by_role["row"]),  # mirror image of forward
-            backward_full=frozenset(by_role["column"] | by_role["gathered"]),
-        )
-    return state, effects
+            end |= kind == "row" and is_embedding(resolution.tensor(name))
+            uses["ends" if end else kind].add(axis)
+        sets = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
+        weights[memory_of(meta)] = _Weight(resolution.tensor(name).name, *sets, len(shape) > 1)
+    return state, weights
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
+from shard_spec.estimate.roles import local_numels
 from shard_spec.formatting import joined, memory_parts
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
@@ -18,6 +19,7 @@ from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class OptimizerState:
             the optimizer is ``fused`` or ``capturable``, but counts all the same.
         dtype: Dtype of the slots; None means that of the parameter (or of its master copy).
         master: Dtype of a second, finer copy of each floating parameter, updated by the optimizer; None for none.
+        step_slots: Number of tensors as large as the (local) parameter that ``step`` allocates and frees.
     """
 
     name: str
@@ -38,6 +41,7 @@ class OptimizerState:
     scalar_bytes: int = 0
     dtype: str | None = None
     master: str | None = None
+    step_slots: int = 0
 
 
 OptimizerLike: TypeAlias = "str | OptimizerState | torch.optim.Optimizer | type[torch.optim.Optimizer] | None"
@@ -47,17 +51,17 @@ OPTIMIZERS = {
     "none": OptimizerState("none"),
     "sgd": OptimizerState("sgd"),
     "momentum": OptimizerState("momentum", slots=1),
-    "adam": OptimizerState("adam", slots=2, scalar_bytes=4),
-    "adamw": OptimizerState("adamw", slots=2, scalar_bytes=4),
-    "amsgrad": OptimizerState("amsgrad", slots=3, scalar_bytes=4),
-    "adamax": OptimizerState("adamax", slots=2, scalar_bytes=4),
-    "adagrad": OptimizerState("adagrad", slots=1, scalar_bytes=4),
-    "rmsprop": OptimizerState("rmsprop", slots=1, scalar_bytes=4),
-    "adadelta": OptimizerState("adadelta", slots=2, scalar_bytes=4),
+    "adam": OptimizerState("adam", slots=2, scalar_bytes=4, step_slots=1),
+    "adamw": OptimizerState("adamw", slots=2, scalar_bytes=4, step_slots=1),
+    "amsgrad": OptimizerState("amsgrad", slots=3, scalar_bytes=4, step_slots=1),
+    "adamax": OptimizerState("adamax", slots=2, scalar_bytes=4, step_slots=1),
+    "adagrad": OptimizerState("adagrad", slots=1, scalar_bytes=4, step_slots=2),
+    "rmsprop": OptimizerState("rmsprop", slots=1, scalar_bytes=4, step_slots=1),
+    "adadelta": OptimizerState("adadelta", slots=2, scalar_bytes=4, step_slots=2),
     "mixed-sgd": OptimizerState("mixed-sgd", master="float32"),
     "mixed-momentum": OptimizerState("mixed-momentum", slots=1, master="float32"),
-    "mixed-adam": OptimizerState("mixed-adam", slots=2, scalar_bytes=4, master="float32"),
-    "mixed-adamw": OptimizerState("mixed-adamw", slots=2, scalar_bytes=4, master="float32"),
+    "mixed-adam": OptimizerState("mixed-adam", slots=2, scalar_bytes=4, master="float32", step_slots=1),
+    "mixed-adamw": OptimizerState("mixed-adamw", slots=2, scalar_bytes=4, master="float32", step_slots=1),
 }
 
 
@@ -109,6 +113,12 @@ def _state_of_group(found: OptimizerState, settings: dict[str, Any]) -> Optimize
     return replace(found, slots=found.slots + extra)
 
 
+def is_foreach(optimizer: object, module: nn.Module) -> bool:
+    """Return True if torch's step updates all parameters at once: as the optimizer says, else off the CPU."""
+    chosen = getattr(optimizer, "defaults", {}).get("foreach")
+    return bool(chosen) if chosen is not None else any(each.device.type != "cpu" for each in module.parameters())
+
+
 def _require_all_trained(optimizer: object, resolution: Resolution) -> None:
     """Refuse an optimizer with more or fewer parameters than train."""
     import torch
@@ -124,7 +134,7 @@ def _require_all_trained(optimizer: object, resolution: Resolution) -> None:
 
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
-STEP_PARTS = ("activations", "logits and loss")
+STEP_PARTS = ("activations", "gathered", "logits and loss", "optimizer step")
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,10 +144,10 @@ class Memory:
     Attributes:
         ranks: The ranks, ascending.
         parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"``, ``"master"`` (copies) and, with a
-            batch, ``"activations"`` and ``"logits and loss"`` at the peak of the step, to the bytes on each rank of
-            ``ranks``.
+            batch, ``"activations"``, ``"gathered"`` (layers along data axes), ``"logits and loss"`` and ``"optimizer
+            step"`` at the peak of the step, to the bytes on each rank of ``ranks``.
         optimizer: The counted optimizer state.
-        moment: Phase of the peak: ``"forward"``, ``"loss"`` or ``"backward"``; ``""`` without a batch.
+        moment: Phase of the peak: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``; ``""`` without a batch.
         notes: Uncounted parts, a line each.
         uncounted: Modules with a Sharder: their sharding is unknown, so their parameters are not in the sums.
     """
@@ -150,6 +160,8 @@ class Memory:
     notes: tuple[str, ...] = ()
     _resolution: Resolution | None = field(default=None, repr=False)
     _settings: Any = field(default=None, repr=False)
+    _slots: tuple[tuple[int, int], ...] = field(default=((0, 0),), repr=False)  # by rank: bytes of one slot, of all and
+    # of the largest parameter
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -195,11 +207,21 @@ class Memory:
             groups.setdefault(tuple(values[at] for values in needed.values()), []).append(rank)
         return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in groups.items()]
 
-    def with_activations(self, estimate: ActivationEstimate) -> Memory:
-        """Return a copy with a step's peak beside the state added."""
-        added = zip(STEP_PARTS, (estimate.peak_bytes - estimate.loss_bytes, estimate.loss_bytes), strict=True)
-        sizes = {part: (size,) * len(self.ranks) for part, size in added}  # the fullest rank's figure on all of them
-        return replace(self, parts={**self.parts, **sizes}, moment=estimate.moment, notes=estimate.notes)
+    def with_activations(self, estimate: ActivationEstimate, *, foreach: bool = True) -> Memory:
+        """Return a copy with a step's peak beside the state added.
+
+        Args:
+            estimate: Of forward, loss and backward.
+            foreach: True if the optimizer updates all parameters at once, torch's default on accelerators.
+        """
+        shares = estimate.gathered_bytes, estimate.loss_bytes
+        peak, moment = (estimate.peak_bytes - sum(shares), *shares, 0), estimate.moment
+        allocated = max((each[0] if foreach else 2 * each[1]) for each in self._slots) * self.optimizer.step_slots
+        if allocated > estimate.peak_bytes:
+            peak, moment = (0, 0, 0, allocated), "optimizer"
+        # the fullest rank's figure on all of them
+        sizes = {part: (size,) * len(self.ranks) for part, size in zip(STEP_PARTS, peak, strict=True)}
+        return replace(self, parts={**self.parts, **sizes}, moment=moment, notes=estimate.notes)
 
     def verdict(self, limit: int) -> str:
         """Return one line: does every rank stay within ``limit`` bytes?"""
@@ -248,6 +270,11 @@ class MemorySettings:
         """Bytes of one element; ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
         return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
 
+    def slot_bytes(self, tensor: TensorMetadata, numel: int) -> int:
+        """Return the bytes of one slot of optimizer state."""
+        dtype = self.state.dtype or self.state.master
+        return numel * (ITEM_BYTES[dtype] if dtype else self.item_bytes(tensor))
+
     def bytes_of(self, tensor: TensorMetadata, numel: int) -> dict[str, int]:
         """Return the bytes by part for ``numel`` local elements of ``tensor``."""
         own = numel * self.item_bytes(tensor)
@@ -258,8 +285,7 @@ class MemorySettings:
             gradient = self.item_bytes(tensor) if self.gradients is True else ITEM_BYTES[str(self.gradients)]
             num_bytes["gradients"] = numel * gradient
             state = self.state
-            slot = ITEM_BYTES[state.dtype or state.master] if state.dtype or state.master else self.item_bytes(tensor)  # type: ignore[index]  # one of the two is text
-            num_bytes["optimizer"] = numel * slot * state.slots + state.scalar_bytes
+            num_bytes["optimizer"] = self.slot_bytes(tensor, numel) * state.slots + state.scalar_bytes
             if state.master is not None:
                 num_bytes["master"] = numel * ITEM_BYTES[state.master]
         return num_bytes
@@ -275,17 +301,24 @@ def memory_of(
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
     sums = {part: [0] * len(ranks) for part in PARTS}
+    slots = [(0, 0)] * len(ranks)
     # Tensors of one shape, layout and kind are counted together.
     for (layout, sample), count in _groups(resolution).items():
         by_numel: dict[int, dict[str, int]] = {}  # most ranks share one local size
         for rank, numel in zip(layout.mesh.ranks, local_numels(layout, sample.shape), strict=True):
             if numel not in by_numel:
                 by_numel[numel] = settings.bytes_of(sample, numel)
+            at = position[rank]
             for part, size in by_numel[numel].items():
-                sums[part][position[rank]] += size * count
+                sums[part][at] += size * count
+            if "optimizer" in by_numel[numel]:
+                slot = settings.slot_bytes(sample, numel)
+                slots[at] = slots[at][0] + slot * count, max(slots[at][1], slot)
     parts = {part: tuple(values) for part, values in sums.items()}
     uncounted = tuple(resolution.sharders)
-    return Memory(ranks, parts, settings.state, uncounted, _resolution=resolution, _settings=settings)
+    return Memory(
+        ranks, parts, settings.state, uncounted, _resolution=resolution, _settings=settings, _slots=tuple(slots)
+    )
 
 
 def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
@@ -297,19 +330,3 @@ def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
             like = TensorMetadata("", tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, ("",))
             groups[layout, like] += 1
     return groups
-
-
-def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
-    """Return each rank's number of local elements, in mesh order."""
-    cutting = [spec.dim is not None for spec in layout.specs]
-    numel_by_shape: dict[tuple[int, ...], int] = {}
-    numels = []
-    for rank in layout.mesh.ranks:
-        coordinate = layout.mesh.coordinate(rank)
-        assert coordinate is not None
-        # Only coordinates on sharding axes matter, so ranks that differ elsewhere share one result.
-        place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
-        if place not in numel_by_shape:
-            numel_by_shape[place] = prod(layout.local_shape(rank, shape))
-        numels.append(numel_by_shape[place])
-    return numels

@@ -110,25 +110,6 @@ passes to forward: one tensor, a tuple of arguments, or a mapping of keyword arg
 _HINT = "give a number of tokens, (sequences, length), or what one rank passes to forward"
 
 
-def num_tokens(batch: Batch | None, data_ranks: int) -> int | None:
-    """Return the tokens of a step over all ranks: sequences times length, of a tensor its first two dims."""
-    if batch is None:
-        return None
-    if not _is_numbers(batch):
-        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
-        first = first[0] if isinstance(first, tuple | list) else first
-        shape = getattr(first, "shape", None)
-        if not shape:
-            raise _unknown(batch)
-        batch = tuple(shape[:2])
-    else:
-        data_ranks = 1  # numbers count all ranks already
-    sizes = [batch] if isinstance(batch, int) else batch
-    if isinstance(batch, bool) or any(size < 1 for size in sizes):
-        raise _unknown(batch)
-    return data_ranks * prod(sizes)
-
-
 def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return one rank's arguments of ``module.forward``; token ids are zeros on the meta device.
 
@@ -159,3 +140,19 @@ def _is_numbers(batch: Batch) -> bool:
 
 def _unknown(batch: object) -> PlanError:
     return PlanError(Problem("invalid-argument", "batch", found=f"{batch!r:.100}", hint=_HINT))
+
+
+def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
+    """Return each rank's number of local elements, in mesh order."""
+    cutting = [spec.dim is not None for spec in layout.specs]
+    numel_by_shape: dict[tuple[int, ...], int] = {}
+    numels = []
+    for rank in layout.mesh.ranks:
+        coordinate = layout.mesh.coordinate(rank)
+        assert coordinate is not None
+        # Only coordinates on sharding axes matter, so ranks that differ elsewhere share one result.
+        place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
+        if place not in numel_by_shape:
+            numel_by_shape[place] = prod(layout.local_shape(rank, shape))
+        numels.append(numel_by_shape[place])
+    return numels

@@ -28,7 +28,9 @@ _PART_COLOURS = {
     "optimizer": "#5d9f6b",
     "master": "#9b6bb0",
     "activations": "#c05a5a",
+    "gathered": "#7fb3d3",
     "logits and loss": "#d98c3f",
+    "optimizer step": "#3f7f5a",
 }
 _MAX_ROWS, _MAX_RANKS, _MAX_FILLINGS = 200, 64, 32  # a page that browsers can draw; larger worlds repeat the pattern
 
