@@ -13,11 +13,6 @@ needs_orders = pytest.mark.skipif(
 )
 
 
-def possible(order: list[int]) -> list[int]:
-    """The order, or on a torch that knows only that the ascending one."""
-    return order if can_order_groups() else sorted(order)
-
-
 def chunk(total: int, count: int, at: int) -> int:
     """Rows of rank ``at`` of ``count``: torch's chunk of ``total``; the last ranks may hold fewer, or none."""
     most = -(-total // count)

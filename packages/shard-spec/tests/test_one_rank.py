@@ -55,8 +55,8 @@ def test_calls_that_one_rank_gets_wrong(ranks: Ranks) -> None:
     group = mesh.get_group()
     told(ranks, lambda: apply_plan(net, None if odd else mesh, PLAN, group=group), "wrong-type", "on rank 1")  # type: ignore[arg-type]  # as above
     told(ranks, lambda: shard_module(net, ShardingPlan(RULES, mesh={"tp": 1 + odd})), "rank-outside-mesh")
-    table = nn.Embedding(8, 4, max_norm=1.0 if odd else None)
-    told(ranks, lambda: shard_parameter(table, "weight", spec), "ranks-disagree", "max_norm=1.0")
+    table = nn.Embedding(8, 4, padding_idx=1 if odd else None)
+    told(ranks, lambda: shard_parameter(table, "weight", spec), "ranks-disagree", "padding_idx=1")
 
     def failing(name: str, tensor: torch.Tensor) -> None:
         tensor.zero_()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_orders import needs_orders, possible
 from ranktest import Ranks
 from shard_spec import shard_module, shard_parameter
 from shard_spec._shared.problems import PlanError
@@ -121,10 +120,11 @@ def test_faults_of_specs_and_names(ranks: Ranks) -> None:
     refused(ranks, net, shard({"fc.weight": spec}, None, None, src_rank=2), "invalid-argument")
     refused(ranks, net, shard({"fc.weight": spec}, {"nowhere": spec}, ["emb3"]), "unknown-name")
     refused(ranks, net, shard({"fc.weight": spec}, {"fc": chunk(ranks, 0, [0, 0])}), "invalid-layout")
-    # One order of ranks in a call.
+    # The order of the group.
     both = {"fc.weight": spec, "emb.weight": chunk(ranks, 0, [1, 0])}
     refused(ranks, net, shard(both), "mesh-mismatch")
     refused(ranks, net, shard({"fc.weight": spec}, {"fc": chunk(ranks, 0, [1, 0])}), "mesh-mismatch")
+    refused(ranks, net, shard({"fc.weight": chunk(ranks, 0, [1, 0])}), "mesh-mismatch")
     # Devices.
     wrong = ChunkShardingSpec(0, ["rank:0/cuda:7", "rank:1/cuda:7"])
     refused(ranks, net, shard({"fc.weight": wrong}), "device-mismatch")
@@ -381,9 +381,9 @@ def test_any_dtype_any_shape_bytes_exactly(ranks: Ranks) -> None:
     for number, dtype in enumerate([*dtypes, torch.int64, torch.float64]):
         shapes = [((9, 3), 0), ((3, 9), -1), ((2, 3), 0), ((0, 3), 0), ((5,), 0), ((4, 3, 2), 1)]
         for shape, dim in shapes[number % 2 :: 2]:  # each shape with 4 or 5 dtypes
-            src, order = number % 4, possible([2, 0, 3, 1])
+            src = number % 4
             own, full = (torch.randint(0, 2, shape, generator=seeded(at)).to(dtype) for at in (ranks.rank, src))
-            spec = chunk(ranks, dim, order)
+            spec = chunk(ranks, dim)
             holder = nn.Module()
             holder.register_buffer("value", own.t().contiguous().t() if own.dim() == 2 else own)
             handle = shard_parameter(holder, "value", spec, src_rank=src)
@@ -444,14 +444,15 @@ def test_shard_parameter(ranks: Ranks) -> None:
     assert [each() for each in kept] == [None, None]  # nothing keeps the whole tensors
 
 
-@needs_orders
 @pytest.mark.ranks(2)
 def test_a_spec_shards_a_tensor(ranks: Ranks) -> None:
     full = torch.arange(18.0).view(9, 2) + ranks.rank
     kept = full.clone()
-    made = chunk(ranks, 0, [1, 0]).shard(full, src_rank=1)
+    with pytest.raises(PlanError, match=r"mesh-mismatch.* ranks in the order \[1, 0\]"):
+        chunk(ranks, 0, [1, 0]).shard(full)
+    made = chunk(ranks).shard(full, src_rank=1)
     assert torch.equal(whole(made), torch.arange(18.0).view(9, 2) + 1)
-    assert made.to_local().shape[0] == (4 if ranks.rank == 0 else 5)
+    assert made.to_local().shape[0] == (5 if ranks.rank == 0 else 4)
     assert torch.equal(full, kept)
 
 

@@ -118,14 +118,6 @@ def computes_with_strided_shards() -> bool:
     return (int(major), int(minor)) >= (2, 13)
 
 
-@functools.cache
-def redistributes_twice() -> bool:
-    """Return True if ``DTensor.redistribute`` is twice differentiable: in torch 2.11 its gradient is a constant."""
-    from torch.distributed.tensor import _redistribute
-
-    return hasattr(_redistribute, "NestedRedistribute")
-
-
 def num_groups() -> int:
     """Return the number of process groups of this rank; names of member-created groups contain it."""
     from torch.distributed import distributed_c10d

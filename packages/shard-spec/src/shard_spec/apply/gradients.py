@@ -27,23 +27,16 @@ class SumGradient:
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum; every rank's backward calls it in the same order."""
         self.note()
-        summed: torch.Tensor = _Sum.apply(grad, self.group.group)  # type: ignore[no-untyped-call]  # untyped in torch
+        refuse_second_derivative()
+        summed = grad.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=self.group.group)
         return summed
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over a group; its own backward, where ranks go on with it differently."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        summed = value.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Sum.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]  # untyped in torch
+def refuse_second_derivative() -> None:
+    """Raise in a backward with ``create_graph=True``: its result would lack what other ranks add."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("a sharded module has no second derivatives: leave out create_graph=True")
 
 
 def sums_over(parameter: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -93,9 +86,9 @@ def masked_identity(value: torch.Tensor, *, forward: bool, backward: bool) -> to
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, forward: bool, backward: bool) -> torch.Tensor:
-        ctx.forward_counts, ctx.backward_counts = forward, backward
+        ctx.counts = backward
         return value.view_as(value) if forward else torch.zeros_like(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return masked_identity(grads[0], forward=ctx.backward_counts, backward=ctx.forward_counts), None, None
+        return grads[0] if ctx.counts else torch.zeros_like(grads[0]), None, None

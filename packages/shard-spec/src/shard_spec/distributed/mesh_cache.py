@@ -1,8 +1,4 @@
-"""DeviceMeshes over the ranks of a group, in any order, and how its ranks compare what they are about to do.
-
-A ``DeviceMesh`` of permuted ranks gets process groups in ascending order, and then gathers shards in the wrong
-order without an error. Meshes of this module have groups in mesh order.
-"""
+"""DeviceMeshes over the ranks of a group, and how its ranks compare what they are about to do."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ class MeshCache:
         """Create the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group.
 
         Raises:
-            PlanError: On every rank, before anything else: ``missing-dependency``, ``no-process-group``.
+            PlanError: On every rank, before anything else: ``no-process-group``.
         """
         keys = list(dict.fromkeys([self._flat_key(), *map(_key_of, layouts)]))
         wanted = [members for key in keys if not self._is_flat(key) for groups in _groups(key) for members in groups]
@@ -94,11 +90,6 @@ class MeshCache:
         return key.ndim == 1 and tuple(key.ranks) == self.group.ranks
 
     def _check(self, wanted: list[tuple[int, ...]]) -> None:
-        unsorted = [list(members) for members in wanted if list(members) != sorted(members)]
-        if unsorted and not _torch_compat.can_order_groups():
-            reason = f"ranks in the order {unsorted[0]}; this torch makes groups in ascending order only"
-            hint = "name the ranks in ascending order, or use a torch whose new_group has sort_ranks"
-            raise PlanError(Problem("missing-dependency", "placements", found=reason, hint=hint))
         if self.group.size == dist.get_world_size():  # all ranks of the job take part
             return
         counts: list[int] = [0] * self.group.size

@@ -276,7 +276,7 @@ def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 
 
 def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> list[Problem]:
-    """Report ranks of the layout outside the group, and the converse."""
+    """Report ranks of the layout outside the group, the converse, and ranks in another order than the group's."""
     outside = sorted(set(named) - set(ranks))
     missing = sorted(set(ranks) - set(named))
     problems = []
@@ -287,4 +287,8 @@ def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> 
         reason = f"ranks {missing} of the group hold nothing"
         hint = "name every rank of the group once, or pass a smaller process_group"
         problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
+    if not problems and named != ranks:
+        # Torch sorts the ranks of new groups, and would gather shards in that order without an error.
+        reason, hint = f"ranks in the order {list(named)}", f"name them in the order of the group, {list(ranks)}"
+        problems.append(Problem("mesh-mismatch", name, found=reason, hint=hint))
     return problems

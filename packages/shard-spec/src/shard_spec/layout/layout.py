@@ -360,30 +360,6 @@ def _fit_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Pro
     return problems
 
 
-def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layout:
-    """Return an equal layout on a mesh with its axes in shard order.
-
-    A layout without an order of its own stays as it is; so does the mesh if the order has no effect for ``shape``.
-    """
-    if not layout.order:  # mesh order already
-        return layout
-    if shape is not None and not layout.canonical(shape).order:
-        return Layout(layout.mesh, layout.specs)
-    mesh = layout.mesh
-    cutting = iter(layout.order)  # replicating axes stay in place
-    names = [
-        next(cutting) if spec.dim is not None else axis
-        for axis, spec in zip(mesh.axis_names, layout.specs, strict=True)
-    ]
-    at = [mesh.axis_names.index(name) for name in names]
-    turned = [[0] * mesh.ndim]
-    for axis in at:
-        turned = [[*c[:axis], place, *c[axis + 1 :]] for c in turned for place in range(mesh.shape[axis])]
-    ranks = [mesh.rank_at(coordinate) for coordinate in turned]  # the same rank at each permuted coordinate
-    axes = {name: mesh.axis_size(name) for name in names}
-    return Layout(MeshSpec(axes, ranks, mesh.ranks_per_host), [layout.specs[axis] for axis in at])
-
-
 def _cuts_like_shard(spec: CuttingPlacement, length: int, count: int) -> bool:
     return all(spec.cut(length, count, at) == ShardSpec(0).cut(length, count, at) for at in range(count))
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
 from shard_spec.apply.gradients import masked_identity
-from shard_spec.distributed.parameter_format import dtensor_of
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.rows import BatchRows, on_mesh
@@ -157,12 +156,10 @@ class ShardedEmbedding(ShardedForward):
         self._check_ids(ids, table.num_embeddings)
         layout = Layout(MeshSpec.from_device_mesh(mesh), weight.placements)
         ((start, size),) = layout.intervals(dist.get_rank(), tuple(weight.shape))[0]
-        if table.max_norm is not None:
-            self._renormalize(table, weight, ids, start)
         padding = table.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < start + size else None
-        local = look_up(ids, unwrap(weight), start, padding, by_freq=table.scale_grad_by_freq)
+        local = look_up(ids, unwrap(weight), start, padding)
         placements = along(weight, {0: Partial(), 1: Shard(ids.dim())})
         out = wrap(local, mesh, placements, (*ids.shape, table.embedding_dim))
         return out if isinstance(input, DTensor) else self.rows.leave(out, self.name)
@@ -179,22 +176,8 @@ class ShardedEmbedding(ShardedForward):
         except IndexError as error:
             raise IndexError(f"{self.name}: ids outside of a table of {count} rows") from error
 
-    def _renormalize(self, table: nn.Embedding, weight: DTensor, ids: torch.Tensor, start: int) -> None:
-        """Scale the rows that ``ids`` names down to ``max_norm``, in place, as the module's own forward does."""
-        order, limit = table.norm_type, float(table.max_norm or 0)
-        local, infinite = weight.to_local().detach(), order == float("inf")
-        # Columns of a row may lie on several ranks; a shard without columns has no largest element.
-        powers = torch.linalg.vector_norm(local, order, dim=1) if local.numel() else local.new_zeros(len(local))
-        powers = powers if infinite else powers.pow(order)
-        placements = along(weight, {0: Shard(0), 1: Partial("max" if infinite else "sum")})
-        norms = dtensor_of(powers, weight.device_mesh, placements, weight.shape[:1]).full_tensor()
-        norms = norms if infinite else norms.pow(1 / order)
-        named = torch.zeros_like(norms, dtype=torch.bool).index_fill_(0, ids.reshape(-1).long(), True)
-        scale = torch.where(named & (norms > limit), limit / (norms + 1e-7), 1)
-        local.mul_(scale.narrow(0, start, len(local)).unsqueeze(1))
 
-
-def look_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding: int | None, *, by_freq: bool) -> torch.Tensor:
+def look_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding: int | None) -> torch.Tensor:
     """The rows of a shard of a table; zeros for ids that other ranks have: ``[*ids.shape, my_columns]``.
 
     Args:
@@ -202,14 +185,12 @@ def look_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding: int | N
         table: Rows ``start`` to ``start + len(table)`` of it.
         start: See ``table``.
         padding: Row of the shard that gets no gradient.
-        by_freq: Divide gradients by how often an id is in ``ids``.
     """
     size, elsewhere = table.shape[0], 0
     inside = (ids >= start) & (ids < start + size)
-    if by_freq or not size:
-        # A row of their own: ids of other ranks do not count as occurrences of row 0, which a shard may not even have.
+    if not size:  # a row to look up for ids of other ranks
         table, elsewhere = torch.cat([table, table.new_zeros(1, table.shape[1])]), size
-    rows = F.embedding(torch.where(inside, ids - start, elsewhere), table, padding, scale_grad_by_freq=by_freq)
+    rows = F.embedding(torch.where(inside, ids - start, elsewhere), table, padding)
     return torch.where(inside.unsqueeze(-1), rows, 0)
 
 

@@ -26,7 +26,7 @@ from shard_spec.apply.tensors import (
     tensor_at,
 )
 from shard_spec.distributed.parameter_format import choose_format, group_device, rank_problems, source_problems
-from shard_spec.layout.layout import Layout, in_mesh_order
+from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.forwards import RefusedEmbeddingBag, ShardedEmbedding, ShardedForward, ShardedLinear
 from shard_spec.plan.content import PlanContent
@@ -91,9 +91,8 @@ def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
     if weight is not None and weight.is_complex() and not isinstance(module, nn.EmbeddingBag):
         reason, hint = f"a complex {kind}: DTensor's products are not right for all of them", "leave it replicated"
         return Problem("unsupported-tensor", fqn, found=reason, hint=hint)
-    reason = ""
-    if getattr(module, "sparse", False):
-        reason = f"{kind}(sparse=True): a DTensor has no sparse gradient"
+    options = [option for option in ("sparse", "max_norm", "scale_grad_by_freq") if getattr(module, option, None)]
+    reason = f"{kind}({options[0]}=...): a rank has a shard of the table alone" if options else ""
     return Problem("unsupported-option", fqn, found=reason, hint="turn the option off") if reason else None
 
 
@@ -118,23 +117,6 @@ def known_layout(wanted: ShardingSpec | Layout) -> Layout | None:
         ends = [shard.box.ends for shard in wanted.shards]
         return wanted.to_layout(tuple(max(column) for column in zip(*ends, strict=True)))
     return None
-
-
-def order_problems(tensors: list[TensorAction], outputs: Mapping[str, ShardingSpec | Layout]) -> list[Problem]:
-    """One order of ranks for everything in one call: a sharded output of one module is the input of the next."""
-    orders: dict[tuple[int, ...], str] = {}
-    for action in tensors:
-        if action.layout is not None:
-            orders.setdefault(tuple(action.layout.mesh.ranks), action.names[0])
-    for path, wanted in outputs.items():
-        layout_like = known_layout(wanted)
-        if layout_like is not None:
-            orders.setdefault(tuple(layout_like.mesh.ranks), f"output_plan[{path!r}]")
-    if len(orders) < 2:
-        return []
-    reason = "; ".join(f"{name}: {list(order)}" for order, name in orders.items())
-    hint = "name the ranks in one order in all specs of one call"
-    return [Problem("mesh-mismatch", found=reason, hint=hint)]
 
 
 def device_of(
@@ -193,7 +175,7 @@ def plan_module(
         if layout is None or (not planned and (not whole or is_sharded(tensor))):
             continue
         stays = not planned or layout.is_replicated
-        action = action_of(tensor, metadata, None if stays else in_mesh_order(layout, metadata.shape))
+        action = action_of(tensor, metadata, None if stays else layout)
         tensors.append(action)
         problems += replacing_problems(tensor, metadata.name) if planned else []
         problems += missing_values(tensor, metadata.name, dist.get_rank(group) == src_rank)
@@ -207,7 +189,6 @@ def plan_module(
             problems += filter(None, (unsupported_forward(module, fqn) for fqn in action.names))
     outputs, more = _outputs(plan, ranks)
     problems += more
-    problems += order_problems(tensors, outputs)
     problems += _sharder_problems(resolution, outputs, plan.return_local_tensor or ())
     device, more = device_of(module, plan, resolution, group)
     problems += more
@@ -255,7 +236,7 @@ def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, Shard
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
             continue
-        outputs[path] = in_mesh_order(wanted) if isinstance(wanted, Layout) else wanted
+        outputs[path] = wanted
         if layout_like is not None:
             problems += rank_problems(name, tuple(layout_like.mesh.ranks), ranks)
     return outputs, problems

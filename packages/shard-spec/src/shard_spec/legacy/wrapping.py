@@ -1,7 +1,7 @@
 """Between local tensors and DTensors, with the placements of the gradient said on both ways.
 
 Torch's ``from_local`` and ``to_local`` do not tell what the gradient of a gradient is: a second derivative through a
-partial sum comes out wrong, without an error. Here each is the other's backward, so every derivative is right.
+partial sum comes out wrong, without an error. Here it is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from shard_spec._torch_compat import redistributes_twice
+from shard_spec.apply.gradients import refuse_second_derivative
 from shard_spec.distributed.parameter_format import dtensor_of
 
 Placements = tuple[Placement, ...]
@@ -27,11 +27,6 @@ class _Meaning(NamedTuple):
     shape: torch.Size
     placements: Placements
     gradient: Placements
-
-    @property
-    def turned(self) -> _Meaning:
-        """The meaning of the gradient."""
-        return self._replace(placements=self.gradient, gradient=self.placements)
 
 
 def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
@@ -69,15 +64,6 @@ def whole(value: DTensor, *, parts: bool) -> torch.Tensor:
     return unwrap(value.redistribute(placements=[Replicate()] * ndim), gradient)
 
 
-def _check_order() -> None:
-    """Raise in a backward that is to be differentiated again, where this torch would do that wrongly."""
-    if torch.is_grad_enabled() and not redistributes_twice():
-        raise RuntimeError(
-            f"second derivatives through a sharded module come out wrong on torch {torch.__version__}, whose "
-            "DTensor.redistribute has no second derivative: use torch >= 2.13, or leave out create_graph=True"
-        )
-
-
 class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, meaning: _Meaning) -> DTensor:
@@ -86,11 +72,8 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[torch.Tensor, None]:
-        _check_order()
-        meaning: _Meaning = ctx.meaning
-        grad = grads[0].redistribute(placements=meaning.gradient)
-        local: torch.Tensor = _Unwrap.apply(grad, meaning.turned)  # type: ignore[no-untyped-call]  # untyped in torch
-        return local, None
+        refuse_second_derivative()
+        return grads[0].redistribute(placements=ctx.meaning.gradient).to_local(), None
 
 
 class _Unwrap(torch.autograd.Function):
@@ -102,6 +85,6 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
-        _check_order()
-        value: DTensor = _Wrap.apply(grads[0], ctx.meaning.turned)  # type: ignore[no-untyped-call]  # untyped in torch
-        return value, None
+        refuse_second_derivative()
+        meaning: _Meaning = ctx.meaning
+        return dtensor_of(grads[0].contiguous(), meaning.mesh, meaning.gradient, meaning.shape), None

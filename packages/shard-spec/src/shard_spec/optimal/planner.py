@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -14,7 +14,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, CostModel, Topology
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.memory_cap import InfeasibleError, least_memory, solve_capped
+from shard_spec.optimal.memory_cap import InfeasibleError, solve_capped
 from shard_spec.optimal.model import StepModel, StrategyPerAxis, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound
@@ -50,8 +50,7 @@ class OptimalPlanner(LayoutPlanner):
         workload: size of a step.
 
     Raises:
-        PlanError: no block of the model is recognised, or nothing fits in memory: then with the missing bytes and
-            changes that would fit.
+        PlanError: no block of the model is recognised, or nothing fits in memory: then with the missing bytes.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class OptimalPlanner(LayoutPlanner):
         """Solve the model and derive the layouts."""
         structure = self._structure(module)
         model = self._model(structure)
-        assignment, certificate = self._solved(module, model)
+        assignment, certificate = self._solved(model)
         layouts = {}
         for operation, choices, at in zip(model.operations, model.choices, assignment, strict=True):
             layouts.update(layouts_of(operation, choices[at], self.mesh))
@@ -100,12 +99,12 @@ class OptimalPlanner(LayoutPlanner):
     def _model(self, structure: Structure) -> StepModel:
         return StepModel(structure.operations, self.mesh, self.topology, self.cost_model, self.workload)
 
-    def _solved(self, module: nn.Module, model: StepModel) -> tuple[tuple[int, ...], OptimalityBound]:
+    def _solved(self, model: StepModel) -> tuple[tuple[int, ...], OptimalityBound]:
         problem = model.problem
         try:
             solution = solve_capped(problem, self.memory_limit)
         except InfeasibleError as error:
-            raise self._does_not_fit(module, error) from error
+            raise self._does_not_fit(error) from error
         assignment = solution.assignment
         certificate = OptimalityBound(
             objective=solution.objective,
@@ -136,42 +135,15 @@ class OptimalPlanner(LayoutPlanner):
         cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes[::-1] if len(axes) > 1 else None)
         return {name: cut for name, value in module.named_parameters() if name not in layouts and value.dim() > 0}
 
-    def _does_not_fit(self, module: nn.Module, error: InfeasibleError) -> PlanError:
+    def _does_not_fit(self, error: InfeasibleError) -> PlanError:
         if error.least_bytes < 0:  # not a matter of memory
             reason = "no combination of strategies divides the batch, the sequence and the heads"
             return PlanError(Problem("does-not-divide", found=reason, hint="choose another batch or another mesh"))
         least = error.least_bytes
         needed, over, limit = map(human_bytes, (least, least - self.memory_limit, self.memory_limit))
-        changes = [*self._changes_that_fit(module), f"a memory_limit above {needed}"]
         reason = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
-        return PlanError(Problem("does-not-fit", "memory_limit", found=reason, hint=f"would fit: {'; '.join(changes)}"))
-
-    def _changes_that_fit(self, module: nn.Module) -> list[str]:
-        fitting = []
-        structures: dict[tuple[int, ...], Structure] = {}
-
-        def fits(mesh: MeshSpec, workload: Workload) -> bool:
-            degrees = _degrees(mesh)
-            if degrees not in structures:  # the analysis costs more than the model
-                structures[degrees] = structure_of(module, degrees)
-            model = StepModel(structures[degrees].operations, mesh, self.topology, self.cost_model, workload)
-            return least_memory(model.problem).objective <= self.memory_limit
-
-        if not self.workload.recompute and fits(self.mesh, replace(self.workload, recompute=True)):
-            fitting.append("Workload(recompute=True)")
-        batch = self.workload.batch // 2  # the largest halving that fits
-        while batch >= 1:
-            if fits(self.mesh, replace(self.workload, batch=batch)):
-                fitting.append(f"Workload(batch={batch})")
-                break
-            batch //= 2
-        for axis in self.mesh.axis_names:
-            for times in (2, 4, 8, 16):  # the first of each axis that fits
-                axes = {**self.mesh.axes, axis: self.mesh.axis_size(axis) * times}
-                if fits(MeshSpec(axes), self.workload):
-                    fitting.append(f"{axis}={axes[axis]}")
-                    break
-        return fitting
+        hint = f"recompute, a smaller batch, more ranks, or memory_limit={least}"
+        return PlanError(Problem("does-not-fit", "memory_limit", found=reason, hint=hint))
 
 
 def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:
