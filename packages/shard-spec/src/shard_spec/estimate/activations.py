@@ -64,7 +64,6 @@ class ActivationEstimate:
 
     Attributes:
         local_bytes: Bytes saved by autograd between forward and backward, if every axis divides evenly.
-        whole_bytes: The same without any sharding: one process on the same local batch.
         peak_bytes: Most bytes at one time in forward, loss and backward, without gradients of parameters.
         moment: Phase of the peak: ``"forward"``, ``"loss"`` or ``"backward"``.
         loss_bytes: Share of ``peak_bytes`` for logits, loss and the gradient of the logits.
@@ -73,7 +72,6 @@ class ActivationEstimate:
     """
 
     local_bytes: int
-    whole_bytes: int
     peak_bytes: int
     moment: str
     loss_bytes: int = 0
@@ -128,7 +126,7 @@ def estimate_activations(
     if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
         notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
     peak, moment, shares = step.flow.timeline.peak(step.first_of_loss)
-    return ActivationEstimate(step.local_bytes, step.whole_bytes, peak, moment, *shares, tuple(notes))
+    return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes))
 
 
 def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> _Step:
@@ -184,7 +182,7 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.notes: list[str] = []
-        self.local_bytes = self.whole_bytes = 0
+        self.local_bytes = 0
         self.first_of_loss: int | None = None  # allocation of the logits
         self.flow = flow
         self._loss, self._batch = loss, batch
@@ -203,16 +201,14 @@ class _Step(nn.Module):
         # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
         returned = {memory_of(tensor) for tensor in _held(output, set())}
         sizes = {memory: flow.local_bytes(memory, storage) for memory, storage in storages.items()}
-        num_bytes = {memory: storage.nbytes() for memory, storage in storages.items()}
-        for memory, (allocation, nbytes) in flow.alive.items():
-            if memory not in returned:
+        for memory, allocation in flow.alive.items():
+            if memory not in returned and allocation not in timeline.gathered:
                 sizes.setdefault(memory, timeline.sizes[allocation])  # setdefault: hooks' entries win
-                num_bytes.setdefault(memory, nbytes)
-        self.local_bytes, self.whole_bytes = sum(sizes.values()), sum(num_bytes.values())
+        self.local_bytes = sum(sizes.values())
         storages.clear()  # only the step itself may keep memory alive
         logits = self._logits_of(output)
         if logits is not None:
-            self.first_of_loss = flow.alive.get(memory_of(logits), (None, 0))[0]
+            self.first_of_loss = flow.alive.get(memory_of(logits))
         timeline.begin("loss")
         scalars = self._scalars(output, logits)
         if logits is None or not logits.requires_grad:
@@ -389,7 +385,7 @@ class _FullyShard:
 
     def _bytes_of(self, name: str) -> torch.Tensor:
         buffer = torch.empty(self._sizes[name], dtype=torch.uint8, device="meta")
-        self._flow.timeline.gathered.add(self._flow.alive[memory_of(buffer)][0])
+        self._flow.timeline.gathered.add(self._flow.alive[memory_of(buffer)])
         return buffer
 
 
@@ -488,7 +484,7 @@ class _Flow:
         self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
         self.scattered: set[int] = set()  # memories of parameters whose gradients FSDP2 scatters
         self.timeline = _Timeline()
-        self.alive: dict[int, tuple[int, int]] = {}  # memory -> (allocation, bytes without sharding)
+        self.alive: dict[int, int] = {}  # memory -> allocation
         self._axes = axes
         self._cut: dict[int, frozenset[str]] = {}  # memory -> axes
         self._sources: dict[tuple[str, str], int] = {}  # (axis, column-sharded weight) -> allocation of its input
@@ -523,7 +519,7 @@ class _Flow:
         if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
             source = self._value(args[0])
             if source is None:
-                text = "forward reads a value that follows from parameters or floating-point inputs"
+                text = "the forward reads a tensor's value (.item(), if), and shapes have none"
                 hint = "the estimate runs on shapes; measure this model, or estimate its parts"
                 raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
             return source.item()
@@ -554,7 +550,7 @@ class _Flow:
                 collectives += [(axis, "all_gather", weight.name) for axis in weight.ends - summed]
                 sharded = (sharded | weight.column) - weight.row - weight.ends
                 if not (recomputes or looked_up):
-                    source = next((self.alive[memory][0] for memory in inputs if memory in self.alive), -1)
+                    source = next((self.alive[memory] for memory in inputs if memory in self.alive), -1)
                     self._sources.update({(axis, weight.name): source for axis in weight.column | weight.ends})
             else:
                 sharded = (sharded | weight.row) - weight.column - weight.ends
@@ -612,7 +608,7 @@ class _Flow:
         """Leave a parameter's gradient to the exact count, or to its unit until it is scattered."""
         assert parameter.grad is not None
         memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
-        allocation = self.alive.get(memory, (-1, 0))[0]
+        allocation = self.alive.get(memory, -1)
         (self.timeline.gathered if memory_of(parameter) in self.scattered else self.timeline.excluded).add(allocation)
         own = weight.column | weight.row | weight.ends | weight.other
         for axis in self._cut.get(memory, frozenset()) - own:  # a full parameter used on shards (norms of heads)
@@ -623,14 +619,14 @@ class _Flow:
         """Record a result: of new memory, or of live memory (a view, an in-place result)."""
         self._cut[memory] = axes
         if memory in self.alive:
-            self.timeline.sizes[self.alive[memory][0]] = self.local_bytes(memory, storage)  # last writer decides
+            self.timeline.sizes[self.alive[memory]] = self.local_bytes(memory, storage)  # last writer decides
             return
         allocation = self.timeline.allocate(self.local_bytes(memory, storage))
-        self.alive[memory] = allocation, storage.nbytes()
+        self.alive[memory] = allocation
 
         def free() -> None:
             self.timeline.free(allocation)
-            if self.alive.get(memory, (-1, 0))[0] == allocation:  # the address may have been reused meanwhile
+            if self.alive.get(memory) == allocation:  # the address may have been reused meanwhile
                 del self.alive[memory], self._cut[memory]
 
         weakref.finalize(storage, free).atexit = False  # no work at interpreter exit

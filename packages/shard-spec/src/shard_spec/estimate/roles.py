@@ -6,7 +6,7 @@ samples (weights are gathered before use, gradients are reduced); along a *model
 to them. Along a *context* axis ranks see other tokens of the same samples, along a *pipeline* axis they hold other
 layers.
 
-A batch is given as a number of tokens, a shape of token ids, or the arguments of forward.
+A batch is given as a shape of token ids, or the arguments of forward.
 """
 
 from __future__ import annotations
@@ -103,11 +103,9 @@ def role(tensor: TensorMetadata, layout: Layout, axis: str) -> str:
     return "column" if spec.dim % len(tensor.shape) == dims[0] else "row"
 
 
-Batch: TypeAlias = int | Sequence[int] | Any
-"""Numbers count the step of all ranks: tokens, or ``(sequences, length)`` of token ids. Tensors are what one rank
-passes to forward: one tensor, a tuple of arguments, or a mapping of keyword arguments."""
-
-_HINT = "give a number of tokens, (sequences, length), or what one rank passes to forward"
+Batch: TypeAlias = Sequence[int] | Any
+"""Numbers count the step of all ranks: ``(sequences, length)`` of token ids. Tensors are what one rank passes to
+forward: one tensor, a tuple of arguments, or a mapping of keyword arguments."""
 
 
 def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -118,10 +116,11 @@ def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tu
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    if not _is_numbers(batch):
+    if not is_token_batch(batch):
         return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
-    if isinstance(batch, int) or len(batch) != 2 or min(batch) < 1:
-        raise _unknown(batch)
+    if isinstance(batch, int) or len(batch) != 2 or min(batch) < 1:  # tokens alone have no shape
+        hint = "give (sequences, length), or what one rank passes to forward"
+        raise PlanError(Problem("invalid-argument", "batch", found=f"{batch!r:.100}", hint=hint))
     sequences = -(-batch[0] // data_ranks)  # rounded up: the fullest rank
     tokens = torch.zeros(sequences, batch[1], dtype=torch.long, device="meta")
     if "input_ids" in inspect.signature(module.forward).parameters:  # transformers
@@ -130,16 +129,8 @@ def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tu
 
 
 def is_token_batch(batch: Batch) -> bool:
-    """Return True if ``batch`` is ``(sequences, length)`` of token ids."""
-    return _is_numbers(batch)
-
-
-def _is_numbers(batch: Batch) -> bool:
+    """Return True if ``batch`` is made of numbers: ``(sequences, length)`` of token ids, or wrong."""
     return isinstance(batch, int) or (isinstance(batch, Sequence) and all(isinstance(each, int) for each in batch))
-
-
-def _unknown(batch: object) -> PlanError:
-    return PlanError(Problem("invalid-argument", "batch", found=f"{batch!r:.100}", hint=_HINT))
 
 
 def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
