@@ -167,9 +167,8 @@ def test_after_apply_torch_refuses_what_came_later(ranks: Ranks) -> None:
     x = distribute_tensor(torch.randn(3, 4).double(), mesh)
     assert isinstance(net(x), DTensor)
     append(net)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         net(x)
-    assert "plan.apply lays parameters out and changes no forward" in raised.value.__notes__[0]
     handle.undo()
     assert net(x.full_tensor()).shape == (3, 3)
 

@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from shard_spec.legacy.shard_module import shard_module, shard_parameter
     from shard_spec.optimal import OptimalPlanner
     from shard_spec.plan.metadata import metadata_of
-    from shard_spec.planners.base import LayoutPlanner, ShardingPlanner, compose
-    from shard_spec.planners.fully_shard import FullyShardPlanner
+    from shard_spec.planners.base import FullyShardPlanner, LayoutPlanner, ShardingPlanner, compose
     from shard_spec.planners.megatron import MegatronPlanner
     from shard_spec.sharding_plan import ShardingPlan
-    from shard_spec.specs.base import ShardingSpec
-    from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+    from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
     from shard_spec.specs.shards import Sharder, ShardMetadata
 
 __all__ = [
@@ -80,15 +78,13 @@ __getattr__, __dir__ = lazy_exports(
         "plan.metadata": ("metadata_of",),
         "estimate.memory": ("OptimizerState",),
         "estimate.cost": ("topology_preset",),
-        "specs.base": ("ShardingSpec",),
-        "specs.enumerable": ("ChunkShardingSpec", "EnumerableShardingSpec"),
+        "specs.base": ("ShardingSpec", "ChunkShardingSpec", "EnumerableShardingSpec"),
         "specs.shards": ("ShardMetadata", "Sharder"),
         "convert.dcp": ("dcp_state_dict",),
         "legacy.shard_module": ("shard_module", "shard_parameter"),
         "apply.apply": ("apply_plan",),
-        "planners.base": ("ShardingPlanner", "LayoutPlanner", "compose"),
+        "planners.base": ("ShardingPlanner", "LayoutPlanner", "compose", "FullyShardPlanner"),
         "planners.megatron": ("MegatronPlanner",),
-        "planners.fully_shard": ("FullyShardPlanner",),
         "optimal": ("OptimalPlanner",),
     },
     ("planners", "optimal", "specs"),

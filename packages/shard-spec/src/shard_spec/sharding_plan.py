@@ -13,11 +13,10 @@ from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.read import from_dict, from_json
-from shard_spec.plan.resolve import compact_rules, resolve
+from shard_spec.plan.resolve import compact_rules, resolve, validate
 from shard_spec.plan.serialize import to_json
 from shard_spec.report.diff import diff
 from shard_spec.report.explain import explain
-from shard_spec.validation import validate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
+    from shard_spec.apply.apply import Initializer, Source
     from shard_spec.apply.handle import ShardHandle
-    from shard_spec.apply.sources import Initializer, Source
     from shard_spec.estimate.activations import ActivationEstimate, StepOptions
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import CostModel, Topology
@@ -176,8 +175,7 @@ class ShardingPlan(PlanContent):
 
         Args:
             module: The model, or its metadata.
-            batch: Tokens in a step over all ranks, ``(sequences, length)``, or one rank's arguments of forward. None:
-                do not count activations.
+            batch: As in :meth:`activations`. None: do not count activations.
             topology: Machine for the time of collectives.
             cost_model: Times of collectives; default is the alpha-beta model.
             step: How the step runs; see :class:`StepOptions`.
@@ -385,6 +383,6 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for pipeline stages and unknown styles.
         """
-        from shard_spec.convert.distributed_config import from_distributed_config  # imports torch.distributed.tensor
+        from shard_spec.convert.hf import from_distributed_config  # imports torch.distributed.tensor
 
         return cls.from_layouts(from_distributed_config(config, module)).compact(module)

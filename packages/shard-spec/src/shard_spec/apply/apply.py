@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,19 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec._shared.consensus import assert_consistent, mesh_order_problems
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.apply.execution_plan import ExecutionPlan
-from shard_spec.apply.gradients import LayGradient
-from shard_spec.apply.handle import ShardHandle, irreversible, mark_replaced_stale, place
-from shard_spec.apply.sources import (
-    SOURCES,
-    Initializer,
-    Source,
-    local_shard,
-    materialize,
-    scatter_to_all,
+from shard_spec.apply.handle import (
+    ShardHandle,
+    Transaction,
+    install_module,
+    irreversible,
+    mark_replaced_stale,
+    place,
+    run_sharders,
 )
 from shard_spec.apply.tensors import (
+    ExecutionPlan,
     InfoOnSave,
+    LayGradient,
     LocalParameter,
     TensorAction,
     action_of,
@@ -35,17 +36,19 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.apply.transaction import Transaction, install_module, run_sharders
-from shard_spec.distributed.exchange import fingerprint
-from shard_spec.distributed.mesh_cache import group_or_default, on_all_ranks
+from shard_spec.distributed.exchange import broadcast_, fingerprint, group_or_default, on_all_ranks, scatter, take
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import ReplicateSpec
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.resolve import examine
+from shard_spec.plan.resolve import examine, plan_problems
 from shard_spec.specs import as_sharder
-from shard_spec.validation import plan_problems
+
+Source: TypeAlias = Literal["scatter", "local", "meta"]
+Initializer: TypeAlias = Callable[[str, torch.Tensor], object]
+SOURCES = ("scatter", "local", "meta")
 
 
 def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -119,6 +122,8 @@ def frequency_problems(module: nn.Module, names: tuple[str, ...]) -> list[Proble
 
 def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
     """Rebind a layout to the ranks of the live mesh: plans fix axes, not ranks."""
+    if layout.mesh == mesh:
+        return layout
     same_axes = layout.mesh.axis_names == mesh.axis_names and layout.mesh.shape == mesh.shape
     from_spec = layout.mesh.ndim == mesh.ndim == 1 and tuple(layout.mesh.ranks) == tuple(mesh.ranks)
     if same_axes or from_spec:
@@ -127,12 +132,6 @@ def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
     reason = f"{layout} on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
     hint = "give the plan the axes of the mesh, in its order"
     return Problem("mesh-mismatch", name, found=reason, hint=hint)
-
-
-def device_of_mesh(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
 
 
 def source_text(source: object, src_rank: int, init: object, seed: int) -> str:
@@ -188,11 +187,11 @@ def apply_plan(
     def planned() -> tuple[ExecutionPlan, list[torch.Tensor] | None]:
         actions = _plan(plan, call)
         # Nothing is sent for other sources, but `init` is the caller's, and may fail on one rank.
-        return actions, None if source == "scatter" else _stage(call, actions)
+        return actions, None if source == "scatter" else _staged(call, actions)
 
     actions, staged = on_all_ranks(meeting, "apply", planned, lambda made: made[0].lines)
     with Transaction() as transaction:
-        staged = _stage(call, actions) if staged is None else staged
+        staged = _staged(call, actions) if staged is None else staged
         replaced = run_sharders(module, actions, meeting, transaction)  # before _install: they may raise
         handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
     return mark_replaced_stale(handle)
@@ -242,12 +241,11 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
         needed = source == "local" or (source == "scatter" and me == src_rank)
         problems += missing_values(tensor, metadata.name, needed)
         problems += [] if layout.is_replicated else frequency_problems(module, metadata.aliases)
-        rebound = on_mesh(layout, spec, metadata.name)
-        expression = rebound if isinstance(rebound, Problem) else _expressed(rebound, metadata.shape, metadata.name)
-        if isinstance(rebound, Problem) or isinstance(expression, Problem):
-            problems += [each for each in (rebound, expression) if isinstance(each, Problem)]
-            continue
-        tensors.append(action_of(tensor, metadata, rebound))
+        outcome = on_mesh(layout, spec, metadata.name)
+        if isinstance(outcome, Layout):
+            tensors.append(action_of(tensor, metadata, outcome))
+            outcome = choose_format(outcome, metadata.shape, metadata.name, local=True, strided=True)
+        problems += [outcome] if isinstance(outcome, Problem) else []
         if source != "scatter":
             fingerprints.append(f"{metadata.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
     raise_problems(dict.fromkeys(problems))
@@ -257,16 +255,83 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
         src_rank=src_rank,
         source=source_text(source, src_rank, init, call.seed),
         values=tuple(fingerprints),
-        device=device_of_mesh(mesh),
+        device=torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None),
     )
 
 
 # ---- moving and installing ------------------------------------------------------------------------------------------
 
 
-def _stage(call: _Call, actions: ExecutionPlan) -> list[torch.Tensor]:
-    """Create this rank's shards; only ``source="scatter"`` communicates."""
-    return [_shard(call, action, actions.device) for action in actions.tensors]  # one order on all ranks
+def scatter_to_all(
+    full: torch.Tensor | None,
+    layout: Layout,
+    action: TensorAction,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    src: int,
+    mesh: DeviceMesh,
+) -> torch.Tensor:
+    """Return this rank's shard: from ``src`` to each first replica, then broadcast along replicating axes.
+
+    ``src`` sends every element once, for any number of replicas.
+    """
+    local = scatter(full, layout, action.shape, action.dtype, device, group, src, primaries=True)
+    for axis, spec in enumerate(layout.specs):  # mesh order on all ranks
+        if isinstance(spec, ReplicateSpec) and mesh.size(axis) > 1:
+            broadcast_(local, mesh.get_group(axis), 0)
+    return local
+
+
+def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
+    """Copy this rank's shard; the full tensor can be freed afterwards."""
+    return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
+
+
+def materialize(
+    action: TensorAction,
+    device: torch.device,
+    rank: int,
+    init: Initializer | None,
+    seed: int,
+) -> torch.Tensor:
+    """Create this rank's shard of a meta tensor.
+
+    Args:
+        action: The tensor.
+        device: Device of the shard.
+        rank: Global rank.
+        init: Fills a full tensor, ``init(fqn, tensor)``; None: floating shards become NaN, others 0.
+        seed: Seed of the generators, with the FQN, for each tensor: the values depend neither on the layout nor on the
+            rank.
+    """
+    assert action.layout is not None
+    if init is None:
+        local = torch.empty(action.layout.local_shape(rank, action.shape), dtype=action.dtype, device=device)
+        return fill_nan_(local)
+    full = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))  # unwritten entries show
+    with seeded(seed, action.names[0], device), torch.no_grad():
+        init(action.names[0], full)
+    return local_shard(full, action.layout, device, rank)
+
+
+def fill_nan_(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with NaN, which cannot be mistaken for weights, or 0 for dtypes without NaN."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    return tensor.zero_()
+
+
+@contextmanager
+def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    """Seed random numbers by ``seed`` and ``name`` alone; the generators are restored afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+        torch.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 63))
+        yield
+
+
+def _staged(call: _Call, actions: ExecutionPlan) -> list[torch.Tensor]:
+    """Create this rank's shards, in one order on all ranks; only ``source="scatter"`` communicates."""
+    return [_shard(call, action, actions.device) for action in actions.tensors]
 
 
 def _shard(call: _Call, action: TensorAction, device: torch.device) -> torch.Tensor:
@@ -280,7 +345,7 @@ def _shard(call: _Call, action: TensorAction, device: torch.device) -> torch.Ten
         local = materialize(action, device, dist.get_rank(), call.init, call.seed)
     else:
         local = local_shard(tensor, layout, device, dist.get_rank())
-    expression = _expressed(layout, action.shape, action.names[0])
+    expression = choose_format(layout, action.shape, action.names[0], local=True, strided=True)
     assert isinstance(expression, ParameterFormat)  # planned
     if expression.kind == "local":
         return _local(local, action, mesh, expression)
@@ -292,10 +357,6 @@ def _shard(call: _Call, action: TensorAction, device: torch.device) -> torch.Ten
     if parameter.requires_grad:
         parameter.register_hook(LayGradient(placements))  # gradients in the parameter's layout
     return parameter
-
-
-def _expressed(layout: Layout, shape: tuple[int, ...], name: str) -> ParameterFormat | Problem:
-    return choose_format(layout, shape, name, local=True, strided=True)
 
 
 def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expression: ParameterFormat) -> torch.Tensor:
@@ -324,25 +385,10 @@ def _install(
     for path, new in replaced.items():
         install_module(module, path, new, transaction)
         checks.append(irreversible(path, actions.sharders[path]))
-    hooks = [module.register_forward_hook(PlainInputHint(), always_call=True)]
     owners = {
         id(owner): owner for each in placed for owner, _, _ in each.places if hasattr(each.value, "_sharding_info")
     }
-    hooks += [owner.register_state_dict_post_hook(InfoOnSave()) for owner in owners.values()]
+    hooks = [owner.register_state_dict_post_hook(InfoOnSave()) for owner in owners.values()]
     for hook in hooks:
         transaction.on_rollback(hook.remove)
     return ShardHandle(plan, actions, module, group, placed, [hook.remove for hook in hooks], checks)
-
-
-class PlainInputHint:
-    """Forward hook of the root, also after errors: adds advice to torch's mixed-tensor error."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Add the note; torch's error passes unchanged."""
-        error = sys.exception()
-        if error is not None and "mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "plan.apply lays parameters out and changes no forward. Pass DTensors on the plan's mesh, or use what "
-                "runs sharded parameters on plain tensors: shard_module, tp_styles.apply_plan, or torch's fully_shard "
-                "and parallelize_module on a model that plan.apply has not sharded"
-            )

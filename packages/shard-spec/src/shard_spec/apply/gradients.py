@@ -1,4 +1,4 @@
-"""Gradients of sharded modules: summed over the ranks, laid out like their parameters, counted on one rank only."""
+"""Gradients of sharded modules: summed over the ranks, counted on one rank only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from shard_spec import _torch_compat
-from shard_spec.distributed.mesh_cache import GroupRef
+from shard_spec.distributed.parameter_format import GroupRef
 
 
 class SumGradient:
@@ -47,31 +45,6 @@ def sums_over(parameter: torch.Tensor, group: dist.ProcessGroup) -> bool:
 def summed_over(parameter: torch.Tensor) -> list[GroupRef]:
     """The groups over which the gradient of ``parameter`` is summed."""
     return [hook.group for hook in _torch_compat.tensor_hooks(parameter) if isinstance(hook, SumGradient)]
-
-
-def foreign_hooks(parameter: torch.Tensor) -> bool:
-    """Return whether somebody else hooked ``parameter``: a replacement would lose these hooks."""
-    return any(not isinstance(hook, SumGradient) for hook in _torch_compat.tensor_hooks(parameter))
-
-
-class LayGradient:
-    """A tensor hook on a DTensor parameter: its gradient, laid out like the parameter.
-
-    A DTensor op that gathers a sharded parameter by itself leaves a whole gradient, one that replicates it partial
-    sums. Both are right, but take more memory than the plan says, and every op of an optimizer reduces them again.
-    """
-
-    # Torch warns that hooks of a tensor are not saved with it; without it a module computes the same.
-    __torch_unserializable__ = True
-
-    def __init__(self, placements: tuple[Placement, ...]) -> None:
-        self.placements = placements
-
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        """Redistribute; a plain gradient (somebody made the parameter local) is handed on."""
-        if isinstance(grad, DTensor) and tuple(grad.placements) != self.placements:
-            return grad.redistribute(placements=self.placements)
-        return grad
 
 
 def masked_identity(value: torch.Tensor, *, forward: bool, backward: bool) -> torch.Tensor:

@@ -1,21 +1,26 @@
-"""TensorAction: one parameter or buffer and what may stand in the way; LocalParameter: a shard of a fused weight."""
+"""ExecutionPlan: the actions of a call on one module, tensor by tensor, decided without communication."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
+from shard_spec import _torch_compat
 from shard_spec._shared.problems import Problem
 from shard_spec._shared.sharding_info import Section, ShardingInfo
-from shard_spec.apply.gradients import foreign_hooks
+from shard_spec.apply.gradients import SumGradient
 from shard_spec.distributed.parameter_format import ParameterFormat
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import TensorMetadata
+from shard_spec.specs import ShardingSpec
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
     if tensor.grad is not None:
         reason, hint = "it has a gradient, which would be lost", "call zero_grad(set_to_none=True) first"
         problems.append(Problem("unsupported-tensor", name, found=reason, hint=hint))
-    if foreign_hooks(tensor):
+    # Other hooks than ours would be lost with the tensor.
+    if any(not isinstance(hook, SumGradient) for hook in _torch_compat.tensor_hooks(tensor)):
         reason, hint = "it has gradient hooks, which would be lost", "register them after sharding"
         problems.append(Problem("unsupported-tensor", name, found=reason, hint=hint))
     return problems
@@ -106,6 +112,26 @@ def replica_problems(owners: list[nn.Module], name: str) -> list[Problem]:
             hint = "shard this table, or leave the option out"
             problems.append(Problem("unsupported-option", name, found=f"a replicated table with {option}", hint=hint))
     return problems
+
+
+class LayGradient:
+    """A tensor hook on a DTensor parameter: its gradient, laid out like the parameter.
+
+    A DTensor op that gathers a sharded parameter by itself leaves a whole gradient, one that replicates it partial
+    sums. Both are right, but take more memory than the plan says, and every op of an optimizer reduces them again.
+    """
+
+    # Torch warns that hooks of a tensor are not saved with it; without it a module computes the same.
+    __torch_unserializable__ = True
+
+    def __init__(self, placements: tuple[Placement, ...]) -> None:
+        self.placements = placements
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        """Redistribute; a plain gradient (somebody made the parameter local) is handed on."""
+        if isinstance(grad, DTensor) and tuple(grad.placements) != self.placements:
+            return grad.redistribute(placements=self.placements)
+        return grad
 
 
 class LocalParameter(nn.Parameter):
@@ -154,3 +180,66 @@ def sharding_info(mesh: DeviceMesh, expression: ParameterFormat, shape: tuple[in
     stride = torch.empty(shape, device="meta").stride()
     sections = tuple(Section(size) for size in expression.sections)
     return ShardingInfo(mesh, expression.placements, torch.Size(shape), stride, sections)
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """Actions on each tensor and module.
+
+    Attributes:
+        tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
+        forwards: Module FQN to the names of its sharded tensors, for modules that get a sharded forward.
+        options: For these modules, how they were made, as text: options decide what their forwards communicate.
+        sharders: Module FQN to Sharder.
+        outputs: Module FQN to its target in ``output_plan``.
+        locals: Module FQNs of ``return_local_tensor``.
+        everything: Whether tensors that the plan does not mention are decided about too.
+        src_rank: Rank of the group whose values count.
+        source: Where the values come from, as text.
+        values: Checksums of the values that every rank has, where they have to be equal.
+        device: Device that this rank's shards lie on.
+    """
+
+    tensors: tuple[TensorAction, ...] = ()
+    forwards: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+    sharders: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, ShardingSpec | Layout] = field(default_factory=dict)
+    locals: tuple[str, ...] = ()
+    everything: bool = True
+    src_rank: int = 0
+    source: str = ""
+    values: tuple[str, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """One line for each action; they have to be equal on all ranks."""
+        return (
+            f"source: {self.source or f'rank {self.src_rank} of the group'}, shards on {self.device.type}",
+            *(action.line for action in self.tensors),
+            *(f"module {path or '(root)'}: sharded forward of {self.options[path]}" for path in self.forwards),
+            *(f"module {path}: {type(sharder).__qualname__}" for path, sharder in self.sharders.items()),
+            *(f"output of {path or '(root)'}: {_wanted_text(wanted)}" for path, wanted in self.outputs.items()),
+            *(f"output of {path or '(root)'}: this rank's rows" for path in self.locals),
+            *(f"values of {text}" for text in self.values),
+        )
+
+    @property
+    def digest(self) -> str:
+        """Hash of the actions, equal on all ranks with equal actions."""
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+
+    def explain(self, name: str | None = None) -> str:
+        """Return the lines as text; with ``name`` those that mention it."""
+        return "\n".join(line for line in self.lines if name is None or name in line)
+
+    def to_json(self) -> str:
+        """The lines as JSON."""
+        return json.dumps({"actions": self.lines, "digest": self.digest}, indent=1)
+
+
+def _wanted_text(wanted: ShardingSpec | Layout) -> str:
+    if not isinstance(wanted, Layout):
+        return repr(wanted)
+    return f"{wanted} on ranks {list(wanted.mesh.ranks)} as {' x '.join(map(str, wanted.mesh.shape))}"

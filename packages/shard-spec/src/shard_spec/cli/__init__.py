@@ -1,4 +1,4 @@
-"""Command line: ``shard-spec plan|check|explain|diff|convert``. ``--help`` imports no torch."""
+"""Command line: ``shard-spec plan|check|explain|diff``. ``--help`` imports no torch."""
 
 from shard_spec.cli.main import main
 

@@ -1,14 +1,61 @@
-"""Moving one tensor between ranks, any dtype and layout, as exact bytes."""
+"""Exchanges between ranks: decisions, and tensors of any dtype and layout as exact bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shard_spec import _torch_compat
+from shard_spec._shared.consensus import assert_consistent, problems_of
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
+
+T = TypeVar("T")
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the given group, or the default group.
+
+    Raises:
+        PlanError: ``no-process-group`` or ``rank-outside-mesh``, on this rank only.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        reason = "torch.distributed is not initialized"
+        hint = "call torch.distributed.init_process_group first; planning needs no process group"
+        raise PlanError(Problem("no-process-group", found=reason, hint=hint))
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        reason = f"rank {dist.get_rank()} is not in the process group it passed"
+        raise PlanError(Problem("rank-outside-mesh", "process_group", found=reason, hint="call it on members only"))
+    return group
+
+
+def on_all_ranks(
+    group: dist.ProcessGroup, subject: str, work: Callable[[], T], lines: Callable[[T], Sequence[str]] = lambda _: ()
+) -> T:
+    """The value of ``work`` once it succeeded on every rank of the group, with equal lines; a collective.
+
+    Args:
+        group: The ranks; all of them call this.
+        subject: The call, for messages.
+        work: Sends nothing; what it raises on one rank, all ranks raise.
+        lines: Facts about the value that have to be equal on every rank.
+
+    Raises:
+        PlanError: The same on every rank: the problems of all ranks, or ``ranks-disagree`` with the different lines.
+    """
+    facts: Sequence[str] = ()
+    error = None
+    try:
+        value = work()
+        facts = lines(value)
+    except Exception as failure:  # this rank still meets its peers
+        error = PlanError(problems_of(failure))
+    assert_consistent(group, subject, facts, error, hint="pass the same to every rank of the group")
+    return value
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

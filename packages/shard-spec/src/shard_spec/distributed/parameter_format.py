@@ -1,26 +1,25 @@
-"""Choice of a parameter's format: a DTensor if placements express its layout, else a local one."""
+"""DeviceMeshes over the ranks of a group, and the format of a parameter: a DTensor if placements express its layout,
+else a local one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.distributed.exchange import scatter
-from shard_spec.distributed.mesh_cache import (
-    GroupRef,
-    MeshCache,
-    group_or_default,
-    on_all_ranks,
-)
+from shard_spec.distributed.exchange import group_or_default, on_all_ranks, scatter
 from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import (
     REPLICATE,
     BlockShard,
@@ -35,6 +34,114 @@ from shard_spec.layout.placements import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+
+class GroupRef:
+    """A process group that survives ``copy.deepcopy`` and, within one job, pickling, by its name."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, in group order."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"name": self.group.group_name}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.group = _torch_compat.group_of_name(state["name"])
+
+
+class MeshCache:
+    """Meshes of one call: one for each shape, order of ranks and axis names."""
+
+    def __init__(self, group: GroupRef, device_type: str) -> None:
+        self.group = group
+        self.device_type = device_type
+        self._meshes: dict[MeshSpec, DeviceMesh] = {}
+
+    def prepare(self, layouts: Iterable[Layout]) -> None:
+        """Create the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group.
+
+        Raises:
+            PlanError: On every rank, before anything else: ``no-process-group``.
+        """
+        keys = list(dict.fromkeys([self._flat_key(), *map(_key_of, layouts)]))
+        wanted = [members for key in keys if key.ndim > 1 for groups in _groups(key) for members in groups]
+        if wanted:  # new groups are needed
+            self._check(wanted)
+        for key in keys:
+            self._meshes[key] = self._make(key)
+
+    def mesh_of(self, layout: Layout) -> DeviceMesh:
+        """Return the mesh of ``layout``.
+
+        Raises:
+            PlanError: ``mesh-mismatch`` for an output with a spec that fixes its layout at run time only.
+        """
+        key = _key_of(layout)
+        if key not in self._meshes:
+            reason = f"a mesh of shape {key.shape} over ranks {list(key.ranks)}, which was not known before the forward"
+            hint = "shard outputs with a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
+            raise PlanError(Problem("mesh-mismatch", found=reason, hint=hint))
+        return self._meshes[key]
+
+    def flat_mesh(self) -> DeviceMesh:
+        """Return the 1-D mesh in the order of the group."""
+        return self._meshes[self._flat_key()]
+
+    def _flat_key(self) -> MeshSpec:
+        return MeshSpec({"shard": self.group.size}, self.group.ranks)
+
+    def _check(self, wanted: list[tuple[int, ...]]) -> None:
+        if self.group.size == dist.get_world_size():  # all ranks of the job take part
+            return
+        counts: list[int] = [0] * self.group.size
+        dist.all_gather_object(counts, _torch_compat.num_groups(), group=self.group.group)
+        if len(set(counts)) > 1:
+            # Torch names a group created by its members only after their number of groups.
+            reason = f"new groups are needed, {list(wanted[0])} first, and the ranks know {counts} groups"
+            hint = "use the default group, or shard along one axis"
+            raise PlanError(Problem("no-process-group", "process_group", found=reason, hint=hint))
+
+    def _make(self, key: MeshSpec) -> DeviceMesh:
+        if key.ndim == 1:  # its ranks are those of the group, in order
+            return DeviceMesh.from_group(self.group.group, self.device_type, mesh_dim_names=key.axis_names)
+        own = [self._own_group(groups) for groups in _groups(key)]
+        grid = torch.tensor(list(key.ranks), dtype=torch.int, device="cpu").view(key.shape)
+        return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=key.axis_names)
+
+    def _own_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+        """Return this rank's group of one axis; every rank creates the groups in one order."""
+        everybody, me = self.group.size == dist.get_world_size(), dist.get_rank()
+        mine = [_torch_compat.new_ordered_group(list(each), everybody) for each in groups if everybody or me in each]
+        (own,) = [each for each in mine if each is not None]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
+
+def _groups(mesh: MeshSpec) -> list[tuple[tuple[int, ...], ...]]:
+    return [mesh.axis_groups(axis) for axis in mesh.axis_names]
+
+
+def _key_of(layout: Layout) -> MeshSpec:
+    """Return a mesh key; made-up axis names (``shard0``, ``shard1``) share their meshes."""
+    names = tuple("shard" if re.fullmatch(r"shard\d+", name) else name for name in layout.mesh.axis_names)
+    if len(set(names)) < len(names):
+        names = tuple(f"{name}{at}" for at, name in enumerate(names))
+    return MeshSpec(dict(zip(names, layout.mesh.shape, strict=True)), layout.mesh.ranks)
 
 
 @dataclass(frozen=True)
@@ -102,7 +209,7 @@ def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) 
     if why is None and not strided:
         why = "this call makes DTensors that shard in mesh order only"
     if why is None and not _torch_compat.computes_with_strided_shards():
-        why = "operators of this torch are not known to be right on strided shards"
+        why = "this torch computes strided shards wrongly in some operators"
         hint += "; or use torch >= 2.13"
     if why is not None:
         return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
@@ -149,11 +256,11 @@ def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[
     strided = _strided(layout, specs)
     if strided is not None and Layout(layout.mesh, strided).equivalent_to(layout, shape):
         return strided, None
-    return (), "DTensor cuts in mesh order, and a strided shard puts other rows on some ranks here"
+    return (), "DTensor shards in mesh order, and a strided shard puts other rows on some ranks here"
 
 
 _WHY: dict[type, str] = {
-    UnevenShard: "a DTensor cuts as torch.chunk does, not in sizes of your own",
+    UnevenShard: "a DTensor shards as torch.chunk does, not in other sizes",
     BlockShard: "a DTensor cannot keep blocks together",
     InterleavedShard: "a DTensor cannot interleave these sections",
 }

@@ -18,8 +18,7 @@ from shard_spec._torch_compat import eager_only
 from shard_spec.apply.gradients import masked_identity
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.legacy.rows import BatchRows, on_mesh
-from shard_spec.legacy.wrapping import unwrap, whole, wrap
+from shard_spec.legacy.rows import BatchRows, on_mesh, unwrap, whole, wrap
 
 
 class ShardedForward:

@@ -15,8 +15,8 @@ from torch import nn
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.tensors import (
+    ExecutionPlan,
     TensorAction,
     action_of,
     is_sharded,
@@ -30,10 +30,9 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.forwards import RefusedEmbeddingBag, ShardedEmbedding, ShardedForward, ShardedLinear
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.resolve import Resolution, examine
+from shard_spec.plan.resolve import Resolution, examine, plan_problems
 from shard_spec.plan.values import is_spec, to_layout
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_sharder, as_spec
-from shard_spec.validation import plan_problems
 
 _FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, RefusedEmbeddingBag)
 _HINT = (

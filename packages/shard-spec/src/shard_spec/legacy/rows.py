@@ -1,17 +1,101 @@
-"""Local batches in, the full batch as a DTensor, and this rank's rows out again."""
+"""Local batches in, the full batch as a DTensor, and this rank's rows out again.
+
+Torch's ``from_local`` and ``to_local`` do not tell what the gradient of a gradient is: a second derivative through a
+partial sum comes out wrong, without an error. Here it is refused.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from shard_spec._shared.consensus import all_gather_header, raise_joined
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.distributed.mesh_cache import GroupRef
-from shard_spec.legacy.wrapping import unwrap, whole, wrap
+from shard_spec._torch_compat import eager_only
+from shard_spec.apply.gradients import refuse_second_derivative
+from shard_spec.distributed.parameter_format import GroupRef, MeshCache, choose_format, dtensor_of
+from shard_spec.layout.layout import Layout
+from shard_spec.specs import ShardingSpec
+
+Placements = tuple[Placement, ...]
+
+
+class _Meaning(NamedTuple):
+    """A DTensor's mesh, global shape, placements, and the placements of its gradient."""
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    placements: Placements
+    gradient: Placements
+
+
+def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """``local`` as a DTensor of global ``shape``. Its gradient lies alike; that of a partial sum is replicated."""
+    gradient = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    meaning = _Meaning(mesh, torch.Size(shape), tuple(placements), gradient)
+    wrapped: DTensor = _Wrap.apply(local, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return wrapped
+
+
+def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch.Tensor:
+    """The local tensor of ``value``.
+
+    Args:
+        value: Its placements say what the ranks hold.
+        gradient: What the ranks' gradients will be. Default: the same; each rank has the whole gradient of its part of
+            a partial sum.
+    """
+    default = tuple(Replicate() if placement.is_partial() else placement for placement in value.placements)
+    gradient = default if gradient is None else tuple(gradient)
+    meaning = _Meaning(value.device_mesh, value.shape, tuple(value.placements), gradient)
+    made: torch.Tensor = _Unwrap.apply(value, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return made
+
+
+def whole(value: DTensor, *, parts: bool) -> torch.Tensor:
+    """All of ``value`` on every rank.
+
+    Args:
+        value: Any placements.
+        parts: Whether the ranks' gradients are parts of a sum; otherwise every rank has the same whole gradient.
+    """
+    ndim = value.device_mesh.ndim
+    gradient: list[Placement] = [Partial() if parts else Replicate()] * ndim
+    return unwrap(value.redistribute(placements=[Replicate()] * ndim), gradient)
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, meaning: _Meaning) -> DTensor:
+        ctx.meaning = meaning
+        return dtensor_of(local.detach().contiguous(), meaning.mesh, meaning.placements, meaning.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor) -> tuple[torch.Tensor, None]:
+        refuse_second_derivative()
+        return grads[0].redistribute(placements=ctx.meaning.gradient).to_local(), None
+
+
+class _Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: DTensor, meaning: _Meaning) -> torch.Tensor:
+        ctx.meaning = meaning
+        local = value.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
+        refuse_second_derivative()
+        meaning: _Meaning = ctx.meaning
+        return dtensor_of(grads[0].contiguous(), meaning.mesh, meaning.gradient, meaning.shape), None
+
 
 NOT_RUN = "the forward has not run on any rank"
 
@@ -108,3 +192,57 @@ def on_mesh(value: DTensor, mesh: DeviceMesh, name: str) -> DTensor:
         reason = f"a DTensor on ranks {mine}; the module is sharded over {wanted}"
         raise PlanError(Problem("mesh-mismatch", name, found=reason, hint=hint))
     return wrap(whole(value, parts=False), mesh, [Replicate()] * mesh.ndim, value.shape)
+
+
+class ReshardOutput:
+    """Forward hook: the output of the concatenated batch, in the layout of ``output_plan``.
+
+    A plain output counts as this rank's rows of it.
+    """
+
+    def __init__(self, name: str, wanted: ShardingSpec | Layout, rows: BatchRows, meshes: MeshCache) -> None:
+        self.name = name
+        self.wanted = wanted
+        self.rows = rows
+        self.meshes = meshes
+
+    @eager_only
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> DTensor:
+        """Redistribute; a collective where the layout differs."""
+        value = _one_tensor(output, self.name, "output_plan")
+        if not isinstance(value, DTensor):
+            value = self.rows.enter(value, self.name, self.rows.mesh, "" if value.dim() else "a scalar, without rows")
+        layout = self.wanted if isinstance(self.wanted, Layout) else self.wanted.to_layout(value.shape)
+        wanted = choose_format(layout, tuple(value.shape), self.name)
+        if isinstance(wanted, Problem):
+            raise PlanError(wanted)
+        return on_mesh(value, self.meshes.mesh_of(layout), self.name).redistribute(placements=wanted.placements)
+
+
+class LocalRows:
+    """Forward hook: a plain tensor in place of a DTensor output.
+
+    This rank's rows, the ones it passed, with all columns. Where ``output_plan`` asked for a layout that does not cut
+    rows, it is this rank's part in that layout. A plain output is this rank's rows already.
+    """
+
+    def __init__(self, name: str, rows: BatchRows, laid_out: bool) -> None:
+        self.name = name
+        self.rows = rows
+        self.laid_out = laid_out
+
+    @eager_only
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        """Give the rows back; a collective where another rank has parts of them."""
+        value = _one_tensor(output, self.name, "return_local_tensor")
+        if not isinstance(value, DTensor):
+            return value
+        cut = {each.dim for each in value.placements if isinstance(each, Shard)}
+        return unwrap(value) if self.laid_out and cut and 0 not in cut else self.rows.leave(value, self.name)
+
+
+def _one_tensor(output: Any, name: str, what: str) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    hint = f"name a module that returns one tensor in {what}"
+    raise PlanError(Problem("wrong-type", name, found=f"an output of type {type(output).__name__}", hint=hint))

@@ -12,24 +12,25 @@ from torch import nn
 
 from shard_spec._shared.consensus import problems_of
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.gradients import summed_over
-from shard_spec.apply.handle import Placed, ShardHandle, irreversible, mark_replaced_stale, place, still_ours
-from shard_spec.apply.tensors import TensorAction, is_sharded, tensor_at
-from shard_spec.apply.transaction import Transaction, install_module, run_sharders
-from shard_spec.distributed.exchange import broadcast_, scatter
-from shard_spec.distributed.mesh_cache import (
-    GroupRef,
-    MeshCache,
-    group_or_default,
-    on_all_ranks,
+from shard_spec.apply.handle import (
+    Placed,
+    ShardHandle,
+    Transaction,
+    install_module,
+    irreversible,
+    mark_replaced_stale,
+    place,
+    run_sharders,
+    still_ours,
 )
-from shard_spec.distributed.parameter_format import as_dtensor
+from shard_spec.apply.tensors import ExecutionPlan, TensorAction, is_sharded, tensor_at
+from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, scatter
+from shard_spec.distributed.parameter_format import GroupRef, MeshCache, as_dtensor
 from shard_spec.layout.layout import Layout
-from shard_spec.legacy.outputs import LocalRows, ReshardOutput
 from shard_spec.legacy.plan_module import forward_for, known_layout, plan_module
 from shard_spec.legacy.root import CompareAndHook
-from shard_spec.legacy.rows import BatchRows
+from shard_spec.legacy.rows import BatchRows, LocalRows, ReshardOutput
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.torch_specs import unknown_spec

@@ -4,11 +4,19 @@
 `problem` is a sum of costs of nodes and pairs with its exact minimisation, `memory_cap` adds one inequality.
 """
 
-from shard_spec.optimal.memory_cap import CappedSolution, InfeasibleError, least_memory, solve_capped
 from shard_spec.optimal.model import StepModel, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
 from shard_spec.optimal.planner import OptimalPlanner, PlanCost
-from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem, Solution, solve_exact
+from shard_spec.optimal.problem import (
+    CappedSolution,
+    InfeasibleError,
+    PairwiseBuilder,
+    PairwiseProblem,
+    Solution,
+    least_memory,
+    solve_capped,
+    solve_exact,
+)
 
 __all__ = [
     "OptimalPlanner",

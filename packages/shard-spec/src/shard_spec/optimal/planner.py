@@ -14,9 +14,9 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, CostModel, Topology
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.memory_cap import InfeasibleError, solve_capped
 from shard_spec.optimal.model import StepModel, StrategyPerAxis, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
+from shard_spec.optimal.problem import InfeasibleError, solve_capped
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from shard_spec.layout.text import parse_placement, split_items
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.serialize import FORMAT, VERSION
 from shard_spec.plan.untrusted_input import json_values
-from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec
 from shard_spec.specs.shards import ShardMetadata
 
 MAX_RULES = 1_000_000

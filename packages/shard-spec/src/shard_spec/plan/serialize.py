@@ -23,8 +23,7 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.text import to_placement_spec
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
-from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:

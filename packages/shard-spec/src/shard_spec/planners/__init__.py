@@ -3,13 +3,13 @@
 from shard_spec.planners.base import (
     ComposedPlanner,
     Decisions,
+    FullyShardPlanner,
     LayoutPlanner,
     OptimalityBound,
     PlannedSharding,
     ShardingPlanner,
     compose,
 )
-from shard_spec.planners.fully_shard import FullyShardPlanner
 from shard_spec.planners.megatron import MegatronPlanner
 
 __all__ = [

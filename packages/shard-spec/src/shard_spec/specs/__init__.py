@@ -1,7 +1,6 @@
 """Sharding specs of single tensors, in the terms of ``torch.distributed._shard``."""
 
-from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shard_spec.specs.shards import DeviceLike, RemoteDevice, Sharder, ShardMetadata, TensorShards
 from shard_spec.specs.torch_specs import TorchShardingSpec, as_sharder, as_spec, from_torch, to_torch
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec, as_shard
+from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_shard
 from shard_spec.specs.shards import RemoteDevice, Sharder, ShardMetadata, TensorShards
 
 
