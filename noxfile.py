@@ -159,9 +159,9 @@ def drawn(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def measured(session: nox.Session) -> None:
-    """Training steps of 21 models beside shard-spec's figures: `measured.md` (20 minutes)."""
+    """Training steps of 21 models beside shard-spec's figures, on their benchmark page (20 minutes)."""
     _install_wheels(session)
-    session.env["MEASURED_PAGE"] = str(ROOT / "measured.md")
+    session.env["MEASURED_PAGE"] = str(ROOT / "docs" / "benchmarks" / "shard-spec-steps.md")
     session.posargs[:] = ["measured_steps.py"]
     _torchrun_integration(session, 4)
 

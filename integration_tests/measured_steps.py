@@ -7,6 +7,7 @@ peak is that of torch's own record of memory, the collectives are those that pas
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -62,8 +63,11 @@ WAYS: dict[str, dict[str, int]] = {  # way -> mesh
 
 def new_model(family: str, dtype: torch.dtype, checkpointing: bool) -> Any:
     """Return a small model in training mode, equal on all ranks."""
-    defaults = transformers.AutoConfig.for_model(family)
-    options = {key: value for key, value in SMALL.items() if hasattr(defaults, key)}
+    defaults = transformers.AutoConfig.for_model(family)  # its properties follow from other options
+    properties = {
+        key for key in SMALL if isinstance(getattr(type(defaults), key, None), property)
+    }  # follow from others
+    options = {key: value for key, value in SMALL.items() if hasattr(defaults, key) and key not in properties}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **options))
     model = model.to(dtype).train()
@@ -183,11 +187,11 @@ def step_of(ranks: Ranks, family: str, way: str, dtype: torch.dtype, checkpointi
         figures = predicted(plan, model, batch, ranks.rank)
         if way != "one process":
             tp_styles.apply_sharding_plan(model, ranks.mesh(tuple(axes.values()), tuple(axes)), plan)
-    except (PlanError, tp_styles.PlanError) as error:
+        # oneDNN copies operands of products in half precision on a CPU; an accelerator's kernels do not.
+        with torch.backends.mkldnn.flags(enabled=False):
+            real = measured(ranks, model, batch)
+    except (PlanError, tp_styles.PlanError) as error:  # of the first call, too: all ranks raise alike
         return {**about, "refused": str(error.problems[0])}
-    # oneDNN copies operands of products in half precision on a CPU; an accelerator's kernels do not.
-    with torch.backends.mkldnn.flags(enabled=False):
-        real = measured(ranks, model, batch)
     return {**about, "measured": real, "predicted": figures}
 
 
@@ -213,16 +217,16 @@ def is_exact(step: dict[str, Any]) -> bool:
     return all(step["predicted"][part] == step["measured"][part] for part in STATE)
 
 
-def steps_of(ranks: Ranks, families: Iterable[str], ways: Iterable[str]) -> list[dict[str, Any]]:
-    """Measure each family in both dtypes, with and without checkpointing."""
-    steps = []
+def write_steps(ranks: Ranks, families: Iterable[str], ways: list[str]) -> None:
+    """Measure each family in both dtypes, with and without checkpointing; add a line for each step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' and torch's own
         for family in families:
-            for way in ways:
-                for dtype in DTYPES:
-                    steps += [step_of(ranks, family, way, dtype, checkpointing) for checkpointing in (False, True)]
-    return steps
+            each = itertools.product(ways, DTYPES, (False, True))
+            steps = [step_of(ranks, family, way, dtype, checkpointing) for way, dtype, checkpointing in each]
+            if ranks.rank == 0:
+                with ROWS.open("a") as file:
+                    file.writelines(json.dumps(step) + "\n" for step in steps)
 
 
 @pytest.fixture
@@ -233,25 +237,19 @@ def families() -> tuple[str, ...]:
 ROWS = Path(os.environ.get("MEASURED_ROWS", "measured.jsonl"))
 
 
-def write(ranks: Ranks, steps: list[dict[str, Any]]) -> None:
-    if ranks.rank == 0:
-        with ROWS.open("a") as file:
-            file.writelines(json.dumps(step) + "\n" for step in steps)
-
-
 @pytest.mark.ranks(1)
 def test_one_process(ranks: Ranks, families: tuple[str, ...]) -> None:
-    write(ranks, steps_of(ranks, families, ["one process"]))
+    write_steps(ranks, families, ["one process"])
 
 
 @pytest.mark.ranks(2)
 def test_two_ranks(ranks: Ranks, families: tuple[str, ...]) -> None:
-    write(ranks, steps_of(ranks, families, [way for way in WAYS if "2 ranks" in way and " x " not in way]))
+    write_steps(ranks, families, [way for way in WAYS if "2 ranks" in way and " x " not in way])
 
 
 @pytest.mark.ranks(4)
 def test_four_ranks(ranks: Ranks, families: tuple[str, ...]) -> None:
-    write(ranks, steps_of(ranks, families, [way for way in WAYS if "4 ranks" in way or " x " in way]))
+    write_steps(ranks, families, [way for way in WAYS if "4 ranks" in way or " x " in way])
 
 
 def test_the_page() -> None:
@@ -265,11 +263,12 @@ def test_the_page() -> None:
 
 def page(steps: list[dict[str, Any]]) -> str:
     """Return the tables: first by way, then by family."""
+    families = dict.fromkeys(step["family"] for step in steps)
     lines = [
         "# shard-spec: predicted and measured steps",
         "",
-        f"Made by `nox -s measured` on {date.today()}, torch {torch.__version__}, CPU, with transformers "
-        f"{transformers.__version__}. {len(FAMILIES)} causal models with two layers, {BATCH[0]} x {BATCH[1]} tokens on "
+        f"Made by `nox -s measured` on {date.today()}, torch {torch.__version__}, {os.cpu_count()} CPUs, transformers "
+        f"{transformers.__version__}. {len(families)} causal models with two layers, {BATCH[0]} x {BATCH[1]} tokens on "
         "each data rank, float32 and bfloat16, each without and with `gradient_checkpointing_enable()`: a real step of "
         "AdamW beside `plan.memory` and `plan.communication`, which run on shapes alone. FSDP2 and tp-styles are "
         "`tp_styles.apply_sharding_plan`. The peak is torch's own record of allocations in forward and backward, "
@@ -292,7 +291,7 @@ def page(steps: list[dict[str, Any]]) -> str:
         "",
     ]
     lines += [f"| family | {' | '.join(WAYS)} |", "|---|" + "---|" * len(WAYS)]
-    for family in dict.fromkeys(step["family"] for step in steps):
+    for family in families:
         texts = [_cell([step for step in steps if (step["family"], step["way"]) == (family, way)]) for way in WAYS]
         lines.append(f"| {family} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
