@@ -12,13 +12,12 @@ from ranktest import Ranks
 from shard_spec import ShardingPlan
 from small_models import SmallGPT, train_step
 
-CASES = [("llama", "FSDP2"), ("gpt2", "FSDP2"), ("mixtral", "tp-styles")]
+CASES = [("llama", "FSDP2", True), ("gpt2", "FSDP2", False), ("mixtral", "tp-styles", False)]
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("family", "way"), CASES)
+@pytest.mark.parametrize(("family", "way", "checkpointing"), CASES)
 def test_a_step_costs_what_shard_spec_counts(ranks: Ranks, family: str, way: str, checkpointing: bool) -> None:
     step: dict[str, Any] = step_of(ranks, family, f"{way}, 2 ranks", torch.float32, checkpointing)
     assert is_exact(step), step
