@@ -284,20 +284,15 @@ def test_communication_of_fully_sharded_and_replicated_data_parallel() -> None:
     assert replicated.by_axis() == {"dp": {"gradients": 2 * (128 + 24) * 3 / 4}}
 
 
-class Attention(nn.ModuleDict):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (self[name](x) for name in ("wq", "wk", "wv"))
-        out: torch.Tensor = self["wo"](q * k * v)
-        return out
-
-
 class Running(Model):
     """The model with a forward."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
+        layer: Any
         for layer in self.layers:
-            x = x + Attention(layer.attn.items())(layer.attn_norm(x))
+            h, attn = layer.attn_norm(x), layer.attn
+            x = x + attn["wo"](attn["wq"](h) * attn["wk"](h) * attn["wv"](h))
         out: torch.Tensor = self.norm(x)
         return out
 

@@ -241,7 +241,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
         needed = source == "local" or (source == "scatter" and me == src_rank)
         problems += missing_values(tensor, metadata.name, needed)
         problems += [] if layout.is_replicated else frequency_problems(module, metadata.aliases)
-        outcome = on_mesh(layout, spec, metadata.name)
+        outcome: Layout | ParameterFormat | Problem = on_mesh(layout, spec, metadata.name)
         if isinstance(outcome, Layout):
             tensors.append(action_of(tensor, metadata, outcome))
             outcome = choose_format(outcome, metadata.shape, metadata.name, local=True, strided=True)
@@ -255,7 +255,7 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
         src_rank=src_rank,
         source=source_text(source, src_rank, init, call.seed),
         values=tuple(fingerprints),
-        device=torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None),
+        device=torch.empty(0, device=mesh.device_type).device,  # with the index of the current one
     )
 
 

@@ -80,9 +80,7 @@ class ActivationEstimate:
 
     def __str__(self) -> str:
         text = f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
-        text += (
-            f"{human_bytes(self.loss_bytes)} for logits and loss and {human_bytes(self.gathered_bytes)} for gathered "
-        )
+        text += f"{human_bytes(self.loss_bytes)} for logits and loss, {human_bytes(self.gathered_bytes)} for gathered "
         text += f"layers; {human_bytes(self.local_bytes)} are kept between forward and backward (an estimate)"
         return "\n".join([text, *(f"- {note}" for note in self.notes)])
 
@@ -469,11 +467,11 @@ class _Weight:
     """Model axes that shard a parameter or buffer, by the use of its shards."""
 
     name: str
-    column: frozenset[str] = frozenset()  # sharded results; the gradient of the input is summed
-    row: frozenset[str] = frozenset()  # of sharded inputs; the results are summed
-    ends: frozenset[str] = frozenset()  # sharded results (scores of a vocabulary), which are gathered
-    other: frozenset[str] = frozenset()  # of no use that is known
-    is_weight: bool = True  # a matrix, not a bias
+    column: frozenset[str]  # sharded results; the gradient of the input is summed
+    row: frozenset[str]  # of sharded inputs; the results are summed
+    ends: frozenset[str]  # sharded results (scores of a vocabulary), which are gathered
+    other: frozenset[str]  # of no use that is known
+    is_weight: bool  # a matrix, not a bias
 
 
 class _Flow:
@@ -517,12 +515,12 @@ class _Flow:
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator and record its results."""
         if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
-            source = self._value(args[0])
-            if source is None:
+            value = self._value(args[0])
+            if value is None:
                 text = "the forward reads a tensor's value (.item(), if), and shapes have none"
                 hint = "the estimate runs on shapes; measure this model, or estimate its parts"
                 raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
-            return source.item()
+            return value.item()
         if operator is torch.ops.aten._grouped_mm.default:
             # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
             halves = (each.to(torch.bfloat16) for each in args[:2])
@@ -686,8 +684,8 @@ def _meta_state(
             # A tied table is looked up as a table, but as a head it gives scores to gather.
             end |= kind == "row" and is_embedding(resolution.tensor(name))
             uses["ends" if end else kind].add(axis)
-        sets = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
-        weights[memory_of(meta)] = _Weight(resolution.tensor(name).name, *sets, len(shape) > 1)
+        column, row, ends, other = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
+        weights[memory_of(meta)] = _Weight(resolution.tensor(name).name, column, row, ends, other, len(shape) > 1)
     return state, weights
 
 

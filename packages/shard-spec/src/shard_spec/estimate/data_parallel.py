@@ -100,9 +100,11 @@ def unit_transfers(
         sums: dict[tuple[str, str, str], int] = {}
         for tensor in tensors:
             layout = resolution.layouts.get(tensor.name)
+            if layout is None:  # a Sharder's
+                continue
             # experts stay on their expert axis: tokens travel
             stays = EXPERT_AXIS_NAMES if tensor.name.rpartition(".")[0] in experts else ()
-            for axis in data_axes if layout is not None else ():
+            for axis in data_axes:
                 if mesh.axis_size(axis) == 1 or (axis in stays and role(tensor, layout, axis) != "whole"):
                     continue
                 gathered = [other for other in data_axes if other not in stays]
