@@ -104,9 +104,10 @@ def _tools_tests(session: nox.Session) -> None:
     """The tests of the rank plugin and of the release tools."""
     session.install(TORCH, "numpy", *PYTEST, "hatch", "nox[uv]", GRIFFE, IMPORT_LINTER, TOWNCRIER)
     _install_editable(session, [])
-    pytest = ("python", "-m", "pytest", "-c", str(RANKTEST / "pyproject.toml"))  # hangs and deaths: one at a time
-    session.run(*pytest, str(RANKTEST / "tests"), env=RANK_ENV)
-    session.run(*pytest, "--rootdir", str(TOOLS), str(TOOLS / "tests"), env=RANK_ENV)
+    # Most of them wait, for ranks that hang or for nox. A file is one worker's: its tests share one slow fixture.
+    pytest = ("python", "-m", "pytest", "-n", "3", "--dist", "loadfile", "--durations=10", "-c")
+    folders = (str(RANKTEST / "tests"), str(TOOLS / "tests"))
+    session.run(*pytest, str(RANKTEST / "pyproject.toml"), "--rootdir", str(ROOT), *folders, env=RANK_ENV)
 
 
 @nox.session
@@ -140,11 +141,10 @@ def isolation(session: nox.Session, package: str) -> None:
 
 
 @nox.session
-@nox.parametrize("ranks", [2, 4], ids=["2", "4"])
-def integration(session: nox.Session, ranks: int) -> None:
-    """Several packages together, wheels only, torchrun with gloo."""
+def integration(session: nox.Session) -> None:
+    """Several packages together on 2 and 4 ranks, wheels only, gloo."""
     _install_wheels(session)
-    _torchrun_integration(session, ranks)
+    _run_integration(session, ("-m", "pytest", *WORKERS))
 
 
 @nox.session(default=False)
@@ -399,17 +399,18 @@ def _run_multi_node(session: nox.Session, file: str) -> None:
 
 
 def _torchrun_integration(session: nox.Session, ranks: int) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    _run_integration(session, (*torchrun, "-m", "pytest"))
+
+
+def _run_integration(session: nox.Session, pytest: tuple[str, ...]) -> None:
     """Run from a copy, so that no source of a package lies on the path."""
-    session.install("pytest", "transformers>=5,<6", "safetensors", str(RANKTEST))
+    session.install(*PYTEST, "transformers>=5,<6", "safetensors", str(RANKTEST))
     session.run("uv", "pip", "check", external=True)
     workplace = Path(session.create_tmp()) / "integration"
     shutil.rmtree(workplace, ignore_errors=True)
     shutil.copytree(ROOT / "integration_tests", workplace, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    shutil.copytree(
-        ROOT / "docs" / "howto", workplace.parent / "docs" / "howto", dirs_exist_ok=True
-    )  # pages that tests hold
+    howto = workplace.parent / "docs" / "howto"  # pages that tests hold
+    shutil.copytree(ROOT / "docs" / "howto", howto, dirs_exist_ok=True)
     session.chdir(workplace)
-    session.run(
-        "python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-        "-m", "pytest", "-c", "pytest.ini", *session.posargs, env=RANK_ENV,
-    )  # fmt: skip
+    session.run("python", *pytest, "-c", "pytest.ini", *session.posargs, env=RANK_ENV)
