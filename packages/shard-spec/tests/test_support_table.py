@@ -102,7 +102,7 @@ ROWS = (
     Row("`nn.Linear` with weight norm", weight_normed, {"0.parametrizations.weight.original1": "tp:S(0)"}),
     Row("interleaved sections (fused weights)", lambda: nn.Linear(8, 6), {"0.weight": [InterleavedShard(0, (4, 2))]}),
     Row("uneven sizes of one's own", lambda: nn.Linear(8, 6), {"0.weight": [UnevenShard(0, (4, 2))]}),
-    Row("whole blocks", lambda: nn.Linear(8, 6), {"0.weight": [BlockShard(0, 2)]}),
+    Row("full blocks", lambda: nn.Linear(8, 6), {"0.weight": [BlockShard(0, 2)]}),
     Row(
         "`output_plan`",
         lambda: nn.Linear(8, 6),
