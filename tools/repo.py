@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import subprocess
-import sys
 import tarfile
 import tempfile
 import tomllib
@@ -91,17 +90,12 @@ def _siblings(requirements: tuple[str, ...], among: dict[str, Package]) -> list[
     return [name for name in map(requirement_name, requirements) if name in among]
 
 
-def needs(dist: str) -> list[str]:
-    """The siblings that `dist` cannot be imported without."""
-    return _siblings(packages()[dist].requirements, packages())
-
-
 def closure(dist: str) -> list[str]:
     """`dist` and every sibling that it needs, dependencies first."""
     wanted = {dist}
     for name in reversed(packages()):
         if name in wanted:
-            wanted.update(needs(name))
+            wanted.update(_siblings(packages()[name].requirements, packages()))
     return [name for name in packages() if name in wanted]
 
 
@@ -160,7 +154,3 @@ def source_digest(path: Path) -> str:
     for file in source_files(path):
         digest.update(str(file.relative_to(path)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-def python_version() -> str:
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
