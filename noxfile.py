@@ -5,6 +5,7 @@ Packages are found by globbing (`tools/repo.py`); nothing here lists them by han
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -32,7 +33,6 @@ PIN_FILES = sorted((ROOT / "docs" / "pins").glob("*.txt"))
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
-nox.options.stop_on_first_error = False
 # Each package's tests run once, on its wheel (`isolation`); `tests` is the same on an editable install.
 nox.options.sessions = ["lint", "types", "tests(tools)", "build", "isolation", "integration"]
 
@@ -72,8 +72,7 @@ def types(session: nox.Session) -> None:
     tests = sorted(r for r in needed if repo.requirement_name(r) not in PACKAGES)
     session.install(TORCH, "numpy", "pytest", "mypy==2.4.1", "types-PyYAML", "nox", GRIFFE, *tests)
     _install_editable(session, PACKAGES)
-    cache = f"--cache-dir={ROOT / '.mypy_cache'}"
-    mypy = ("mypy", cache)
+    mypy = ("mypy", f"--cache-dir={ROOT / '.mypy_cache'}")
     for package in repo.packages().values():
         tests_path = str(package.path / "tests")  # test files of one name lie in several folders
         session.run(*mypy, str(package.path / "src"), tests_path, env={"MYPYPATH": tests_path})
@@ -104,10 +103,10 @@ def _tools_tests(session: nox.Session) -> None:
     """The tests of the rank plugin and of the release tools."""
     session.install(TORCH, "numpy", *PYTEST, "hatch", "nox[uv]", GRIFFE, IMPORT_LINTER, TOWNCRIER)
     _install_editable(session, [])
+    _link_bytecode(session)
     # Most of them wait, for ranks that hang or for nox. A file is one worker's: its tests share one slow fixture.
-    pytest = ("python", "-m", "pytest", "-n", "3", "--dist", "loadfile", "--durations=10", "-c")
-    folders = (str(RANKTEST / "tests"), str(TOOLS / "tests"))
-    session.run(*pytest, str(RANKTEST / "pyproject.toml"), "--rootdir", str(ROOT), *folders, env=RANK_ENV)
+    pytest = ("python", "-m", "pytest", "-n", "3", "--dist", "loadfile", "-c", str(RANKTEST / "pyproject.toml"))
+    session.run(*pytest, str(RANKTEST / "tests"), str(TOOLS / "tests"), env=RANK_ENV)
 
 
 @nox.session
@@ -365,6 +364,20 @@ def _install(session: nox.Session, houses: Path | list[Path], *what: str) -> Non
     # In an environment that is used again (nox -r), a wheel of the same version may hold other code.
     anew = [f"--reinstall-package={name}" for name in PACKAGES]
     session.install(*anew, *what, env={"UV_FIND_LINKS": links})
+    _link_bytecode(session)
+
+
+def _link_bytecode(session: nox.Session) -> None:
+    """Take over bytecode of the same files from other environments: else each compiles torch anew, for 5 seconds."""
+    (site,) = Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    for compiled in ROOT.glob(f".nox/*/lib/{site.parent.name}/site-packages/**/*.pyc"):
+        own = site / str(compiled).rpartition("/site-packages/")[2]
+        source, other = (file.parents[1] / f"{file.name.partition('.')[0]}.py" for file in (own, compiled))
+        with contextlib.suppress(OSError):  # it is not installed here
+            # uv links a file into every environment; a copy may be another version's.
+            if not own.exists() and source.samefile(other):
+                own.parent.mkdir(exist_ok=True)
+                own.hardlink_to(compiled)
 
 
 def _install_wheels(session: nox.Session, *what: str) -> None:
