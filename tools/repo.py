@@ -132,7 +132,7 @@ def release_tags(dist: str) -> list[str]:
 
 
 def export_tag(tag: str, into: Path) -> Path:
-    """Write the tree of a tag under `into`, whole or not at all; the working tree and its index are not touched."""
+    """Write the tree of a tag under `into`, all or nothing. The working tree and its index are not touched."""
     archive = subprocess.run(["git", "archive", "--format=tar", tag], cwd=ROOT, check=True, capture_output=True).stdout
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into) as fresh, tarfile.open(fileobj=BytesIO(archive)) as tar:
@@ -141,7 +141,7 @@ def export_tag(tag: str, into: Path) -> Path:
 
 
 def source_files(path: Path) -> Iterator[Path]:
-    """The files under a folder, and those that links lead to; what tools leave there is left out."""
+    """The files under a folder, and those that links lead to. What tools leave there is left out."""
     ignored = {"__pycache__", "dist", ".pytest_cache", ".mypy_cache", ".hypothesis"}
     for folder, names, files in os.walk(path, followlinks=True):  # `_shared` is a link to tools/shared
         names[:] = sorted(set(names) - ignored)
@@ -149,7 +149,7 @@ def source_files(path: Path) -> Iterator[Path]:
 
 
 def source_digest(path: Path) -> str:
-    """A hash of a folder's files, so that a wheel is built again only when they changed."""
+    """A hash of a folder's files: a wheel is built again only when they changed."""
     digest = hashlib.sha256()
     for file in source_files(path):
         digest.update(str(file.relative_to(path)).encode() + b"\0" + file.read_bytes() + b"\0")

@@ -236,7 +236,7 @@ def named_collective(
     state: str = "gradients and parameters may be partially updated: restore from a checkpoint",
     failed: str = "failed",
 ) -> Iterator[None]:
-    """Name rank and call of a collective that fails as a peer died or is missing."""
+    """Name rank and call of a collective that fails without a peer."""
     _calls[subject] += 1
     try:
         yield
