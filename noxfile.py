@@ -122,7 +122,7 @@ def isolation(session: nox.Session, package: str) -> None:
     """A package alone: only its wheel and what that declares, its tests on the wheel, then those of its extras."""
     found = repo.packages()[package]
     house = wheelhouse.build_current(repo.test_closure(package))
-    _install(session, house, TORCH, package)
+    _install(session, [house], TORCH, package)
     session.run("python", str(TOOLS / "check_isolation.py"), package, env=RANK_ENV)  # before anything else is installed
     session.install("numpy", *PYTEST, str(RANKTEST))
     session.run("uv", "pip", "check", external=True)
@@ -133,7 +133,7 @@ def isolation(session: nox.Session, package: str) -> None:
     pytest = ("python", "-m", "pytest", *WORKERS, "-p", "no:cacheprovider")
     session.run(*pytest, "--without-extras", *session.posargs, env=RANK_ENV)
     if found.test_requirements:  # the same environment, from here on with what the extras and their tests need
-        _install(session, house, TORCH, *found.test_requirements)
+        _install(session, [house], TORCH, *found.test_requirements)
         session.chdir(found.path)  # some of these tests run a page of docs/; src/ is not on the path here either
         none_selected = [5] if session.posargs else []  # a `-k` may well name no test of an extra
         session.run(*pytest, "-m", "extra", *session.posargs, env=BITWISE_ENV, success_codes=[0, *none_selected])
@@ -186,7 +186,7 @@ def oldest(session: nox.Session, package: str) -> None:
     bounds = [r for r in found.requirements if repo.requirement_name(r) not in PACKAGES]
     siblings = [name for name in repo.closure(package) if name != package]
     house = wheelhouse.build_released({name: wheelhouse.oldest_tag(name, package) for name in siblings})
-    _install(session, house, *map(wheelhouse.lower_bound, bounds), *siblings)
+    _install(session, [house], *map(wheelhouse.lower_bound, bounds), *siblings)
     session.install("--no-deps", str(found.path))
     session.install("numpy", *PYTEST)
     session.install("--no-deps", str(RANKTEST))
@@ -222,7 +222,7 @@ def compat(session: nox.Session, package: str) -> None:
 def pins(session: nox.Session, file: Path) -> None:
     """Install with one published pin file (`docs/pins/*.txt`) and run the integration tests."""
     house = wheelhouse.build_for_pins(file)
-    _install(session, house, "-c", str(file), TORCH, "numpy", *PACKAGES)
+    _install(session, [house], "-c", str(file), TORCH, "numpy", *PACKAGES)
     _torchrun_integration(session, 2)
 
 
@@ -357,10 +357,9 @@ def release(session: nox.Session) -> None:
     session.run("python", "tools/release.py", *session.posargs)
 
 
-def _install(session: nox.Session, houses: Path | list[Path], *what: str) -> None:
+def _install(session: nox.Session, houses: list[Path], *what: str) -> None:
     """Install with wheels of this repository in reach, beside whatever local wheels the machine names."""
-    folders = [str(house) for house in (houses if isinstance(houses, list) else [houses])]
-    links = ",".join([*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *folders])
+    links = ",".join([*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *map(str, houses)])
     # In an environment that is used again (nox -r), a wheel of the same version may hold other code.
     anew = [f"--reinstall-package={name}" for name in PACKAGES]
     session.install(*anew, *what, env={"UV_FIND_LINKS": links})
@@ -382,7 +381,7 @@ def _link_bytecode(session: nox.Session) -> None:
 
 def _install_wheels(session: nox.Session, *what: str) -> None:
     """Install all packages as wheels of the working tree, and what else is named."""
-    _install(session, wheelhouse.build_current(PACKAGES), TORCH, "numpy", *PACKAGES, *what)
+    _install(session, [wheelhouse.build_current(PACKAGES)], TORCH, "numpy", *PACKAGES, *what)
 
 
 def _install_editable(session: nox.Session, names: list[str]) -> None:

@@ -108,9 +108,8 @@ def main() -> int:
         plots.setdefault(name, []).extend(draw(name, curve) for curve in result.get("curves", ()))
         pages.setdefault(name, []).append(table(result))
     for name, tables in pages.items():
-        head = (
-            f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. Repeat: `nox -s bench -- {name}`.\n\n"
-        )
+        repeat = f"Repeat: `nox -s bench -- {name}`."
+        head = f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. {repeat}\n\n"
         (OUT / f"{name}.md").write_text(head + "\n".join([*plots[name], *tables]))
         print(head + "\n".join(tables))
     return 0
