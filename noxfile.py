@@ -5,6 +5,7 @@ Packages are found by globbing (`tools/repo.py`); nothing here lists them by han
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -32,7 +33,6 @@ PIN_FILES = sorted((ROOT / "docs" / "pins").glob("*.txt"))
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
-nox.options.stop_on_first_error = False
 # Each package's tests run once, on its wheel (`isolation`); `tests` is the same on an editable install.
 nox.options.sessions = ["lint", "types", "tests(tools)", "build", "isolation", "integration"]
 
@@ -72,8 +72,7 @@ def types(session: nox.Session) -> None:
     tests = sorted(r for r in needed if repo.requirement_name(r) not in PACKAGES)
     session.install(TORCH, "numpy", "pytest", "mypy==2.4.1", "types-PyYAML", "nox", GRIFFE, *tests)
     _install_editable(session, PACKAGES)
-    cache = f"--cache-dir={ROOT / '.mypy_cache'}"
-    mypy = ("mypy", cache)
+    mypy = ("mypy", f"--cache-dir={ROOT / '.mypy_cache'}")
     for package in repo.packages().values():
         tests_path = str(package.path / "tests")  # test files of one name lie in several folders
         session.run(*mypy, str(package.path / "src"), tests_path, env={"MYPYPATH": tests_path})
@@ -104,9 +103,10 @@ def _tools_tests(session: nox.Session) -> None:
     """The tests of the rank plugin and of the release tools."""
     session.install(TORCH, "numpy", *PYTEST, "hatch", "nox[uv]", GRIFFE, IMPORT_LINTER, TOWNCRIER)
     _install_editable(session, [])
-    pytest = ("python", "-m", "pytest", "-c", str(RANKTEST / "pyproject.toml"))  # hangs and deaths: one at a time
-    session.run(*pytest, str(RANKTEST / "tests"), env=RANK_ENV)
-    session.run(*pytest, "--rootdir", str(TOOLS), str(TOOLS / "tests"), env=RANK_ENV)
+    _link_bytecode(session)
+    # Most of them wait, for ranks that hang or for nox. A file is one worker's: its tests share one slow fixture.
+    pytest = ("python", "-m", "pytest", "-n", "3", "--dist", "loadfile", "-c", str(RANKTEST / "pyproject.toml"))
+    session.run(*pytest, str(RANKTEST / "tests"), str(TOOLS / "tests"), env=RANK_ENV)
 
 
 @nox.session
@@ -122,7 +122,7 @@ def isolation(session: nox.Session, package: str) -> None:
     """A package alone: only its wheel and what that declares, its tests on the wheel, then those of its extras."""
     found = repo.packages()[package]
     house = wheelhouse.build_current(repo.test_closure(package))
-    _install(session, house, TORCH, package)
+    _install(session, [house], TORCH, package)
     session.run("python", str(TOOLS / "check_isolation.py"), package, env=RANK_ENV)  # before anything else is installed
     session.install("numpy", *PYTEST, str(RANKTEST))
     session.run("uv", "pip", "check", external=True)
@@ -133,18 +133,17 @@ def isolation(session: nox.Session, package: str) -> None:
     pytest = ("python", "-m", "pytest", *WORKERS, "-p", "no:cacheprovider")
     session.run(*pytest, "--without-extras", *session.posargs, env=RANK_ENV)
     if found.test_requirements:  # the same environment, from here on with what the extras and their tests need
-        _install(session, house, TORCH, *found.test_requirements)
+        _install(session, [house], TORCH, *found.test_requirements)
         session.chdir(found.path)  # some of these tests run a page of docs/; src/ is not on the path here either
         none_selected = [5] if session.posargs else []  # a `-k` may well name no test of an extra
         session.run(*pytest, "-m", "extra", *session.posargs, env=BITWISE_ENV, success_codes=[0, *none_selected])
 
 
 @nox.session
-@nox.parametrize("ranks", [2, 4], ids=["2", "4"])
-def integration(session: nox.Session, ranks: int) -> None:
-    """Several packages together, wheels only, torchrun with gloo."""
+def integration(session: nox.Session) -> None:
+    """Several packages together on 2 and 4 ranks, wheels only, gloo."""
     _install_wheels(session)
-    _torchrun_integration(session, ranks)
+    _run_integration(session, ("-m", "pytest", *WORKERS))
 
 
 @nox.session(default=False)
@@ -187,7 +186,7 @@ def oldest(session: nox.Session, package: str) -> None:
     bounds = [r for r in found.requirements if repo.requirement_name(r) not in PACKAGES]
     siblings = [name for name in repo.closure(package) if name != package]
     house = wheelhouse.build_released({name: wheelhouse.oldest_tag(name, package) for name in siblings})
-    _install(session, house, *map(wheelhouse.lower_bound, bounds), *siblings)
+    _install(session, [house], *map(wheelhouse.lower_bound, bounds), *siblings)
     session.install("--no-deps", str(found.path))
     session.install("numpy", *PYTEST)
     session.install("--no-deps", str(RANKTEST))
@@ -223,7 +222,7 @@ def compat(session: nox.Session, package: str) -> None:
 def pins(session: nox.Session, file: Path) -> None:
     """Install with one published pin file (`docs/pins/*.txt`) and run the integration tests."""
     house = wheelhouse.build_for_pins(file)
-    _install(session, house, "-c", str(file), TORCH, "numpy", *PACKAGES)
+    _install(session, [house], "-c", str(file), TORCH, "numpy", *PACKAGES)
     _torchrun_integration(session, 2)
 
 
@@ -358,18 +357,31 @@ def release(session: nox.Session) -> None:
     session.run("python", "tools/release.py", *session.posargs)
 
 
-def _install(session: nox.Session, houses: Path | list[Path], *what: str) -> None:
+def _install(session: nox.Session, houses: list[Path], *what: str) -> None:
     """Install with wheels of this repository in reach, beside whatever local wheels the machine names."""
-    folders = [str(house) for house in (houses if isinstance(houses, list) else [houses])]
-    links = ",".join([*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *folders])
+    links = ",".join([*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *map(str, houses)])
     # In an environment that is used again (nox -r), a wheel of the same version may hold other code.
     anew = [f"--reinstall-package={name}" for name in PACKAGES]
     session.install(*anew, *what, env={"UV_FIND_LINKS": links})
+    _link_bytecode(session)
+
+
+def _link_bytecode(session: nox.Session) -> None:
+    """Take over bytecode of the same files from other environments: else each compiles torch anew, for 5 seconds."""
+    (site,) = Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    for compiled in ROOT.glob(f".nox/*/lib/{site.parent.name}/site-packages/**/*.pyc"):
+        own = site / str(compiled).rpartition("/site-packages/")[2]
+        source, other = (file.parents[1] / f"{file.name.partition('.')[0]}.py" for file in (own, compiled))
+        with contextlib.suppress(OSError):  # it is not installed here
+            # uv links a file into every environment; a copy may be another version's.
+            if not own.exists() and source.samefile(other):
+                own.parent.mkdir(exist_ok=True)
+                own.hardlink_to(compiled)
 
 
 def _install_wheels(session: nox.Session, *what: str) -> None:
     """Install all packages as wheels of the working tree, and what else is named."""
-    _install(session, wheelhouse.build_current(PACKAGES), TORCH, "numpy", *PACKAGES, *what)
+    _install(session, [wheelhouse.build_current(PACKAGES)], TORCH, "numpy", *PACKAGES, *what)
 
 
 def _install_editable(session: nox.Session, names: list[str]) -> None:
@@ -399,17 +411,18 @@ def _run_multi_node(session: nox.Session, file: str) -> None:
 
 
 def _torchrun_integration(session: nox.Session, ranks: int) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    _run_integration(session, (*torchrun, "-m", "pytest"))
+
+
+def _run_integration(session: nox.Session, pytest: tuple[str, ...]) -> None:
     """Run from a copy, so that no source of a package lies on the path."""
-    session.install("pytest", "transformers>=5,<6", "safetensors", str(RANKTEST))
+    session.install(*PYTEST, "transformers>=5,<6", "safetensors", str(RANKTEST))
     session.run("uv", "pip", "check", external=True)
     workplace = Path(session.create_tmp()) / "integration"
     shutil.rmtree(workplace, ignore_errors=True)
     shutil.copytree(ROOT / "integration_tests", workplace, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    shutil.copytree(
-        ROOT / "docs" / "howto", workplace.parent / "docs" / "howto", dirs_exist_ok=True
-    )  # pages that tests hold
+    howto = workplace.parent / "docs" / "howto"  # pages that tests hold
+    shutil.copytree(ROOT / "docs" / "howto", howto, dirs_exist_ok=True)
     session.chdir(workplace)
-    session.run(
-        "python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-        "-m", "pytest", "-c", "pytest.ini", *session.posargs, env=RANK_ENV,
-    )  # fmt: skip
+    session.run("python", *pytest, "-c", "pytest.ini", *session.posargs, env=RANK_ENV)

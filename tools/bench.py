@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -39,13 +40,10 @@ def scripts(names: list[str]) -> list[tuple[str, Path]]:
 
 
 def machine() -> str:
-    import os
-
     import torch
 
-    device = (
-        torch.cuda.get_device_name(0) if torch.cuda.is_available() else (platform.processor() or platform.machine())
-    )
+    cpu = platform.processor() or platform.machine()
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     return f"{device}, {os.cpu_count()} cores, {platform.system()}, {versions}"
 
@@ -110,9 +108,8 @@ def main() -> int:
         plots.setdefault(name, []).extend(draw(name, curve) for curve in result.get("curves", ()))
         pages.setdefault(name, []).append(table(result))
     for name, tables in pages.items():
-        head = (
-            f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. Repeat: `nox -s bench -- {name}`.\n\n"
-        )
+        repeat = f"Repeat: `nox -s bench -- {name}`."
+        head = f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. {repeat}\n\n"
         (OUT / f"{name}.md").write_text(head + "\n".join([*plots[name], *tables]))
         print(head + "\n".join(tables))
     return 0

@@ -1,4 +1,4 @@
-"""Build every package twice with hatch and once more from its sdist; the files must be equal byte for byte.
+"""Build every package twice with hatch and once more from its sdist: equal byte for byte.
 
 What is built has to be fit to publish, too: nothing but the package's own sources, its licence, a README that renders
 (`twine check --strict`). `--out` keeps the files.
@@ -33,7 +33,7 @@ def hatch_build(source: Path, into: Path, *options: str) -> dict[str, str]:
 
 
 def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
-    """Build one package in `folder`; returns the folder of its files and what is wrong with them."""
+    """Build one package in `folder`. Returns the folder of its files and what is wrong with them."""
     first = hatch_build(package.path, folder / "first")
     second = hatch_build(package.path, folder / "second")
     wrong = [f"{name}: two builds differ" for name in first if first[name] != second.get(name)]

@@ -13,7 +13,7 @@ from pathlib import Path
 PYTHONS = ("3.11", "3.12", "3.13")
 # What does not depend on the interpreter runs once: checks, documents, and the hosts that others maintain.
 LATEST_ONLY = (
-    "lint", "types", "build", "demo", "drawn", "docs", "install", "pins", "multi_node",
+    "lint", "types", "build", "demo", "drawn", "measured", "docs", "install", "pins", "multi_node",
     "accelerate", "jax", "peft", "ray", "slurm", "spmd_types", "transformers", "vllm",
 )  # fmt: skip
 # A GPU runner, a person, a big disk, a quiet machine; release tags; `isolation` runs the packages' tests on wheels.

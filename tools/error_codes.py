@@ -45,19 +45,16 @@ def page(rows: dict[str, dict[str, str]], users: dict[str, set[str]]) -> str:
     """A heading for each code, so that the site and GitHub both make it an anchor."""
     parts = [HEAD]
     for code, row in sorted(rows.items()):
-        parts.append(
-            f"## {code}\n\n{row['cause']}\n\n**Remedy:** {row['remedy']} *({', '.join(sorted(users[code]))})*\n"
-        )
+        packages = ", ".join(sorted(users[code]))
+        parts.append(f"## {code}\n\n{row['cause']}\n\n**Remedy:** {row['remedy']} *({packages})*\n")
     return "\n".join(parts)
 
 
 def main(arguments: list[str]) -> int:
     rows = tomllib.loads(TABLE.read_text())
     users, unknown = raised(set(rows))
-    unused = sorted(set(rows) - set(users))
-    wrong = [f"no row in {TABLE.name}: {line}" for line in sorted(unknown)] + [
-        f"raised nowhere: {code}" for code in unused
-    ]
+    wrong = [f"no row in {TABLE.name}: {line}" for line in sorted(unknown)]
+    wrong += [f"raised nowhere: {code}" for code in sorted(set(rows) - set(users))]
     text = page(rows, users)
     if "--write" in arguments:
         PAGE.write_text(text)

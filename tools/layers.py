@@ -67,10 +67,8 @@ def configuration() -> str:
     roots = [package.module for package in repo.packages().values()]
     lines = ["[tool.importlinter]", f"root_packages = {json.dumps(roots)}", "exclude_type_checking_imports = true"]
     for contract in contracts():
-        lines += [
-            "[[tool.importlinter.contracts]]",
-            *(f"{key} = {json.dumps(value)}" for key, value in contract.items()),
-        ]
+        lines.append("[[tool.importlinter.contracts]]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in contract.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import subprocess
-import sys
 import tarfile
 import tempfile
 import tomllib
@@ -91,17 +90,12 @@ def _siblings(requirements: tuple[str, ...], among: dict[str, Package]) -> list[
     return [name for name in map(requirement_name, requirements) if name in among]
 
 
-def needs(dist: str) -> list[str]:
-    """The siblings that `dist` cannot be imported without."""
-    return _siblings(packages()[dist].requirements, packages())
-
-
 def closure(dist: str) -> list[str]:
     """`dist` and every sibling that it needs, dependencies first."""
     wanted = {dist}
     for name in reversed(packages()):
         if name in wanted:
-            wanted.update(needs(name))
+            wanted.update(_siblings(packages()[name].requirements, packages()))
     return [name for name in packages() if name in wanted]
 
 
@@ -138,7 +132,7 @@ def release_tags(dist: str) -> list[str]:
 
 
 def export_tag(tag: str, into: Path) -> Path:
-    """Write the tree of a tag under `into`, whole or not at all; the working tree and its index are not touched."""
+    """Write the tree of a tag under `into`, all or nothing. The working tree and its index are not touched."""
     archive = subprocess.run(["git", "archive", "--format=tar", tag], cwd=ROOT, check=True, capture_output=True).stdout
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into) as fresh, tarfile.open(fileobj=BytesIO(archive)) as tar:
@@ -147,7 +141,7 @@ def export_tag(tag: str, into: Path) -> Path:
 
 
 def source_files(path: Path) -> Iterator[Path]:
-    """The files under a folder, and those that links lead to; what tools leave there is left out."""
+    """The files under a folder, and those that links lead to. What tools leave there is left out."""
     ignored = {"__pycache__", "dist", ".pytest_cache", ".mypy_cache", ".hypothesis"}
     for folder, names, files in os.walk(path, followlinks=True):  # `_shared` is a link to tools/shared
         names[:] = sorted(set(names) - ignored)
@@ -155,12 +149,8 @@ def source_files(path: Path) -> Iterator[Path]:
 
 
 def source_digest(path: Path) -> str:
-    """A hash of a folder's files, so that a wheel is built again only when they changed."""
+    """A hash of a folder's files: a wheel is built again only when they changed."""
     digest = hashlib.sha256()
     for file in source_files(path):
         digest.update(str(file.relative_to(path)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-def python_version() -> str:
-    return f"{sys.version_info.major}.{sys.version_info.minor}"

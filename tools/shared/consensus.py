@@ -29,7 +29,7 @@ HEADER_BYTES = 64
 
 
 def ranks_of(where: Where) -> list[int]:
-    """Return the global ranks of a group or mesh, in the order in which they are gathered."""
+    """Return the global ranks of a group or mesh, in the order of a gather."""
     return list(where.mesh.flatten().tolist()) if isinstance(where, DeviceMesh) else dist.get_process_group_ranks(where)
 
 
@@ -51,7 +51,7 @@ def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
 
 @functools.lru_cache(maxsize=64)
 def _ranks_along(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks along each axis through this rank; none on a rank outside of the mesh."""
+    """Return the ranks along each axis through this rank. None on a rank outside of the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
@@ -106,7 +106,7 @@ def all_gather_objects(where: Where, value: Any, subject: str) -> list[Any]:
 
 
 def capture_errors(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run ``work``; return its value or its error, so that a failing rank still meets its peers."""
+    """Run ``work`` and return its value or its error: a failing rank still meets its peers."""
     try:
         return work(), None
     except Exception as error:
@@ -154,7 +154,7 @@ def raise_joined(
     hint: str = "pass the same model, plan and arguments on every rank",
     state: str = NOTHING_CHANGED,
 ) -> NoReturn:
-    """Raise the errors of any rank on every rank; a collective, after different headers, or one with an error."""
+    """Raise the errors of any rank on every rank. A collective, after different headers, or one with an error."""
     ranks = ranks_of(where)
     problems = () if error is None else problems_of(error)
     states = all_gather_objects(where, (subject, tuple(lines), problems), subject)
@@ -223,7 +223,7 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
 
 @functools.cache
 def device_types(backends: str) -> frozenset[str]:
-    """Return the device types of a group's backend configuration; cached, as parsing costs more than a lookup."""
+    """Return the device types of a group's backend configuration. Parsing costs more than a lookup."""
     return frozenset(map(str, dist.BackendConfig(dist.Backend(backends)).get_device_backend_map()))
 
 
@@ -236,7 +236,7 @@ def named_collective(
     state: str = "gradients and parameters may be partially updated: restore from a checkpoint",
     failed: str = "failed",
 ) -> Iterator[None]:
-    """Name the rank and the number of the call where a collective fails because a peer died or made no such call."""
+    """Name rank and call of a collective that fails without a peer."""
     _calls[subject] += 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""Optimizers may work on shards if each element's update depends on that element alone; here they are tried.
+"""Trial of an optimizer: on shards each element's update may depend on that element alone.
 
 Adafactor, Muon, LBFGS, Shampoo, LAMB and others use full matrices or all parameters at once. On a shard they
 compute something else, without an error. A list of names would miss the next one. So a second optimizer of the same
@@ -48,7 +48,7 @@ def elementwise_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tenso
 
 
 def _first_reason(optimizer: Optimizer, group: dict[str, Any], sharded: list[torch.Tensor]) -> str:
-    """Return the reason why the optimizer needs more than one element at a time, or nothing."""
+    """Return why the optimizer needs more than one element at a time, or nothing."""
     for example in {each.dim(): each for each in sharded if each.dim()}.values():
         shape = (SIDE,) * example.dim()
         like = example.to_local() if isinstance(example, DTensor) else example
@@ -112,7 +112,7 @@ def _train(
 
 
 def _values(shape: tuple[int, ...], phase: float, like: torch.Tensor) -> torch.Tensor:
-    """Return numbers of both signs and of several sizes, with distinct rows and columns; draws nothing random."""
+    """Return numbers of both signs and several sizes, with distinct rows and columns. Draws nothing random."""
     count = math.prod(shape)
     place = torch.arange(1, count + 1, dtype=torch.float64)
     return (torch.sin(place * place + phase) * (1 + place / count)).view(shape).to(like.device, like.dtype)

@@ -36,7 +36,7 @@ class RandomState:
         self.numpy = None if numpy is None else numpy.random.get_state()
 
     def equals(self, other: RandomState) -> bool:
-        """Return True for equal CPU generators; those of a GPU advance by kernels, which may differ."""
+        """Return True for equal CPU generators. Those of a GPU advance by kernels, which may differ."""
         # Passed generators are left out: a copied run draws from copies of them.
         same = torch.equal(self.cpu, other.cpu) and self.python == other.python
         return same and pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
@@ -118,7 +118,7 @@ def relative_error(
     norm: float = 2,
     any_dtype: bool = False,
 ) -> float:
-    """Return the norm of the difference, relative to the norm of ``want``, or of its change from ``before``.
+    """Return the norm of the difference, relative to ``want`` or its change from ``before``.
 
     Args:
         got: Any shape and dtype; DTensors are gathered by the caller.

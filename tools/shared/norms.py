@@ -137,7 +137,7 @@ class _Meshes:
         self.carriers: dict[frozenset[Axis], None] = {}
 
     def layout(self, parameter: torch.Tensor) -> tuple[frozenset[Axis], frozenset[Axis]]:
-        """Return all axes of a parameter's mesh, none for a plain tensor, and those along which elements differ."""
+        """Return all axes of a parameter's mesh, and those along which elements differ. None for a plain tensor."""
         placed = _placed(parameter)
         if placed is None:
             return frozenset(), frozenset()
@@ -199,7 +199,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _counted(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return the elements of a gradient counted by this rank; of copies of a section the first rank's count."""
+    """Return the elements of a gradient counted by this rank. Copies of a section: the first rank's."""
     gradient, placed = parameter.grad, _placed(parameter)
     if gradient is None:
         return []

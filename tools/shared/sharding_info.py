@@ -95,7 +95,7 @@ class ShardingInfo(NamedTuple):
 
 
 def sharding_info_of(tensor: torch.Tensor) -> ShardingInfo | None:
-    """Return the sharding metadata of a local parameter; None for a plain tensor or a DTensor.
+    """Return the sharding metadata of a local parameter, or None.
 
     Raises:
         ValueError: The attribute has another form.

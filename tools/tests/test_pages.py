@@ -21,3 +21,11 @@ def test_the_tests_that_a_page_names_are_there(name: str, folder: str, least: in
     for file, test in named:
         text = "".join(path.read_text() for place in places if (path := place / f"{file}.py").exists())
         assert f"def {test}(" in text, f"{file}::{test}"
+
+
+def test_the_files_that_the_recipes_name_are_there() -> None:
+    named = re.findall(r"`([\w./-]+(?:/|\.(?:py|md|toml)))`", (ROOT / ".github" / "CONTRIBUTING.md").read_text())
+    packages = ROOT / "packages"
+    places = [ROOT, *packages.iterdir(), *packages.glob("*/src/*")]
+    assert len(named) > 20
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []

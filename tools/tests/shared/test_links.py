@@ -17,8 +17,7 @@ def test_every_package_links_to_the_one_folder() -> None:
             linked = file.resolve() == repo.ROOT / "tools" / "shared" / file.name
             assert linked == (file.name not in own.get(package.dist, ())), file
             text = file.read_text()
-            missing = set(re.findall(r"^from \.(\w+) import", text, re.MULTILINE)) - {
-                f.stem for f in folder.glob("*.py")
-            }
+            names = {f.stem for f in folder.glob("*.py")}
+            missing = set(re.findall(r"^from \.(\w+) import", text, re.MULTILINE)) - names
             assert not missing, f"{file} imports {missing}, which {folder} does not hold"
     assert compared >= 5 * 4

@@ -1,1 +1,1 @@
-"""Analysis of a rank's graph without running it: collectives and live memory."""
+"""Analysis of one rank's graph. Nothing is run. `comms` lists its collectives, `memory` its live tensors."""

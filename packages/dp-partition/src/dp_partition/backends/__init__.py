@@ -1,1 +1,1 @@
-"""Backends: how a rank's graph runs, with adaptations for gloo and inductor."""
+"""Backends run the graph of a rank. `gloo` adapts it to CPU collectives. `inductor` compiles its stretches."""

@@ -1,1 +1,1 @@
-"""The calls: each resolves layouts, finds or makes a `Mover`, and hands over local tensors."""
+"""The calls. Each resolves layouts and finds or makes a `Mover`. Then it hands over local tensors."""

@@ -1,1 +1,1 @@
-"""Safetensors files as sources and destinations: byte ranges that are planned, each read or written by one rank."""
+"""Safetensors files as sources and destinations. Byte ranges are planned. One rank reads or writes each of them."""

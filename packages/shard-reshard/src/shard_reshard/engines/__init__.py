@@ -1,1 +1,1 @@
-"""Inference engines as destinations: recorded loaders, and vLLM's parameters."""
+"""Inference engines as destinations. `record` sees where a loader copies. `vllm` is a weight-transfer backend."""

@@ -1,1 +1,1 @@
-"""The one executor: while guards hold a prepared call runs again; else tensors are checked, and ranks compare."""
+"""The one executor. While guards hold, a prepared call runs again. Else tensors are checked, and ranks compare."""

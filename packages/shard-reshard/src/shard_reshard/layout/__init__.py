@@ -1,1 +1,1 @@
-"""Layouts resolved for a shape: which box of a tensor lies where on which rank. Without torch."""
+"""Layouts resolved for a shape. A layout says which box of a tensor lies on which rank. Without torch."""

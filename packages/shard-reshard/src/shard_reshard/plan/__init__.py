@@ -1,1 +1,1 @@
-"""Plans: which rank sends which box to whom. Pure, and the same on every rank."""
+"""Plans. A plan says which rank sends which box to which rank. It is pure, and the same on every rank."""

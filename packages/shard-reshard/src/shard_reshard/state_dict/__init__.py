@@ -1,1 +1,1 @@
-"""Full state dicts: metadata of all ranks, one plan, a few fused exchanges."""
+"""Full state dicts. Ranks gather metadata and make one plan. A few fused exchanges carry it out."""

@@ -1,1 +1,1 @@
-"""Applying a plan to a module: compare, scatter, then replace its tensors, all or nothing."""
+"""Apply a plan to a module. Ranks compare, then scatter. Then all tensors are replaced, or none."""

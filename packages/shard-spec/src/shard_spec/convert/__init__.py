@@ -1,1 +1,1 @@
-"""Conversions of a plan to other tools' terms; inexpressible plans are refused."""
+"""Conversions of a plan to other tools' terms. Each tool has a file. Inexpressible plans are refused."""

@@ -1,1 +1,1 @@
-"""Movement of tensors between ranks: groups and meshes in any order, scatter and gather, and consensus."""
+"""Movement of tensors between ranks. `mesh_cache` has groups and meshes. `exchange` scatters and gathers."""

@@ -1,1 +1,1 @@
-"""Layouts: named axes of ranks, placements along them, and the resulting boxes. No torch is imported."""
+"""Layouts. Axes of ranks have names, and placements along them give boxes. No torch is imported."""

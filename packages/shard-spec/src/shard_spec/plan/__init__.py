@@ -1,1 +1,1 @@
-"""Plans: the layout of every tensor of a model, validated, counted and explained."""
+"""Plans. A plan has the layout of every tensor of a model. It is validated, counted and explained."""

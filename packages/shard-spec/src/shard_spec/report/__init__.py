@@ -1,1 +1,1 @@
-"""Reports: a plan in words, in tables and as a page."""
+"""Reports of a plan. `explain` and `diff` are words and tables. `html` is a page."""

@@ -1,5 +1,5 @@
 """Optimizers beside tensor parallelism: all that they do to a full parameter, done on shards.
 
-``repoint`` exchanges parameters in place, ``elementwise`` tests an optimizer on shards, ``norms``
-clips by the norm of the full model, ``scaler`` skips a step on all ranks or none, ``state`` goes through checkpoints.
+``repoint`` exchanges parameters in place, ``elementwise`` tests an optimizer on shards.
+``scaler`` skips a step on all ranks or none, ``state`` goes through checkpoints.
 """

@@ -1,6 +1,6 @@
 """The check by execution: sharded modules against their original forwards on full weights.
 
-`checker` schedules the checks, `runs` executes one run on detached copies, `compare` compares two runs.
+`checker` schedules the checks, `runs` executes one run on detached copies. `compare` compares two runs.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Convert layouts of parameters to styles (extra `[shard-spec]`); refuse splits not proven to be valid."""
+"""Convert layouts to styles (extra `[shard-spec]`). `regions` finds blocks. Splits without a proof are refused."""

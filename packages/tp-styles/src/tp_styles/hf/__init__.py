@@ -1,1 +1,1 @@
-"""Hugging Face's tensor-parallel plans as styles (extra `[transformers]`; nothing here imports it at load time)."""
+"""Hugging Face's tensor-parallel plans as styles. Extra `[transformers]`. Nothing here imports it at load time."""

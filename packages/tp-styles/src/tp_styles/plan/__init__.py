@@ -1,1 +1,1 @@
-"""From patterns and styles to a decision for every module, without a process group."""
+"""Decisions. Patterns and styles become a decision for every module. No process group is needed."""

@@ -1,1 +1,1 @@
-"""The styles, one file each."""
+"""The styles. `base` has what they share. Each kind has a file."""

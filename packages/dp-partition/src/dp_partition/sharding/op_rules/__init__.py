@@ -1,1 +1,1 @@
-"""Rules of operators: strategies to run a call on shards, one file for each family."""
+"""Rules of operators: strategies to run a call on shards. `table` keeps them. Each family has a file."""
