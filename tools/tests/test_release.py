@@ -38,6 +38,7 @@ def test_a_release_sets_version_changelog_and_tag_name(clone: Clone, name: str) 
     before = (folder / "CHANGELOG.md").read_text()
     # Entries without an issue's number are sorted by their text.
     added = sorted(file.read_text().strip() for file in (folder / "changes").glob("*.added.md"))
+    (folder / "changes").mkdir(exist_ok=True)  # git drops it after a release
     (folder / "changes" / "+thing.fixed.md").write_text("A thing\nof two lines.\n")
     clone.git("add", "--all")
     printed = clone.release(name, "minor")
