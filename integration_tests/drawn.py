@@ -44,6 +44,8 @@ SMALL: dict[str, int] = {
     "vocab_size": 128,
     "max_position_embeddings": 64,
 }
+# transformers takes a rank's rows of fused checkpoint tensors before it splits them: wrong with its own styles too.
+LOADED_WRONGLY = {"hrm_text"}
 
 
 def drawn(seed: int, count: int) -> list[tuple[str, nn.Module]]:
@@ -114,7 +116,7 @@ WAYS: dict[str, Callable[[Any, DeviceMesh, Path], nn.Module]] = {
 
 
 def outcome(model: Any, mesh: DeviceMesh, way: str, wanted: list[float], folder: Path) -> str:
-    """Return ``right``, ``wrong: ...``, ``refused: ...``, ``no plan`` or ``failed: ...``."""
+    """Return ``right``, ``wrong: ...``, ``known wrong: ...``, ``refused: ...``, ``no plan`` or ``failed: ...``."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if way == "register" and not model.tp_plan:
         return "no plan: of transformers"
@@ -138,11 +140,12 @@ def outcome(model: Any, mesh: DeviceMesh, way: str, wanted: list[float], folder:
         return f"refused: {error.problems[0].code}" if error.problems else f"refused: {error}"
     except Exception as error:
         return f"failed: {type(error).__name__}: {str(error).splitlines()[0]:.80}"
+    wrong = "known wrong" if way == "register" and model.config.model_type in LOADED_WRONGLY else "wrong"
     if unequal:
-        return f"wrong: {len(unequal)} of {len(before)} tensors moved, {unequal[0]}"
+        return f"{wrong}: {len(unequal)} of {len(before)} tensors moved, {unequal[0]}"
     worst = max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=False))  # rank 0 alone has the last
     # Norms of some types compute in float32 whatever they get: two steps of Gemma 2 end 1.0e-7 apart.
-    return "right" if worst < 1e-6 else f"wrong: losses differ by {worst:.1e}"
+    return "right" if worst < 1e-6 else f"{wrong}: losses differ by {worst:.1e}"
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and torch's own

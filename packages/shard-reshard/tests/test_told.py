@@ -125,6 +125,7 @@ def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
     refused("layout-mismatch", lambda: resharder({"w": pending}))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own forward mode
 @pytest.mark.ranks(2)
 def test_tensors_under_modes_and_transformations(ranks: Ranks) -> None:
     import torch.autograd.forward_ad as forward_ad

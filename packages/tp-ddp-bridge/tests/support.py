@@ -119,7 +119,7 @@ ROWS: list[tuple[str, str, str]] = [
         "module/test_view_class.py::test_weight_norm_and_parametrize",
     ),
     (
-        "`weight_norm` of a DTensor that trains",
+        "`weight_norm` of a DTensor that trains, also the deprecated one",
         "refused: `module-not-shardable`",
         "module/test_view_class.py::test_weight_norm_and_parametrize",
     ),

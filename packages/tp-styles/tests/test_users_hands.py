@@ -80,7 +80,7 @@ def test_whole_weights_in_place_of_parts(ranks: Ranks) -> None:
         model(x64(3, 8))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp
 @pytest.mark.ranks(2)
 def test_transforms_of_torch_func(ranks: Ranks) -> None:
     """Shards through `functional_call` are right; every transform is refused by name, on every rank."""

@@ -1,7 +1,4 @@
-"""Access to torch's private names, all in one place.
-
-Written for torch 2.13.0; the names below also exist in 2.11.
-"""
+"""Access to torch's private names, all in one place: those of 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -93,13 +90,17 @@ def new_ordered_group(members: list[int], everybody: bool) -> Any:
 
     Args:
         members: Global ranks.
-        everybody: True if all ranks of the default group call this; else only the members do, and ``num_groups`` has to
-            be equal on them, because torch derives the group's name from it.
+        everybody: True if all ranks of the default group call this; else the members do, with equal ``num_groups``.
     """
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
 
     ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}  # torch sorts by default
+    count = _world.group_count
+    # From 2.14 on torch names groups after this count, and those of members raise it on them alone: later ones hang.
+    _world.group_count = count if everybody else -num_groups()
     group = dist.new_group(members, use_local_synchronization=not everybody, **ordered)
+    _world.group_count = _world.group_count if everybody else count
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -127,9 +128,8 @@ def num_groups() -> int:
 
 def tensor_hooks(tensor: Any) -> list[Any]:
     """Return the gradient hooks of a tensor, including those after accumulation."""
-    hooks = list((tensor._backward_hooks or {}).values())
-    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return hooks + list((after or {}).values())
+    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [hook for table in tables for hook in (table or {}).values()]
 
 
 def revive_hooks(tensor: Any) -> None:

@@ -153,9 +153,7 @@ def _check_arguments(mesh: Any, group: Any, ddp_kwargs: dict[str, Any]) -> None:
         raise PlanError(Problem("wrong-type", "mesh, group", found=f"{mesh or group!r:.100}", hint=hint))
     if mesh is not None and mesh.get_coordinate() is None:
         reason = f"rank {dist.get_rank()} is not in it"
-        raise PlanError(
-            Problem("rank-outside-mesh", "mesh", found=reason, hint="call wrap_ddp on the mesh's ranks only")
-        )
+        raise PlanError(Problem("rank-outside-mesh", "mesh", found=reason, hint="call it on the mesh's ranks only"))
 
 
 def _data_group(

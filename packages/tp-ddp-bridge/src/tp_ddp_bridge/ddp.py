@@ -207,8 +207,8 @@ class ReducerGuard:
         reduced = self._reduced
         if any(isinstance(parameter, DTensor) for parameter in named.values()):
             raise RuntimeError(
-                "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
-                "reduce: wrap it again with wrap_ddp"
+                "undo_dp_transform gave the module of this DDP its DTensor parameters back, and DDP cannot reduce "
+                "them: wrap it again with wrap_ddp"
             )
         reason = "it trains, but was added, replaced, loaded with assign=True or thawed after DDP was made"
         hint = "DDP does not reduce it: do so before wrap_ddp, or call wrap_ddp and build the optimizer again"

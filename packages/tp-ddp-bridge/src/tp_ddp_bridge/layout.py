@@ -163,7 +163,7 @@ def tag_leaf(leaf: Any, layout: Layout) -> None:
 
 
 def _refuse_norm(*args: Any, **kwargs: Any) -> NoReturn:
-    hint = "module.weight.norm() is that of the full parameter, a DTensor; parameter.detach().norm() that of the shard"
+    hint = "the full parameter's norm is module.weight.norm(), a DTensor; the shard's is parameter.detach().norm()"
     raise PlanError(Problem("local-shard-as-full", "norm()", found="the norm of one rank's shard", hint=hint))
 
 

@@ -202,15 +202,24 @@ def test_weight_norm_and_parametrize(ranks: Ranks) -> None:
     assert "up.parametrizations.weight.original" in names and len(names) == 6
 
     # Torch would raise in the backward pass.
-    model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
-    parametrizations.weight_norm(model.up)
-    with pytest.raises(PlanError, match=r"module-not-shardable.*up\.parametrizations\.weight.*freeze it"):
-        pre_dp_module_transform(model)
-    model.up.parametrizations.requires_grad_(False)
-    wanted = model(torch.ones(2, 16))
-    got = pre_dp_module_transform(model)(torch.ones(2, 16))
-    assert torch.equal(got, wanted)
-    got.sum().backward()
+    norms: list[tuple[str, Any]] = [("up.parametrizations.weight", parametrizations.weight_norm)]
+    for name, norm in (*norms, ("up", deprecated_weight_norm)):
+        model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
+        norm(model.up)
+        with pytest.raises(PlanError, match=rf"module-not-shardable. {name}: .*freeze it"):
+            pre_dp_module_transform(model)
+        for key, parameter in model.up.named_parameters():
+            parameter.requires_grad = key == "bias"  # which no norm is of
+        wanted = model(torch.ones(2, 16))
+        got = pre_dp_module_transform(model)(torch.ones(2, 16))
+        assert torch.equal(got, wanted)
+        got.sum().backward()
+        assert [key for key, parameter in model.up.named_parameters() if parameter.grad is not None] == ["bias"]
+
+
+def deprecated_weight_norm(module: nn.Module) -> None:
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(module)
 
 
 @pytest.mark.ranks(2)

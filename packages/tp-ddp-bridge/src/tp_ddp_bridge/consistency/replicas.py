@@ -183,8 +183,8 @@ def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None
         dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered).cpu()  # ranks x tensors x 2
     hint = (
-        "load or initialise it alike on all of them (same seed, or a broadcast); a gradient that is summed on one rank "
-        "only lets replicas drift apart"
+        "initialise or load it alike on all ranks (same seed, or a broadcast); a gradient summed on one rank alone "
+        "makes replicas drift apart"
     )
     problems = []
     for index, each in enumerate(replicas):

@@ -38,7 +38,7 @@ class EagerView(DTensor):
     def register_hook(self, hook: Any) -> NoReturn:
         """Refuse: the hook would vanish with the view."""
         raise RuntimeError(
-            "a hook on a parameter that was read as an attribute would vanish with it: register it on the leaf, "
+            "each read of the attribute is a new tensor, and a hook on it would vanish: register it on the leaf, "
             "dict(module.named_parameters())[name], whose gradient is this rank's shard, or before bridging"
         )
 

@@ -36,8 +36,8 @@ def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
     on_grad = (getattr(tensor, GRAD_HOOKS) or {}).values()
     is_leaf = type(tensor) is torch.nn.Parameter
     if getattr(tensor, POST_ACCUMULATE_HOOKS) or (is_leaf and not all(isinstance(each, GradHooks) for each in on_grad)):
-        reason = f"a hook that was registered on the {'local leaf' if is_leaf else 'DTensor'} cannot go along"
-        hint = "remove it, and register it again on what named_parameters() gives afterwards"
+        reason = f"a hook registered on the {'local leaf' if is_leaf else 'DTensor'} cannot be carried over"
+        hint = "remove it, and register it afterwards on the new parameter of named_parameters()"
         yield Problem("parameter-hooks", name, found=reason, hint=hint)
 
 

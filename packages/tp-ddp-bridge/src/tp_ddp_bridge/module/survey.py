@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_ddp_bridge._shared.problems import Problem
-from tp_ddp_bridge._torch_compat import WeightNorm, default_axis_order, local_of, torch_bridged
+from tp_ddp_bridge._torch_compat import WEIGHT_NORMS, default_axis_order, local_of, torch_bridged
 from tp_ddp_bridge.layout import Layout, is_replicated_tag, layout_of
 from tp_ddp_bridge.module.view import View
 
@@ -110,12 +110,12 @@ def _module_problems(module: nn.Module) -> Iterator[Problem]:
             reason = "torch's own _pre_dp_module_transform ran on it (and made frozen parameters trainable)"
             hint = "build it again and use wrap_ddp(module, mesh=mesh), or bridge before DDP(device_mesh=...)"
             yield Problem("unsupported-wrapper", name, found=reason, hint=hint)
-        trained = [each for each in submodule._parameters.values() if isinstance(each, DTensor) and each.requires_grad]
-        norms = [each.dim for each in submodule.children() if isinstance(each, WeightNorm)]
+        parts = (*submodule.children(), *submodule._forward_pre_hooks.values())
+        norms = [each.dim for each in parts if isinstance(each, WEIGHT_NORMS)]  # magnitude, direction: registered last
+        trained = [p for p in list(submodule._parameters.values())[-2:] if isinstance(p, DTensor) and p.requires_grad]
         if trained and any(dim in (0, trained[-1].ndim - 1) for dim in norms):  # torch fuses these
-            reason = "torch has no backward of weight_norm for DTensors"
             hint = "leave this layer out of tensor parallelism, or freeze it"
-            yield Problem("module-not-shardable", name, found=reason, hint=hint)
+            yield Problem("module-not-shardable", name, found="weight_norm has no backward for DTensors", hint=hint)
 
 
 def _tensor_problems(surveyed: SurveyedTensor) -> Iterator[Problem]:

@@ -47,8 +47,8 @@ class LeafTable(dict[str, Any]):
     def __delitem__(self, name: str) -> None:
         if isinstance(self[name], nn.Parameter) and hasattr(self[name], "_dp_leaf"):
             raise RuntimeError(
-                f"parameter {name!r} is a local leaf under the data-parallel bridge, which weight_norm and the "
-                "like cannot take over: call them before bridging, or undo_dp_transform(module) first"
+                f"parameter {name!r} is a local leaf of the data-parallel bridge, and weight_norm and its kin cannot "
+                "replace it: call them before bridging, or undo_dp_transform(module) first"
             )
         super().__delitem__(name)
 

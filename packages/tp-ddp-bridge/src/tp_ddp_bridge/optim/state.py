@@ -113,7 +113,7 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
     problems = []
     if is_zero_optimizer(optimizer):
         reason = "each rank has the state of its own shard only"
-        hint = "consolidate_state_dict() it, or checkpoint a plain optimizer"
+        hint = "call its consolidate_state_dict(), or checkpoint a plain optimizer"
         problems.append(Problem("unsupported-wrapper", "optimizer: ZeroRedundancyOptimizer", found=reason, hint=hint))
     inner = module.module if isinstance(module, DistributedDataParallel) else module  # names without DDP's prefix
     names: dict[torch.Tensor, list[str]] = {}
