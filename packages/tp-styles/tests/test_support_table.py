@@ -86,8 +86,8 @@ ROWS = (
     Row("the same, 5 hidden channels (uneven)", lambda: models.MLP(8, 5), PAIR),
     Row("the same, 1 hidden channel (a rank has none)", lambda: models.MLP(8, 1), PAIR),
     Row("the same, without bias", lambda: models.MLP(8, 12, bias=False), PAIR),
-    Row("`nn.Linear`, `ColwiseParallel`, whole output", lambda: nn.Linear(8, 7), BY_COLUMNS),
-    Row("`nn.Linear`, `RowwiseParallel`, whole input", lambda: nn.Linear(8, 7), FROM_WHOLE),
+    Row("`nn.Linear`, `ColwiseParallel`, full output", lambda: nn.Linear(8, 7), BY_COLUMNS),
+    Row("`nn.Linear`, `RowwiseParallel`, full input", lambda: nn.Linear(8, 7), FROM_WHOLE),
     Row("`nn.Bilinear`", lambda: nn.Bilinear(8, 8, 3), BY_COLUMNS, call=lambda m, x: m(x, x)),
     Row("`nn.Linear` with weight norm", weight_normed, BY_COLUMNS),
     Row(
