@@ -287,7 +287,9 @@ def transformers(session: nox.Session) -> None:
         pip = ("python", "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation")
         session.run(*pip, release, "--dest", str(sdist.parent))
     env = {"TRANSFORMERS_SDIST": str(sdist)}
-    _host(session, "tp-styles", "tests/transformers_host.py", release, "accelerate==1.15.0", env=env)
+    planner = ["shard-spec"]  # asked by `auto_plan`
+    requirements = release, "accelerate==1.15.0"
+    _host(session, "tp-styles", "tests/transformers_host.py", *requirements, siblings=planner, env=env)
 
 
 @nox.session(default=False)

@@ -2,6 +2,7 @@
 
     python packages/tp-styles/benchmarks/grids.py attention docs/benchmarks/tp-styles-mha.md
     python packages/tp-styles/benchmarks/grids.py families docs/benchmarks/tp-styles-families.md [tp sizes ...]
+    python packages/tp-styles/benchmarks/grids.py types PAGE 2
 
 Minutes each; `--kept FILE` keeps what families gave, and a run that was cut off goes on after them. Every cell runs on
 ranks of its own (gloo, CPU) against the module alone, in float64.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import itertools
 import json
 import sys
 from collections import Counter
@@ -29,13 +29,13 @@ sys.path.insert(0, TESTS)
 
 
 def attention(mesh: DeviceMesh) -> dict[str, Any]:
-    """Outcome of all 288 cells of `nn.MultiheadAttention`, and of 64 with the `add_` options."""
+    """Outcome of all 288 cells of `nn.MultiheadAttention`."""
     import mha_grid
 
     outcomes: Counter[str] = Counter()
     numbers = 0
-    for cell in [*mha_grid.cells(), *_with_extra_keys()]:
-        kind = "add" if cell.add_bias_kv or cell.add_zero_attn else f"{cell.inputs}, {cell.mask}"
+    for cell in mha_grid.cells():
+        kind = f"{cell.inputs}, {cell.mask}"
         try:
             numbers += mha_grid.check(cell, mesh)
             outcomes[f"{kind}|right"] += 1
@@ -44,36 +44,24 @@ def attention(mesh: DeviceMesh) -> dict[str, Any]:
     return {"outcomes": outcomes, "numbers": numbers}
 
 
-def _with_extra_keys() -> list[Any]:
-    import mha_grid
-
-    cells = list(mha_grid.cells())[::13]  # 13 has no factor of the grid: every value of everything comes up
-    options = [(True, False), (False, True), (True, True)]
-    return [
-        mha_grid.Cell(**{**vars(cell), "add_bias_kv": kv, "add_zero_attn": zero})
-        for cell, (kv, zero) in zip(cells * 3, itertools.cycle(options), strict=False)
-    ][:64]
-
-
 def attention_page(sizes: list[int], kept: Path | None) -> str:
     """The page of the attention grid, which is run whole."""
     found = {size: on_ranks(attention, size) for size in sizes}
-    kinds = sorted({key.split("|")[0] for result in found.values() for key in result["outcomes"]} - {"add"})
+    kinds = sorted({key.split("|")[0] for result in found.values() for key in result["outcomes"]})
     lines = [
         "288 cells: `batch_first` x self, cross, or own sizes of keys and values x four masks x key padding x weights"
-        " (none, mean, of each head) x bias; and 64 with `add_bias_kv` or `add_zero_attn`. 4 heads; output, attention"
-        " weights, gradients of all inputs and parameters within 1e-10 of the module alone. Torch's styles: 0 cells.",
+        " (none, mean, of each head) x bias. 4 heads; output, attention weights,"
+        " gradients of all inputs and parameters within 1e-10 of the module alone. Torch's styles: 0 cells.",
         "",
         "| inputs, mask | " + " | ".join(f"tp {size}: right of all" for size in sizes) + " |",
         "|---|" + "---|" * len(sizes),
     ]
-    for kind in [*kinds, "add"]:
+    for kind in kinds:
         cells = []
         for result in found.values():
             right, wrong = (result["outcomes"].get(f"{kind}|{word}", 0) for word in ("right", "wrong"))
             cells.append(f"{right} of {right + wrong}")
-        name = "extra keys (`add_bias_kv`, `add_zero_attn`)" if kind == "add" else kind
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     total = ", ".join(f"{result['numbers']} at tp {size}" for size, result in found.items())
     lines += ["", f"Numbers compared: {total}."]
     return "\n".join(lines)
@@ -171,7 +159,53 @@ def _left(result: Any) -> str:
     return ", ".join(f"`{name}`" for name in result["left"]) if isinstance(result, dict) else ""
 
 
+# ---------------------------------------------------------------------------------------------- all types
+
+
+def types(mesh: DeviceMesh, names: list[str], kept: str | None) -> dict[str, Any]:
+    """Share and outcome of each causal type of transformers by `auto_plan`; arguments as of `families`."""
+    import hf_models
+
+    found: dict[str, Any] = {}
+    for name in names:
+        found[name] = hf_models.check_type(name, mesh)
+        if mesh.get_local_rank() == 0:
+            print(f"{name}: {found[name]}", flush=True)
+            if kept is not None:
+                with Path(kept).open("a") as file:
+                    file.write(json.dumps([name, found[name]]) + "\n")
+    return found
+
+
+def types_page(sizes: list[int], kept: Path | None, count: int | None = None) -> str:
+    """The table of all causal types; with a count only so many more are run, for a later call to go on."""
+    import hf_models
+
+    names = hf_models.causal_types()
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    found: dict[str, Any] = dict(map(json.loads, lines))
+    missing = [name for name in names if name not in found][:count]
+    if missing:
+        found |= on_ranks(types, sizes[0], missing, None if kept is None else str(kept.absolute()))
+    built = {name: row for name, row in found.items() if not row["outcome"].startswith("no model")}
+    words = Counter(row["outcome"].partition(":")[0] for row in built.values())
+    enough = sum((row["share"] or 0) >= 0.7 for row in built.values())
+    text = ", ".join(f"{words[word]} {word}" for word in ("right", "refused", "failed", "wrong"))
+    rows = [
+        f"Of {len(names)} types {len(built)} build and run small, on {sizes[0]} ranks: {text}. At least 70 % of the"
+        f" parameters are sharded in {enough}, {enough / max(1, len(built)):.0%}.",
+        "",
+        "| model type | parameters sharded | outcome |",
+        "|---|---|---|",
+    ]
+    for name in sorted(built):
+        share = built[name]["share"]
+        rows.append(f"| {name} | {'' if share is None else f'{share:.1%}'} | {_cell(built[name]['outcome'])} |")
+    return "\n".join(rows)
+
+
 PAGES = {
+    "types": ("all causal types of transformers", types_page),
     "attention": ("nn.MultiheadAttention", attention_page),
     "families": ("families of transformers", families_page),
 }

@@ -14,6 +14,7 @@ import tp_models as models
 import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from tp_styles.hf.plan import sharded_share
 from tp_styles.runtime.redistribute import TPGroup
 
 SMALL: dict[str, Any] = {
@@ -151,14 +152,14 @@ def encoders() -> list[tuple[str, Callable[[], nn.Module], dict[str, torch.Tenso
     ]
 
 
-def build(family: str, experts: str = "eager") -> nn.Module:
+def build(family: str) -> nn.Module:
     """A tiny model with random weights, in float64, ready to train."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})
     config._attn_implementation = "eager"
-    config._experts_implementation = experts
+    config._experts_implementation = "eager"
     model: nn.Module = AutoModelForCausalLM.from_config(config).double().eval()
     for parameter in model.parameters():  # norms and biases too: a wrong one would not be seen
         if parameter.dim() == 1:
@@ -212,26 +213,154 @@ def _model_classes(kind: Any) -> list[Any]:
     ]
 
 
-def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5, experts: str = "eager") -> dict[str, Any]:
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "d_ff"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("head_dim", "rotary_dim", "kv_channels", "attention_head_size"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+"""Small values of what configurations of causal models call their sizes."""
+
+LAYERS = "num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "n_layers"
+HEADS = "head_dim", "rotary_dim", "kv_channels", "attention_head_size", "qk_rope_head_dim", "qk_nope_head_dim"
+
+
+def causal_types() -> list[str]:
+    """All types of causal models of transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small(name: str) -> nn.Module:
+    """A small causal model of a type, in float64, trained on fixed ids.
+
+    Raises:
+        Exception: It does not build so small, or does not run, whatever its code raises.
+    """
+    error: Exception | None = None
+    # Some numbers of layers or heads go with lists of other defaults.
+    for left in ((), HEADS, LAYERS, (*HEADS, *LAYERS)):
+        for more in ({}, {**SMALL, **FAMILIES[name]}) if name in FAMILIES else ({},):
+            try:
+                return _small(name, {key: value for key, value in SIZES.items() if key not in left}, more)
+            except Exception as raised:
+                error = error or raised
+    assert error is not None
+    raise error
+
+
+def _small(name: str, sizes: dict[str, Any], more: dict[str, Any]) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    defaults = vars(AutoConfig.for_model(name))  # no aliases, no properties
+    given = {key: value for key, value in sizes.items() if isinstance(defaults.get(key), int)}
+    config = AutoConfig.for_model(name, **{**given, **more})
+    nested = [value for value in vars(config).values() if hasattr(value, "to_dict")]
+    for one in nested:  # of the text and of towers beside it
+        for key, value in sizes.items():
+            if isinstance(vars(one).get(key), int):
+                setattr(one, key, value)
+    for one in (config, *nested):
+        one._attn_implementation = one._experts_implementation = "eager"  # torch's grouped product takes no float64
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if sum(p.numel() for p in model.parameters()) > 20_000_000:
+        raise ValueError("it is large for all small sizes")
+    torch.manual_seed(0)
+    built: nn.Module = AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():  # some keep their last state, which could not be copied with a graph
+        loss_of(built)
+    return built
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    """The loss of a causal model on fixed ids."""
+    words = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(1, min(127, words), (2, 12), generator=torch.Generator().manual_seed(5))
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
+
+
+def check_type(name: str, mesh: DeviceMesh) -> dict[str, Any]:
+    """Share of a type's parameters that `auto_plan` shards, and its outcome on the mesh beside one process.
+
+    Args:
+        name: Model type.
+        mesh: 1-D mesh.
+
+    Returns:
+        Share and outcome: `"right"`, `"refused: code"`, `"wrong: ..."`, `"failed: ..."`; `"no model: ..."` where
+        transformers builds or runs none so small.
+    """
+    try:
+        model = small(name)
+        alone = copy.deepcopy(model)
+    except Exception as error:
+        return {"share": None, "outcome": f"no model: {type(error).__name__}: {_line(error)}"}
+    share = None
+    try:
+        styles = tp.auto_plan(model, tp_size=mesh.size())
+        share = sharded_share(model, tp.plan_styles(model, styles, mesh.size()))[0]
+        tp.apply_plan(model, mesh, styles)
+        results = []
+        for one in (model, alone):
+            for _ in range(2):  # the second with the weights of a step
+                one.zero_grad()
+                loss = loss_of(one)
+                loss.backward()
+                with torch.no_grad():
+                    for parameter in one.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(parameter.grad, alpha=0.05)
+            results.append(float(loss.detach()))
+        state, wanted = tp.full_state_dict(model), alone.state_dict()
+    except tp.PlanError as error:
+        return {"share": share, "outcome": f"refused: {error.problems[0].code if error.problems else _line(error)}"}
+    except Exception as error:
+        return {"share": share, "outcome": f"failed: {type(error).__name__}: {_line(error)}"}
+    errors = {"loss": abs(results[0] - results[1]) / abs(results[1])}
+    for key, value in wanted.items():
+        if value.is_floating_point():
+            errors[key] = float((state[key] - value).abs().max() / value.abs().max().clamp_min(1e-3))
+    worst = max(errors, key=lambda key: errors[key])
+    # Routers and some norms compute in float32 whatever they get.
+    outcome = "right" if errors[worst] < 1e-6 else f"wrong: {worst} off by {errors[worst]:.1e}"
+    return {"share": share, "outcome": outcome}
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:100]
+
+
+def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5) -> dict[str, Any]:
     """Logits, all gradients, greedy generation, and parameters after some steps, by one kind of plan.
 
     Args:
         family: Model type.
         mesh: 1-D mesh.
-        way: `"auto_plan"`, `"module"` for the model's own plan and nothing else, or `"experts"` for that with its
-            expert-parallel plan.
+        way: `"auto_plan"`, or `"module"` for the model's own plan and nothing else.
         steps: Steps of SGD.
-        experts: How transformers computes experts.
 
     Returns:
         The share of matmul-weight bytes that are divided, and patterns of those that are not.
     """
-    model = build(family, experts)
+    model = build(family)
     alone = copy.deepcopy(model)
     if way == "auto_plan":
         styles = tp.auto_plan(model, tp_size=mesh.size())
     else:
-        styles = tp.from_hf_tp_plan(model, ep_implementation="all_reduce" if way == "experts" else None)
+        styles = tp.from_hf_tp_plan(model)
     handle = tp.apply_plan(model, mesh, styles)
     ids = torch.randint(3, 48, (2, 7), generator=torch.Generator().manual_seed(1))
     found, wanted = model(input_ids=ids, labels=ids), alone(input_ids=ids, labels=ids)

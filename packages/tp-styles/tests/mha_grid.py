@@ -28,8 +28,6 @@ class Cell:
     padding: bool
     weights: str  # "no", "mean", "heads"
     bias: bool
-    add_bias_kv: bool = False
-    add_zero_attn: bool = False
 
 
 def cells() -> Iterator[Cell]:
@@ -55,8 +53,6 @@ def check(cell: Cell, mesh: DeviceMesh) -> int:
         WIDTH,
         HEADS,
         bias=cell.bias,
-        add_bias_kv=cell.add_bias_kv,
-        add_zero_attn=cell.add_zero_attn,
         batch_first=cell.batch_first,
         **sizes,
     ).double()

@@ -128,8 +128,8 @@ def test_bad_calls(ranks: Ranks) -> None:
         tp.apply_plan(model, ranks.mesh((1, 2), ("a", "b")), plan)
     with pytest.raises(tp.PlanError, match="wrong-type"):
         tp.apply_plan(model, mesh, ["up"])  # type: ignore[arg-type]
-    with pytest.raises(tp.PlanError, match="mesh-mismatch"):
-        tp.apply_plan(model, mesh, tp.plan_styles(model, plan, 4))
+    with pytest.raises(tp.PlanError, match=r"wrong-type.*a dict of FQN and style"):
+        tp.apply_plan(model, mesh, tp.plan_styles(model, plan, 2))  # type: ignore[arg-type]
     with pytest.raises(tp.PlanError, match="ranks-disagree"):  # on both ranks, before anything is moved
         tp.apply_plan(model, mesh, plan if ranks.rank else {"up": tp.ColwiseParallel()})
     tp.apply_plan(model, mesh, plan)
@@ -214,11 +214,9 @@ def test_meta_models(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_report(ranks: Ranks, tmp_path: Path) -> None:
+def test_report(ranks: Ranks) -> None:
     model = models.MLP()
     handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel()})
-    path = tmp_path / f"{ranks.rank}.txt"
-    assert handle.report(str(path)) + "\n" == path.read_text(encoding="utf-8")
     assert "ColwiseParallel" in handle.report()
     assert handle.plan.tp_size == 2
 

@@ -29,12 +29,8 @@ def test_multihead_attention(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_extra_keys_and_no_batch(ranks: Ranks) -> None:
+def test_no_batch(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
-    for bias_kv, zero, mask in itertools.product((False, True), (False, True), ("none", "bool", "float3d")):
-        for weights in ("no", "heads"):
-            cell = mha_grid.Cell(True, "cross", mask, mask == "bool", weights, True, bias_kv, zero)
-            mha_grid.check(cell, mesh)
     module = models.seeded(lambda: nn.MultiheadAttention(12, 4)).double()
     alone = copy.deepcopy(module)
     tp.apply_plan(module, mesh, tp.MultiheadAttentionParallel())
@@ -44,6 +40,14 @@ def test_extra_keys_and_no_batch(ranks: Ranks) -> None:
     with ranks.record() as log:
         module(x, x, x, need_weights=False)[0].sum().backward()
     assert log.ops == ("all_reduce",)  # the input needs no gradient
+
+
+def test_keys_of_no_token() -> None:
+    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
+        (problem,) = tp.plan_styles(
+            nn.MultiheadAttention(12, 4, **options), tp.MultiheadAttentionParallel(), 2
+        ).problems  # type: ignore[arg-type]
+        assert problem.code == "unsupported-option"
 
 
 def test_heads_that_do_not_divide() -> None:

@@ -102,6 +102,7 @@ def shared(model: nn.Module) -> list[BlockInput]:
     return [*found.values()]
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients of the sharded model are not checked.*When use_reentrant=True")
 @pytest.mark.ranks(2, 3)
 def test_every_way_to_read_the_input(ranks: Ranks) -> None:
     mesh = ranks.mesh((ranks.world_size,), ("tp",))
@@ -127,6 +128,7 @@ def test_every_way_to_read_the_input(ranks: Ranks) -> None:
         assert all(one.source is one.entered is None for one in shared(model))  # also what checkpoints brought in
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients of the sharded model are not checked.*When use_reentrant=True")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_checkpoints(ranks: Ranks, reentrant: bool) -> None:

@@ -29,33 +29,29 @@ def test_layouts_as_styles() -> None:
     model = models.GPT(tied=True)
     rules: dict[str, Any] = {
         "**.[qkv].*": "tp:S(0)",
-        "**.up.weight": {"dp": Shard(1), "tp": Shard(0)},
-        "layers.*.mlp.up.bias": "tp:S(0)",
+        "layers.0.mlp.up.weight": {"dp": Shard(1), "tp": Shard(0)},
+        "layers.0.mlp.up.bias": "tp:S(0)",
         "**.proj.weight": "tp:S(1)",
         "layers.0.mlp.down.weight": "tp:S(1)",
         "embed.weight": "tp:S(0)",
     }
-    plan = ShardingPlan(rules, mesh=mesh)
-    found = tp.from_sharding_plan(plan, model, unproven="gather")
+    found = tp.from_sharding_plan(ShardingPlan(rules, mesh=mesh), model)
     assert found["embed"] == tp.RowwiseParallel()
     assert found["head"] == tp.ColwiseParallel(output_layouts=Replicate())
     assert found["layers.0.attn.q"] == tp.ColwiseParallel()
     assert found["layers.0.attn.proj"] == tp.RowwiseParallel()
-    assert found["layers.1.mlp.up"] == tp.ColwiseParallel(output_layouts=Replicate())  # nobody takes a shard there
-    assert len(found) == 2 + 2 * 5 + 3
+    assert len(found) == 2 + 2 * 5 + 2
     assert type(found["layers.1.attn"]).__name__ == "BlockParallel"
     assert tp.plan_styles(model, found, 2).problems == ()
     (problem,) = tp.plan_styles(copy.deepcopy(model), {"layers.0.attn": found["layers.0.attn"]}, 4).problems
     assert problem.code == "mesh-mismatch"  # it was planned for two ranks
-    with pytest.raises(tp.PlanError, match=r"plan-not-executable\] layers.1.mlp.up"):
+    plan = ShardingPlan({**rules, "layers.1.mlp.up.*": "tp:S(0)"}, mesh=mesh)  # nobody takes a shard there
+    with pytest.raises(tp.PlanError, match=r"plan-not-executable\] layers.1.mlp.up.*bias: dim 0, weight: dim 0"):
         tp.from_sharding_plan(plan, model)
-    assert tp.from_sharding_plan(plan, model, axis="dp", unproven="gather").keys() == {
-        f"layers.{i}.mlp.up" for i in (0, 1)
-    }
-
-    fused = ShardingPlan({"*": InterleavedShard(0, 3)}, mesh={"tp": 2})
-    alone = tp.from_sharding_plan(fused, nn.Linear(4, 6), unproven="gather")
-    assert alone == {"": tp.FusedColwiseParallel((2, 2, 2), unit=(1, 1, 1), output_layouts=Replicate())}
+    with pytest.raises(tp.PlanError, match=r"plan-not-executable\] layers.0.mlp.up"):
+        tp.from_sharding_plan(plan, model, axis="dp")
+    with pytest.raises(tp.PlanError, match="plan-not-executable"):
+        tp.from_sharding_plan(ShardingPlan({"*": InterleavedShard(0, 3)}, mesh={"tp": 2}), nn.Linear(4, 6))
     assert tp.from_sharding_plan(ShardingPlan({}, mesh=mesh), model) == {}
 
 
@@ -68,10 +64,12 @@ def test_what_has_no_style() -> None:
 
     def codes(rules: dict[str, Any], **options: Any) -> list[str]:
         with pytest.raises(tp.PlanError) as caught:
-            tp.from_sharding_plan(ShardingPlan(rules, mesh="dp=2, tp=2", **options), model, unproven="gather")
+            tp.from_sharding_plan(ShardingPlan(rules, mesh="dp=2, tp=2", **options), model)
         return sorted(problem.code for problem in caught.value.problems)
 
-    assert codes({"norm.*": "tp:S(0)", "**.up.weight": "tp:S(0)", "**.down.*": "tp:S(0)"}) == ["layout-mismatch"] * 3
+    assert (
+        codes({"norm.*": "tp:S(0)", "**.up.weight": "tp:S(0)", "**.down.*": "tp:S(0)"}) == ["plan-not-executable"] * 5
+    )
     assert codes({"head.weight": {"tp": UnevenShard(0, (10, 7))}}) == ["layout-mismatch"] * 2
     assert set(codes({"**.up.*": "dp:S(0), tp:S(0)"})) == {"invalid-layout"}  # dp's slices are cut by tp: not tp's rows
     assert codes({}, output_plan={"head": "tp:R"}, return_local_tensor=["head"]) == [
@@ -80,8 +78,6 @@ def test_what_has_no_style() -> None:
     ]
     with pytest.raises(tp.PlanError, match="unknown-axis"):
         tp.from_sharding_plan(ShardingPlan({}, mesh="tp=2"), model, axis="ep")
-    with pytest.raises(tp.PlanError, match=r"invalid-argument.*refuse"):
-        tp.from_sharding_plan(ShardingPlan({"**.up.*": "tp:S(0)"}, mesh="tp=2"), model, unproven="x")  # type: ignore[arg-type]
 
 
 class Between(models.MLP):
@@ -268,24 +264,6 @@ def test_grouped_queries_with_norms(ranks: Ranks) -> None:
     assert ("kv-replicated" in {note.code for note in plan.notes}) == few
     key = model.get_parameter("layers.0.attn.k.weight")
     assert key.placements == ((Replicate() if few else Shard(0)),)  # type: ignore[attr-defined]  # as the plan says
-
-
-@pytest.mark.extra("shard-spec")
-@pytest.mark.ranks(2)
-def test_any_plan_with_gathers(ranks: Ranks) -> None:
-    """Every linear layer cut somehow, no pairs: right on its own each, whatever stands between."""
-    from shard_spec import ShardingPlan
-
-    rules = {
-        "**.[qvo].weight": "S(1)",
-        "**.k.*": "S(0)",
-        "**.gate_proj.*": "S(1)",
-        "**.up_proj.*": "S(0)",
-        "embed.weight": "S(0)",
-    }
-    model = models.roughen(models.seeded(models.Grouped).double())
-    styles = train(ranks, model, ShardingPlan(rules, mesh={"tp": 2}), unproven="gather")
-    assert len(styles) == 2 * 6 + 2
 
 
 @pytest.mark.extra("shard-spec")

@@ -91,12 +91,6 @@ FAULTS: list[tuple[Call, Call, str, str]] = [
         r"\[does-not-divide\] on rank {}",
     ),
     (
-        apply(plan=tp.plan_styles(nn.ModuleDict({"up": nn.Linear(8, 4)}), {"up": PLAN["up"]}, 2)),
-        apply(),
-        r"model-mismatch.*up.weight: on rank .: shape \(12, 8\), not \(4, 8\)",
-        ".model-mismatch. up.weight: on rank {}",
-    ),
-    (
         lambda mesh: tp.parallelize_module(mlp(), mesh, 3),  # type: ignore[arg-type]
         apply(),
         "Expect Union",

@@ -61,9 +61,9 @@ def test_a_plain_split_is_torch_chunk() -> None:
 
 
 def test_values() -> None:
-    fused = Split.fused(0, (4, 8), unit=2)
+    fused = Split(0, (Section(4, 2), Section(8, 2)))
     assert pickle.loads(pickle.dumps(fused)) == fused == eval(repr(fused))
-    assert hash(fused) == hash(Split.fused(0, (4, 8), unit=2))
+    assert hash(fused) == hash(Split(0, (Section(4, 2), Section(8, 2))))
     assert not fused.is_plain(2)
     assert not Split.along(0, 8, copies=2).is_plain(4)
     assert Split.along(0, 8, unit=2).is_plain(4)

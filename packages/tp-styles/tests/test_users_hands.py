@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -48,16 +47,6 @@ def assert_same_gradients(model: nn.Module, alone: nn.Module, mesh: DeviceMesh) 
     assert wanted
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, atol=EXACT, rtol=1e-10)
-
-
-@contextmanager
-def swapping() -> Iterator[None]:
-    """Modules swap what is inside of their parameters instead of writing to them."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @pytest.mark.ranks(2)
@@ -153,7 +142,7 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_new_values_of_sharded_parameters(ranks: Ranks) -> None:
-    """A module resets its weights as the full ones; `nn.init` refuses a fused shard; swapped shards stay shards."""
+    """A module resets its weights as the full ones; `nn.init` refuses a fused shard."""
     mesh = ranks.mesh((2,), ("tp",))
     model: Any = models.seeded(lambda: models.Gated().double())
     alone = copy.deepcopy(model)
@@ -175,9 +164,8 @@ def test_new_values_of_sharded_parameters(ranks: Ranks) -> None:
     later.both.reset_parameters()
     torch.manual_seed(3)
     assert torch.equal(tp.full_state_dict(later)["both.weight"], type(later)().both.weight)
-    with swapping():
-        model.float().double()
-        model.load_state_dict(alone.state_dict())
+    model.float().double()
+    model.load_state_dict(alone.state_dict())
     for one in (model, alone):
         one(x64(3, 8)).sum().backward()
     wanted = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
@@ -314,6 +302,3 @@ def test_masked_classes_and_batches_of_which_nothing_counts(ranks: Ranks) -> Non
         torch.testing.assert_close(local.grad, alone.grad.chunk(2, -1)[ranks.rank], atol=EXACT, rtol=0)
     with pytest.raises(tp.PlanError, match="invalid-argument"):
         tp.vocab_parallel_cross_entropy(local, target, mesh=mesh, label_smoothing=1.5)
-    logits = DTensor.from_local(local, mesh, [Shard(2)])
-    with pytest.raises(tp.PlanError, match=r"conflicting-arguments.*num_classes"):
-        tp.vocab_parallel_cross_entropy(logits, target, num_classes=7)

@@ -203,6 +203,21 @@ def test_every_plan_of_transformers(ranks: Ranks) -> None:
     assert min(installed.values()) > 0, installed
 
 
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=2400)
+def test_every_causal_type(ranks: Ranks) -> None:
+    """By `auto_plan`, two steps: loss and all parameters as in one process, as `grids.py types` lists them."""
+    mesh = ranks.mesh((2,), ("tp",))
+    rows = {name: hf_models.check_type(name, mesh) for name in hf_models.causal_types()}
+    built = {name: row for name, row in rows.items() if not row["outcome"].startswith("no model")}
+    others = {name: row["outcome"] for name, row in built.items() if row["outcome"] != "right"}
+    assert len(built) >= 85, len(built)
+    assert not any(outcome.startswith("wrong") for outcome in others.values()), others
+    assert len(others) <= 0.03 * len(built), others
+    low = {name: row["share"] for name, row in built.items() if (row["share"] or 0) < 0.7}
+    assert len(low) <= 0.25 * len(built), low
+
+
 def loaded(folder: Path, tp_size: int, **plan: str) -> Any:
 
     config = DistributedConfig(tp_size=tp_size, tp_plan=plan or None) if tp_size > 1 else None

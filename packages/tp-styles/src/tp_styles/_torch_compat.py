@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel.style import ParallelStyle as TorchParallelStyle
@@ -38,14 +38,8 @@ __all__ = [
     "is_transformed",
     "local_of",
     "reduce_scatter_into",
-    "tree_flatten",
     "tree_map",
-    "without_torch_function",
 ]
-
-
-without_torch_function = torch._C.DisableTorchFunctionSubclass
-"""A block in which subclasses of tensors are taken as plain ones."""
 
 
 def all_gather_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -73,14 +73,10 @@ class TPHandle:
         self._changes = changes
         self._checker = checker
 
-    def report(self, path: str | None = None) -> str:
-        """Return plan and checked calls as text; with `path` also write it there."""
+    def report(self) -> str:
+        """Return plan and checked calls as text."""
         checked = self._checker.report() if self._checker is not None else []
-        text = "\n".join([self.plan.explain(), *checked])
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        return text
+        return "\n".join([self.plan.explain(), *checked])
 
     def undo(self) -> nn.Module:
         """Restore full parameters (with their present values and gradients) and the model's own forwards.
@@ -167,7 +163,7 @@ CALL = "apply_plan"
 def apply_plan(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Plan | TorchParallelStyle | TPPlan,
+    plan: Plan | TorchParallelStyle,
     *,
     src_data_rank: int | None = 0,
     strict: bool = True,
@@ -179,7 +175,7 @@ def apply_plan(
     Args:
         model: The model, with full parameters on every rank; or on the meta device.
         mesh: 1-D mesh; a slice of a larger one, `mesh["tp"]`, too.
-        plan: FQN pattern -> style, one style for the model, or a result of `plan_styles` for this model.
+        plan: FQN pattern -> style, or one style for the model.
         src_data_rank: Group rank with the source values; None takes each rank's own: these have to be equal if they
             are replicated.
         strict: Report a pattern without a module.
@@ -204,7 +200,7 @@ def apply_plan(
 def apply_staged(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Plan | TorchParallelStyle | TPPlan,
+    plan: Plan | TorchParallelStyle,
     src_data_rank: int | None,
     *,
     strict: bool = True,
@@ -220,13 +216,13 @@ def apply_staged(
     axis = TPGroup(mesh)  # no process group is made
     compares = check != "never" and not (is_staged and src_data_rank is None)
     arguments = (f"src_data_rank={src_data_rank!r}", f"check={check!r}", f"rest={rest!r}")
-    decided, fault = plan if isinstance(plan, TPPlan) else TPPlan(axis.size), None
+    decided, fault = TPPlan(axis.size), None
     try:
-        if not isinstance(plan, TPPlan):
-            decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged, rest=rest)
-        problems = tuple(_problems_of_the_call(decided, axis, src_data_rank, check, rest))
-        TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
-        _check_model(model, decided, axis, is_staged)
+        decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged, rest=rest)
+        problems = tuple(_problems_of_the_call(axis, src_data_rank, check, rest))
+        TPPlan(axis.size, problems=(*decided.problems, *problems)).raise_problems()
+        if elsewhere := list(_sharded_elsewhere(model, decided, axis, is_staged)):
+            raise PlanError(elsewhere)
     except Exception as error:
         fault = error  # raised once all ranks have compared
     if compares:
@@ -300,11 +296,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 # ---------------------------------------------------------------------------------------------- steps
 
 
-def _problems_of_the_call(
-    plan: TPPlan, axis: TPGroup, src_data_rank: int | None, check: Check, rest: Rest
-) -> Iterator[Problem]:
-    if plan.tp_size != axis.size:
-        yield Problem("mesh-mismatch", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {axis.size}")
+def _problems_of_the_call(axis: TPGroup, src_data_rank: int | None, check: Check, rest: Rest) -> Iterator[Problem]:
     if check not in ("first", "always", "never"):
         yield Problem("invalid-argument", "check", found=repr(check), hint='"first", "always" or "never"')
     if rest not in ("plain", "replicated"):
@@ -314,37 +306,7 @@ def _problems_of_the_call(
         yield Problem("invalid-argument", "src_data_rank", found=repr(src_data_rank), hint=hint)
 
 
-def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> None:
-    """Refuse a model other than the plan's, or with parameters no longer tied to another one's.
-
-    Raises:
-        PlanError: With every such parameter.
-    """
-    problems = list(_not_sharded_elsewhere(model, plan, axis, is_staged))
-    for planned in plan.modules:
-        try:
-            module = model.get_submodule(planned.name)  # of the model now, not of the planned one
-            parameters = list(parameters_of(planned, module))
-        except (AttributeError, KeyError):
-            problems.append(_other_model(planned.name, "it has no such module or parameter"))
-            continue
-        for name, parameter, _ in parameters:
-            info = planned.info.parameter(name)
-            if info is not None and tuple(parameter.shape) != info.shape:
-                problems.append(
-                    _other_model(planned.info.where(name), f"shape {tuple(parameter.shape)}, not {info.shape}")
-                )
-    if problems:
-        raise PlanError(problems)
-
-
-def _other_model(name: str, found: str) -> Problem:
-    return Problem(
-        "model-mismatch", name, found=found, hint="the plan was made for another model: plan_styles(model, ...)"
-    )
-
-
-def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
+def _sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
     """Yield weights sharded by an earlier call in another module, unless this one shards them alike."""
     hint = "apply one plan to a module that holds both"
     reason = "the weight was sharded in another module, which does not share it any more"

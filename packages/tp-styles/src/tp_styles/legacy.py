@@ -221,7 +221,21 @@ def make_output_reshard_tensor(output: DTensor, device_mesh: DeviceMesh | None =
     return make_output_shard_1d(output, device_mesh).to_local()
 
 
-class ColwiseParallel(linear.ColwiseParallel):
+class _BetweenFunctions(ParallelStyle):
+    """Today's style, but with DTensors between prepare functions other than the default ones."""
+
+    takes_functions = True
+    defaults: tuple[PrepareInput, PrepareOutput]
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """See `ParallelStyle.spec`."""
+        decided = super().spec(info, tp_size)
+        if (self._prepare_input, self._prepare_output) == self.defaults or not decided.parameters:
+            return decided
+        return replace(StyleSpec(compute="dtensor"), parameters=decided.parameters, problems=decided.problems)
+
+
+class ColwiseParallel(_BetweenFunctions, linear.ColwiseParallel):
     """Shard the output features of an `nn.Linear` (or `nn.Embedding`) over the ranks.
 
     Args:
@@ -229,23 +243,18 @@ class ColwiseParallel(linear.ColwiseParallel):
         _prepare_output: Converts the output DTensor for the next module.
     """
 
-    takes_functions = True
+    defaults = make_input_replicate_1d, make_sharded_output_tensor
 
     def __init__(
         self,
         _prepare_input: PrepareInput | None = make_input_replicate_1d,
         _prepare_output: PrepareOutput | None = make_sharded_output_tensor,
     ) -> None:
-        super().__init__()
+        linear.ColwiseParallel.__init__(self)
         self._prepare_input, self._prepare_output = _prepare_input, _prepare_output
 
-    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Return today's decision, or one between the functions; see `ParallelStyle.spec`."""
-        default = self._prepare_input is make_input_replicate_1d and self._prepare_output is make_sharded_output_tensor
-        return _between_functions(super().spec(info, tp_size), default=default)
 
-
-class RowwiseParallel(linear.RowwiseParallel):
+class RowwiseParallel(_BetweenFunctions, linear.RowwiseParallel):
     """Shard the input features of an `nn.Linear`; each rank computes a partial sum of every output feature.
 
     Args:
@@ -253,27 +262,15 @@ class RowwiseParallel(linear.RowwiseParallel):
         _prepare_output: Converts the output DTensor, a partial sum, for the next module.
     """
 
-    takes_functions = True
+    defaults = make_input_shard_1d_last_dim, make_output_tensor
 
     def __init__(
         self,
         _prepare_input: PrepareInput | None = make_input_shard_1d_last_dim,
         _prepare_output: PrepareOutput | None = make_output_tensor,
     ) -> None:
-        super().__init__()
+        linear.RowwiseParallel.__init__(self)
         self._prepare_input, self._prepare_output = _prepare_input, _prepare_output
-
-    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Return today's decision, or one between the functions; see `ParallelStyle.spec`."""
-        default = self._prepare_input is make_input_shard_1d_last_dim and self._prepare_output is make_output_tensor
-        return _between_functions(super().spec(info, tp_size), default=default)
-
-
-def _between_functions(decided: StyleSpec, *, default: bool) -> StyleSpec:
-    """Return the decision with DTensors between prepare functions, unless these are the default ones."""
-    if default or not decided.parameters:
-        return decided
-    return replace(StyleSpec(compute="dtensor"), parameters=decided.parameters, problems=decided.problems)
 
 
 class PairwiseParallel(ParallelStyle):

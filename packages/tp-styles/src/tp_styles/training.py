@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tp_styles._shared.consensus import assert_consistent
 from tp_styles.check import IN_ORIGINAL
@@ -36,11 +36,10 @@ def vocab_parallel_cross_entropy(
     Communicates one maximum and one sum for each token, forward; nothing backward.
 
     Args:
-        logits: `[..., local classes]`: this rank's shard, as from a column-wise head; or a DTensor sharded on its
-            last dim.
+        logits: `[..., local classes]`: this rank's shard, as from a column-wise head.
         target: `[...]`: class of each token, the same on every rank.
-        mesh: 1-D mesh of the shards; a DTensor has its own.
-        num_classes: Global number of classes; optional for a DTensor and for even shards.
+        mesh: 1-D mesh of the shards.
+        num_classes: Global number of classes; optional for even shards.
         weight: `[num_classes]`: weight of each class, the same on every rank.
         ignore_index: Target without a loss.
         label_smoothing: As in torch.
@@ -53,7 +52,7 @@ def vocab_parallel_cross_entropy(
         PlanError: No mesh, shards of another size than `num_classes` gives, or a target of another shape.
         IndexError: On CPU, a target outside of the classes.
     """
-    if not torch.compiler.is_compiling() and IN_ORIGINAL.get() and not isinstance(logits, DTensor):
+    if not torch.compiler.is_compiling() and IN_ORIGINAL.get():
         losses = F.cross_entropy(  # the original of a check has full logits
             logits.flatten(0, -2),
             target.flatten(),
@@ -64,7 +63,8 @@ def vocab_parallel_cross_entropy(
         )
         return losses.view(target.shape) if reduction == "none" else losses
     if isinstance(logits, DTensor):
-        mesh, num_classes, logits = _from_dtensor(logits, mesh, num_classes)
+        hint = "pass logits.to_local(), sharded on the last dim, with mesh= and num_classes="
+        raise PlanError(Problem("wrong-type", "logits", found="a DTensor", hint=hint))
     if mesh is None:
         raise PlanError(Problem("missing-mesh", "mesh", found="None", hint='plain logits need mesh=mesh["tp"]'))
     if mesh.ndim != 1:
@@ -102,36 +102,14 @@ def vocab_parallel_cross_entropy(
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * smoothed
     loss = loss.masked_fill(~counted, 0)  # nan and infinite logits of ignored targets too
     if reduction == "mean":
-        loss = _mean(loss, per_target.sum())
+        weights = per_target.sum()
+        loss = loss.sum() / weights.masked_fill(weights == 0, 1)
+        loss = loss.masked_fill(weights == 0, float("nan"))  # as torch's, with zero gradients
     elif reduction == "sum":
         loss = loss.sum()
     in_float32 = torch.is_autocast_enabled(logits.device.type)  # as torch's loss
     result: torch.Tensor = loss if in_float32 else loss.to(logits.dtype)
     return result
-
-
-def _mean(loss: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return torch's mean: nan if nothing counts, with zero gradients."""
-    none = total == 0
-    return (loss.sum() / total.masked_fill(none, 1)).masked_fill(none, float("nan"))
-
-
-def _from_dtensor(
-    logits: DTensor, mesh: DeviceMesh | None, num_classes: int | None
-) -> tuple[DeviceMesh, int, torch.Tensor]:
-    last = logits.dim() - 1
-    if tuple(logits.placements) != (Shard(last),):
-        hint = "they have to be sharded on the last dim of a 1-D mesh: redistribute(placements=[Shard(-1)])"
-        raise PlanError(Problem("layout-mismatch", "logits", found=str(logits.placements), hint=hint))
-    for name, asked, own in (
-        ("mesh", mesh, logits.device_mesh),
-        ("num_classes", num_classes, logits.shape[-1]),
-    ):
-        if asked is not None and asked != own:
-            raise PlanError(
-                Problem("conflicting-arguments", name, found=str(asked), hint=f"the DTensor's is {own}: leave it out")
-            )
-    return logits.device_mesh, logits.shape[-1], logits.to_local()
 
 
 def _check(
@@ -224,7 +202,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             fault = error
     if fault is not None:
         raise fault
-    return {name: whole(value) for name, value in state.items()}
+    sharded = DTensor | SectionedShard
+    return {name: value.full_tensor() if isinstance(value, sharded) else value for name, value in state.items()}
 
 
 def _meshes(model: nn.Module) -> list[DeviceMesh]:
@@ -236,10 +215,3 @@ def _meshes(model: nn.Module) -> list[DeviceMesh]:
         elif isinstance(parameter, ShardParameter):
             meshes[parameter._sharding_info.mesh] = None
     return list(meshes)
-
-
-def whole(value: Any) -> Any:
-    """Return the global tensor of a state-dict entry, other entries unchanged."""
-    if isinstance(value, DTensor | SectionedShard):
-        return value.full_tensor()
-    return value

@@ -52,11 +52,6 @@ class Split:
         """Return one section of `size` rows along `dim`."""
         return cls(dim, (Section(size, unit, copies),))
 
-    @classmethod
-    def fused(cls, dim: int, sizes: Sequence[int], *, unit: int = 1) -> Split:
-        """Return several sections along `dim`, each sharded on its own."""
-        return cls(dim, tuple(Section(size, unit) for size in sizes))
-
     # properties
 
     @property
@@ -378,10 +373,6 @@ class ParameterSpec:
     split: Split
     sum_gradient: bool = False
     divide_by_tp: bool = False
-
-    def gradient_sum(self) -> Redistribution:
-        """Return the flow of a parameter's summed gradient, for copies among the rows of the split."""
-        return Redistribution(Replicate(), Replicate(), gradient=Partial(), split=self.split)
 
 
 @dataclass(frozen=True)

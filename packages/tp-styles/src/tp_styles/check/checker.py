@@ -6,7 +6,6 @@ import hashlib
 import math
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_tr
 from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
-from tp_styles.check.runs import GradientsAside, Original, Run, Trace, full_numel, has_fsdp_below
+from tp_styles.check.runs import Original, Run, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.dropout import default_generator
@@ -42,8 +41,6 @@ from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.values import is_below
 
 Check = Literal["first", "always", "never"]
-OFTEN = 8
-"""Changes at one place of a model that are checked one by one; later ones at powers of two: a loop may make them."""
 
 ALIKE = "all of its input values are equal, which may hide a mistake; the next call with other values is checked"
 
@@ -70,7 +67,7 @@ class Verdict:
         differences: Unequal values.
         is_closed: Outputs are full, so a region around this one may use them as the original's.
         failure: The error that ended it early.
-        place: First place with different values.
+        place: First module with another output.
         compared: Counts of compared values.
     """
 
@@ -141,7 +138,9 @@ class Scope:
         # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
         is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
         if self.is_root and is_new and not self.checker.is_staged:
-            self.checker.forget_mode(mode)
+            for scope in self.checker.scopes:  # the regions too
+                scope.done.pop(mode, None)
+                scope.verified.discard(mode)
             checked = None
         if self.is_root:  # regions not yet checked in their mode; the check around this one removes them
             for region in self.checker.scopes[1:]:
@@ -188,14 +187,12 @@ class Way:
         dtype: Type of floats in both; None for the model's own.
         noise: Inputs of one value give way to noise.
         small: The full weights of the scope are few.
-        everywhere: Gradients of all leaves are computed, not only those of the copies.
     """
 
     mode: Mode
     dtype: torch.dtype | None
     noise: bool
     small: bool
-    everywhere: bool = False
 
 
 class Checker:
@@ -235,7 +232,6 @@ class Checker:
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
         self.standing = dict(self.names)  # as of the last check: the model may have changed since the plan
-        self.changes: Counter[tuple[int, str]] = Counter()
         _watch(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -243,23 +239,14 @@ class Checker:
         vars(self).update(state)
         _watch(self)
 
-    def forget(self, module: nn.Module, name: str) -> None:
-        """Check again, on every rank: another module or parameter has this name in the model now."""
+    def forget(self) -> None:
+        """Check again, on every rank: the model has another module or parameter now."""
         if not any(scope.done for scope in self.scopes):
             return  # nothing checked so far
-        count = self.changes[id(module), name] = self.changes[id(module), name] + 1
-        if count > OFTEN and count & (count - 1):  # then at powers of two
-            return
         self.has_compared_replicas = False
         for scope in self.scopes:
             for modes in (scope.done, scope.verified, scope.not_in_float64):
                 modes.clear()
-
-    def forget_mode(self, mode: Mode) -> None:
-        """Check a mode again, the regions too."""
-        for scope in self.scopes:
-            scope.done.pop(mode, None)
-            scope.verified.discard(mode)
 
     def report(self) -> list[str]:
         """Return lines on equal results, with counts, and on everything not compared."""
@@ -352,7 +339,9 @@ class Checker:
         if inputs.has_noise and (verdict.stage < Stage.ALL or any(d.kind == "raises" for d in verdict.differences)):
             verdict, constant = self._verdict(scope, inputs, mode, noise=False), True  # noise may be invalid
         if verdict.differences:
-            raise CheckError(_problems(scope, verdict, inputs))
+            worst = sorted(verdict.differences, key=lambda difference: -difference.error)[:8]
+            has_cache = any(leaf.place.is_state for leaf in inputs.leaves)
+            raise CheckError(_problem(scope, one, verdict.place, has_cache=has_cache) for one in worst)
         reason = verdict.failure
         if verdict.stage >= Stage.OUTPUTS:
             if not reason and not verdict.compared:
@@ -392,11 +381,7 @@ class Checker:
         best = Verdict()
         # Some code takes one type only. Inside a run in float64 the run around it, in its own type, covers this.
         for dtype in (torch.float64,) if IN_FLOAT64.get() else (torch.float64, None) if small else (None,):
-            way = Way(mode, dtype, noise, small)
-            verdict = self._compared(scope, inputs, way)
-            if Stage.OUTPUTS <= verdict.stage < Stage.ALL:
-                # A re-entrant checkpoint refuses gradients of chosen leaves.
-                verdict = self._compared(scope, inputs, replace(way, everywhere=True))
+            verdict = self._compared(scope, inputs, Way(mode, dtype, noise, small))
             if verdict.stage == Stage.ALL:
                 return verdict
             best = verdict if verdict.stage >= best.stage else best
@@ -408,10 +393,6 @@ class Checker:
         verdict = Verdict(compared=comparison.compared)
         with ExitStack() as stack:
             constants = stack.enter_context(self._isolated())
-            # Of the full root: code in a region may reach parameters outside of it.
-            parameters = (p for module in self.standing for p in module._parameters.values() if p is not None)
-            leaves = [p for p in parameters if p.is_leaf and p.requires_grad]
-            others = stack.enter_context(GradientsAside(leaves)) if way.everywhere else None
             ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.noise))
             wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.noise))
             constants.epsilon = 0.0  # copying is no part of the runs
@@ -454,22 +435,22 @@ class Checker:
             comparison.tolerance = self.tolerance(constants)
             differences, outputs = comparison.outputs(sharded, reference)
             verdict.differences = self.union(differences)
-            if any(one.kind == "output" for one in verdict.differences):  # repeat both with traces
+            if any(one.kind == "output" for one in verdict.differences):  # repeat both, traced
                 ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.noise))
                 wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.noise))
                 one, other = run(original=False, traced=True), run(original=True, traced=True)
-                if one is not None and other is not None and one.trace is not None and other.trace is not None:
-                    verdict.place = comparison.first_difference(one.trace, other.trace)
+                if one is not None and other is not None:
+                    verdict.place = comparison.first_difference(one, other)
             full = [output.layout == "full" for output in outputs if output.is_output]
             verdict.is_closed = len(full) > 0 and all(full)
             if not verdict.differences and way.mode[1]:
                 (ones, starts), (its, its_starts) = cotangents(outputs, self.axis)
                 if ones:
                     with self._original():  # a checkpoint runs forwards again
-                        if not self.agreed(lambda: sharded.backward(ones, starts, ours.leaves, others)):
+                        if not self.agreed(lambda: sharded.backward(ones, starts, ours.leaves)):
                             return verdict.failed(self.failure)
                         verdict.stage = Stage.SHARDED_BACKWARD
-                        if not self.agreed(lambda: reference.backward(its, its_starts, wanted.leaves, others)):
+                        if not self.agreed(lambda: reference.backward(its, its_starts, wanted.leaves)):
                             return verdict.failed(self.failure)
                     comparison.tolerance = 10 * self.tolerance(constants)  # gradients are sums over the batch
                     verdict.differences = self.union(comparison.gradients(sharded, reference, ours, wanted))
@@ -532,7 +513,7 @@ class Checker:
             opaque=frozenset(opaque if original else ()),
             skipped=scope,
             entered=None if original and not traced else self.entered,
-            trace=Trace(self.standing, self.entered) if traced else None,
+            traced=traced,
         )
         constants.epsilon = epsilon
         token = IN_FLOAT64.set(IN_FLOAT64.get() or (way.dtype is not None and not original))
@@ -649,7 +630,7 @@ def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> Non
         refuse_plain_ddp(submodule)
     for checker in [*_CHECKERS]:
         if module in checker.standing and submodule is not module._modules.get(name):
-            checker.forget(module, name)
+            checker.forget()
 
 
 def refuse_plain_ddp(module: nn.Module) -> None:
@@ -674,7 +655,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
             old = module._parameters.get(name)
             # One of the same shape only has new values, as from `load_state_dict(assign=True)`.
             if old is None or old.shape != parameter.shape:
-                checker.forget(module, name)
+                checker.forget()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
@@ -720,17 +701,14 @@ def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: lis
     scopes += [Scope(checker, name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
     for scope in scopes:
         below = [planned for planned in plan.modules if is_below(planned.name, scope.name)]
-        flows = [flow for planned in below for _, flow in planned.spec.inputs]
         own = next((planned for planned in below if planned.name == scope.name), None)
         if own is not None:
             scope.declared = {name: flow.src for name, flow in own.spec.inputs}
             scope.names = own.info.arguments
         # A row-wise layer's features come from the column-wise layer before it; other shards come in from outside.
-        dims = {
-            flow.src.dim for flow in flows if isinstance(flow.src, Shard) and (flow.src.dim, flow.dst) != (-1, flow.src)
-        }
+        flows = [flow for one in below for _, flow in one.spec.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))]
         if not any(isinstance(layout, Shard) for layout in scope.declared.values()):
-            scope.inner_dims = tuple(sorted(dims))
+            scope.inner_dims = tuple({flow.src.dim: None for flow in flows if isinstance(flow.src, Shard)})
         outputs = [flow for planned in below for flow in planned.spec.outputs if flow is not None]
         scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
         scope.unstyled = unstyled
@@ -781,22 +759,16 @@ HINTS = {
 }
 
 
-def _problems(scope: Scope, verdict: Verdict, inputs: Inputs) -> list[Problem]:
-    shown = sorted(verdict.differences, key=lambda difference: -difference.error)[:8]
-    has_cache = any(leaf.place.is_state for leaf in inputs.leaves)
-    return [_problem(scope, difference, verdict.place, has_cache=has_cache) for difference in shown]
-
-
 def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: bool) -> Problem:
     name = (
         f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
     )
     code = {"shard-leaves": "shard-leaves", "raises": "check-raises"}.get(difference.kind, "check-mismatch")
-    reason = f"{difference.kind} off by {difference.error:.2g} of the original module, run on full weights"
+    reason = f"{difference.kind} differs from the original module's by {difference.error:.2g} (run on full weights)"
     if difference.detail:
         reason = f"{difference.kind}: {difference.detail}, run on full weights"
     if difference.kind == "output" and place:
-        reason += f"; both part first at {place}"
+        reason += f"; both part first at the output of {place}"
     if difference.kind == "shard-leaves":
         reason = f"a shard leaves the model as a plain tensor: {difference.detail}"
     if difference.kind == "raises":

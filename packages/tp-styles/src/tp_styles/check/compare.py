@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tp_styles._shared.execution_check import Compared, relative_error
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.check.inputs import Copies, Place, tensors_in, varied
-from tp_styles.check.runs import Run, Trace
+from tp_styles.check.runs import Run
 from tp_styles.runtime.parameters import split_of
 from tp_styles.runtime.redistribute import TPGroup
 
@@ -97,25 +97,18 @@ class Comparison:
             outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes], is_output, starts))
         return differences, outputs
 
-    def first_difference(self, sharded: Trace, reference: Trace) -> str:
-        """Return the first operation or styled layer with different results; empty if there is none."""
-        shapes_of = {key: tuple(x.shape) for key, x in sharded.values.items()}
-        everyone = self.axis.all_gather_objects((sharded.counts, shapes_of), "the check")
-        for (name, what, index), other in reference.values.items():
-            count = reference.counts[name, what]
-            if any(counts[name, what] != count for counts, _ in everyone):
-                continue  # moving data between layouts takes operations of its own
-            one, shapes = sharded.values[name, what, index], [of[name, what, index] for _, of in everyone]
-            layout = _layout(one, other, [(shape, False) for shape in shapes])
-            if layout is None:
-                continue
-            full = self.gathered(one, layout, shapes)
-            if isinstance(layout, Shard) and not isinstance(one, DTensor):
-                # Sections and heads may have another order: values are compared sorted along the dim.
-                full, other = full.sort(layout.dim).values, other.sort(layout.dim).values
-            if self._max(error(full, other)) > self.tolerance:
-                return f"{what} in {name}"
-        return ""
+    def first_difference(self, sharded: Run, reference: Run) -> str:
+        """Return the first module whose full output differs, after two traced runs; empty if there is none."""
+        different = [
+            name
+            for name, others in reference.outputs.items()
+            for one, other in zip(sharded.outputs.get(name, ()), others, strict=False)
+            if type(one) is type(other) is torch.Tensor
+            and one.shape == other.shape
+            and error(one, other) > self.tolerance
+        ]
+        everyone = self.axis.all_gather_objects(different[:1], "the check")
+        return next((names[0] for names in everyone if names), "")
 
     def _max(self, value: float) -> float:
         values = self.axis.all_gather_objects(value, "the check")

@@ -80,7 +80,6 @@ class Leaf:
         value: The tensor as passed.
         place: Its place.
         layout: The declaration of a style on the module; `Replicate()` without one; None for a DTensor.
-        is_declared: A style declares the layout.
         is_equal: It has the same values on all ranks.
         shapes: Its shape on each rank.
     """
@@ -88,7 +87,6 @@ class Leaf:
     value: torch.Tensor
     place: Place
     layout: Placement | None
-    is_declared: bool = False
     is_equal: bool = True
     shapes: tuple[tuple[int, ...], ...] = ()
 
@@ -142,13 +140,12 @@ class Inputs:
                         layout = None
                     elif wanted is not None:
                         layout = normalized(wanted, value.dim())
-                    self.leaves.append(Leaf(value, place, layout, wanted is not None))
+                    self.leaves.append(Leaf(value, place, layout))
         self._compare(mode)
-        if len(inner_dims) == 1:
-            for leaf in self.differ:
-                rank = leaf.value.dim()
-                if leaf.value.is_floating_point() and -rank <= inner_dims[0] < rank:
-                    leaf.layout = Shard(inner_dims[0] % rank)
+        for leaf in self.differ if len(inner_dims) == 1 else ():
+            rank = leaf.value.dim()
+            if leaf.value.is_floating_point() and -rank <= inner_dims[0] < rank:
+                leaf.layout = Shard(inner_dims[0] % rank)
 
     def _compare(self, mode: Mode) -> None:
         mine = [(tuple(leaf.value.shape), str(leaf.value.dtype), type(leaf.value).__name__) for leaf in self.leaves]

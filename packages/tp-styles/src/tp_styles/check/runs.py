@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextvars
 import copy
 import warnings
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import TorchDispatchMode, local_of, tree_flatten, without_torch_function
+from tp_styles._torch_compat import local_of
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
-from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.install import TABLES, DisableFastPath, KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
 from tp_styles.runtime.redistribute import TPGroup, as_dtensor
@@ -80,7 +79,7 @@ class Run:
         opaque: Modules left sharded in a run of the original, with all below them.
         skipped: Hook that does not run.
         entered: Gets modules with a forward in progress, the innermost last.
-        trace: Gets results of operations and styled layers; it reads `entered`.
+        traced: Keep outputs of all modules in `outputs`; with `entered`.
     """
 
     def __init__(
@@ -94,10 +93,11 @@ class Run:
         opaque: frozenset[nn.Module] = frozenset(),
         skipped: object = None,
         entered: list[nn.Module] | None = None,
-        trace: Trace | None = None,
+        traced: bool = False,
     ) -> None:
         self.module = module
-        self.trace = trace
+        self.traced = traced
+        self.outputs: dict[str, list[Any]] = {}
         self.axis = axis
         self.dtype = dtype
         self.output: Any = None
@@ -236,8 +236,7 @@ class Run:
         """Call the module; keep tensors written to modules, to lists in them, and to arguments."""
         with self.installed():
             before = {id(x): (x, _version(x)) for _, x in self._held(args, kwargs)}
-            with self.trace or nullcontext():
-                self.output = self.module(*args, **kwargs)
+            self.output = self.module(*args, **kwargs)
             results = {id(x) for _, x in tensors_in(self.output)}
             for name, x in self._held(args, kwargs):
                 is_new = id(x) not in before or before[id(x)][1] != _version(x)
@@ -264,106 +263,24 @@ class Run:
         assert self._entered is not None
         while self._entered and self._entered.pop() is not module:
             pass  # a check inside has caught an error
-        if self.trace is not None and module in self.trace.styled:
-            self.trace.add(module, "the output", next((x for _, x in tensors_in(output)), None))
+        if self.traced:
+            name = self._names.get(module) or type(module).__name__
+            self.outputs.setdefault(name, []).append(next((x.detach() for _, x in tensors_in(output)), None))
 
-    def backward(
-        self,
-        outputs: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        others: GradientsAside | None,
-    ) -> bool:
-        """Fill the gradients of the copies and of the inputs only.
+    def backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
+        """Fill the gradients of the copies and of the inputs; return True.
+
+        Leaves outside of all lists of parameters get none: they are no copies. A re-entrant checkpoint refuses this.
 
         Args:
             outputs: Start of the backward.
             gradients: One for each output.
             inputs: Leaves among the arguments.
-            others: Keeps the gradients of all other leaves; None requests only the gradients of the copies, and a
-                re-entrant checkpoint refuses this.
         """
         leaves = {id(x): x for x in (*self.parameters.values(), *inputs) if x.requires_grad}
         with self.installed():  # a checkpoint inside runs forwards once more
-            if others is None:
-                torch.autograd.backward(outputs, gradients, inputs=list(leaves.values()))
-                return True
-            others.own |= leaves.keys()
-            torch.autograd.backward(outputs, gradients)
+            torch.autograd.backward(outputs, gradients, inputs=list(leaves.values()))
         return True
-
-
-class Trace(TorchDispatchMode):
-    """Results of a run: of operations outside of styled layers, and of each styled layer.
-
-    Args:
-        names: FQN of every module.
-        entered: Modules with a forward in progress.
-    """
-
-    def __init__(self, names: Mapping[nn.Module, str], entered: list[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.names, self.entered = names, entered
-        self.styled = {module for module in names if isinstance(vars(module).get("forward"), Forward)}
-        self.values: dict[tuple[str, str, int], torch.Tensor] = {}
-        self.counts: Counter[tuple[str, str]] = Counter()
-
-    def add(self, module: nn.Module, what: str, value: Any) -> None:
-        """Append a value, if it is a tensor."""
-        if isinstance(value, torch.Tensor):
-            key = self.names.get(module) or type(module).__name__, what
-            self.values[*key, self.counts[key]] = value.detach()
-            self.counts[key] += 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the operation's result."""
-        result = func(*args, **(kwargs or {}))
-        if self.entered and self.entered[-1] not in self.styled and not func.is_view:  # inside, the runs differ
-            self.add(self.entered[-1], func._schema.name, result[0] if isinstance(result, tuple) else result)
-        return result
-
-
-class GradientsAside(TorchDispatchMode):
-    """Mode to restore the gradients of all leaves but copies, after any backward within the block.
-
-    A forward can reach a leaf outside of all lists of parameters, also only when a checkpoint repeats it within
-    backward: this mode handles every leaf of an operation before autograd gives it a gradient.
-
-    Args:
-        leaves: Leaves known before.
-    """
-
-    def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.own: set[int] = set()
-        self._aside: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._known = list(leaves)
-
-    def __enter__(self) -> GradientsAside:
-        for leaf in self._known:
-            self._put_aside(leaf)
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
-        with without_torch_function():  # reading a stale parameter's gradient raises
-            for leaf, gradient in self._aside.values():
-                if id(leaf) not in self.own:
-                    leaf.grad = gradient
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the operation's result."""
-        for x in tree_flatten((args, kwargs))[0]:
-            if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and id(x) not in self._aside:
-                self._put_aside(x)
-        return func(*args, **(kwargs or {}))
-
-    def _put_aside(self, leaf: torch.Tensor) -> None:
-        with without_torch_function():
-            if id(leaf) not in self.own:
-                self._aside[id(leaf)] = leaf, leaf.grad
-                leaf.grad = None
 
 
 def _version(x: torch.Tensor) -> int:

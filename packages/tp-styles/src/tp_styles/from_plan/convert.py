@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -17,8 +18,6 @@ from tp_styles.from_plan.regions import (
     find_regions,
     is_torchs,
     owner_of,
-    sizes_by_name,
-    uncut_blocks,
 )
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.attention import GROUPS, KEY_HEADS, QUERY_HEADS, MultiheadAttentionParallel
@@ -30,14 +29,9 @@ from tp_styles.values import Split, describe, is_below, names_of_parameters
 if TYPE_CHECKING:
     from shard_spec import ShardingPlan
 
-Unproven = Literal["refuse", "gather"]
-Choice = Literal["refuse", "gather", "leave"]
-
 
 @own_errors()  # of shard-spec, which it calls
-def from_sharding_plan(
-    plan: ShardingPlan, module: nn.Module, *, axis: str = "tp", unproven: Unproven = "refuse"
-) -> dict[str, ParallelStyle]:
+def from_sharding_plan(plan: ShardingPlan, module: nn.Module, *, axis: str = "tp") -> dict[str, ParallelStyle]:
     """Convert a `shard_spec.ShardingPlan` to styles, for one axis of its mesh.
 
     The axis is tensor parallel: activations between blocks are the same on all of its ranks. Sharded layers of one of
@@ -49,8 +43,6 @@ def from_sharding_plan(
         plan: The plan; its other axes are for other packages.
         module: The model; on the meta device too.
         axis: Name of the tensor-parallel axis.
-        unproven: Sharded layers outside of blocks, or in a block whose heads no rank can compute alone: `"refuse"`
-            raises, `"gather"` shards each layer between replicated activations, at the price of communication.
 
     Returns:
         FQN -> style, for `apply_plan`; without layers not sharded by the axis.
@@ -59,49 +51,46 @@ def from_sharding_plan(
         PlanError: Layouts without a style, blocks that cannot be sharded; all of them at once. A plan for a
             data-parallel axis (FSDP) is refused, too.
     """
-    if unproven not in ("refuse", "gather"):
-        raise PlanError(Problem("invalid-argument", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
     cuts = cuts_on_axis(plan, module, axis)
-    conversion = _Conversion(module, cuts, unproven)
-    if getattr(plan, "certificate", None) is not None:  # an optimised plan
-        conversion.refuse_mixtures()
-    return conversion.styles()
+    if not cuts.splits and getattr(plan, "certificate", None) is not None:  # it divides the batch along the axis
+        raise PlanError(Problem("plan-not-executable", axis=axis, found="no shards", hint="plan with MegatronPlanner"))
+    return _Conversion(module, cuts, refuses=True).styles()
 
 
-def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> dict[str, ParallelStyle]:
-    """Return styles of every block recognised by the planner among some parameters.
+def styles_of_blocks(module: nn.Module, tp_size: int, free: set[str] | None = None) -> dict[str, ParallelStyle]:
+    """Return styles of every block that the planner recognises.
 
     Args:
         module: The model.
         tp_size: Number of ranks.
-        free: FQNs of parameters without a style.
+        free: FQNs of parameters without a style: only blocks of these, and no vocabulary. None for all.
     """
     from shard_spec.planners import MegatronPlanner
 
-    planner = MegatronPlanner({"tp": tp_size}, vocabulary=False, kv_replicate=True)
-    units = [unit for unit in planner.analyse(module).units if unit.rows and unit.columns]
-    units = [unit for unit in units if {*(cut.name for cut in unit.cuts), *unit.replicated} <= free]
-    chosen = {cut.name for unit in units for cut in unit.cuts}
-    cuts = cuts_on_axis(planner.build_plan(module), module, "tp")  # of all blocks, filtered below
-    chosen_cuts = replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen})
-    return _Conversion(module, chosen_cuts, "leave").styles()
+    planner = MegatronPlanner({"tp": tp_size}, vocabulary=free is None, kv_replicate=True)
+    cuts = cuts_on_axis(planner.build_plan(module), module, "tp")
+    if free is not None:
+        units = [unit for unit in planner.analyse(module).units if unit.rows and unit.columns]
+        units = [unit for unit in units if {*(cut.name for cut in unit.cuts), *unit.replicated} <= free]
+        chosen = {cut.name for unit in units for cut in unit.cuts}
+        cuts = replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen})
+    return _Conversion(module, cuts, refuses=False).styles()
 
 
 class _Conversion:
-    """Conversion of one plan for one model."""
+    """Conversion of one plan for one model.
 
-    def __init__(self, module: nn.Module, cuts: AxisCuts, unproven: Choice) -> None:
-        self.module, self.cuts, self.unproven = module, cuts, unproven
+    Args:
+        module: The model.
+        cuts: The plan's.
+        refuses: What has no style is a problem, and parameters lie as planned; else it is left replicated, and ranks
+            hold only the rows of their key-value heads.
+    """
+
+    def __init__(self, module: nn.Module, cuts: AxisCuts, *, refuses: bool) -> None:
+        self.module, self.cuts, self.refuses = module, cuts, refuses
         self.found: dict[str, ParallelStyle] = {}
         self.problems: list[Problem] = []  # raised together at the end
-
-    def refuse_mixtures(self) -> None:
-        """Refuse unsharded blocks of an optimised plan: it splits their batch or sequence along the axis."""
-        hint = "activations differ between the axis's ranks there, which no style expresses; plan with MegatronPlanner"
-        self.problems += [
-            Problem("plan-not-executable", name, axis=self.cuts.axis, found="a block by batch or sequence", hint=hint)
-            for name in uncut_blocks(self.module, self.cuts)
-        ]
 
     def styles(self) -> dict[str, ParallelStyle]:
         regions = find_regions(self.module, self.cuts)
@@ -110,12 +99,15 @@ class _Conversion:
             reason = mixes(self.module, region)
             if not reason:
                 self._divide(region)
-            elif self.unproven == "refuse":
+            elif self.refuses:
                 self.problems.append(_not_separable(region, reason))
-            if not reason or self.unproven != "gather":
-                explained |= {id(self.module.get_parameter(name)) for name in region.splits}
-        self._alone({n for n in self.cuts.splits if id(self.module.get_parameter(n)) not in explained})
-        self._tied()  # last: it needs the styles of the other names
+            else:
+                self._gather(region)
+            explained |= {id(self.module.get_parameter(name)) for name in region.splits}
+        if self.refuses:
+            self._refuse_others({n for n in self.cuts.splits if id(self.module.get_parameter(n)) not in explained})
+        add_learned_activations(self.module, self.found)
+        keep_ties(self.module, self.found, self.cuts.splits)  # last: it needs the styles of the other names
         if self.problems:
             raise PlanError(dict.fromkeys(self.problems), "the plan cannot be carried out by styles:")
         ordered = [name for name, _ in self.module.named_modules(remove_duplicate=False)]
@@ -135,11 +127,22 @@ class _Conversion:
             self.found[name] = column(split, Shard(-1) if inner else Replicate())
         for name, split in region.picked.items():
             (section,) = split.sections
-            self.found[name] = ColwiseKVReplicated(section.size, unit=section.unit, copies=section.copies)
+            # A plan's layout keeps them in full on every rank.
+            self.found[name] = (
+                ColwiseKVReplicated(section.size, unit=section.unit, copies=section.copies)
+                if self.refuses
+                else FusedColwiseParallel((section.size,), unit=section.unit, copies=section.copies)
+            )
         if region.row:
             self.found[region.row] = RowwiseParallel()
         if inner:
             self._between(region)
+
+    def _gather(self, region: Region) -> None:
+        """Style the layers of a block that no rank can compute alone: each between full activations."""
+        self.found |= {name: column(split, Replicate()) for name, split in region.columns.items()}
+        if all(section.unit == 1 for section in region.splits[region.block.rows[0].name].sections):
+            self.found[region.row] = RowwiseParallel(input_layouts=Replicate())  # the input is sliced here
 
     def _between(self, region: Region) -> None:
         """Add styles for counts, parameters and dropouts inside the block."""
@@ -155,9 +158,6 @@ class _Conversion:
             owner, _, key = name.rpartition(".")
             if owner not in region.picked:  # these have a style of their own
                 summed.setdefault(owner, []).append(key)
-        for name in learned_activations(self.module, region):
-            for key, _ in self.module.get_submodule(name).named_parameters():
-                summed.setdefault(name, []).append(key)
         for owner in dict.fromkeys((*counts, *cut, *summed)):  # one style for each module
             module = self.module.get_submodule(owner)
             entry = self.found.get(owner)  # a module with two blocks
@@ -185,36 +185,14 @@ class _Conversion:
             kinds.setdefault(key, "rowwise")  # the bias after the down projection, replicated
         self.found[region.block.name] = ParametersParallel(kinds, role="experts")
 
-    def _alone(self, names: set[str]) -> None:
-        """Style sharded layers outside of all regions."""
-        if self.unproven == "leave":  # only recognised blocks get styles
-            return
-        for name in dict.fromkeys(n.rpartition(".")[0] for n in self.cuts.splits if n in names):
-            module = self.module.get_submodule(name)
-            keys = {key for key in module._parameters if f"{name}.{key}".lstrip(".") in names}
-            style, problem = gathering(self.cuts, name, module, keys)
-            if problem is not None:
-                self.problems.append(problem)
-            elif style is not None and self.unproven == "gather":
-                self.found.setdefault(name, style)
-            else:
-                self.problems.append(no_region(self.cuts, name, keys))
-
-    def _tied(self) -> None:
-        """Style a tied weight's other layers with the same split."""
-        for names in names_of_parameters(self.module):
-            owners = [name.rpartition(".")[0] for name in names]
-            if not any(name in self.found for name in owners):
-                continue
-            for name in owners:
-                module = self.module.get_submodule(name)
-                split = self.cuts.splits.get(below(name, "weight"))
-                if name in self.found or split is None:
-                    continue
-                if isinstance(module, nn.Embedding):
-                    self.found[name] = RowwiseParallel()
-                elif linear_shape(describe(module)) is not None:
-                    self.found[name] = column(replace(split, dim=0), Replicate())
+    def _refuse_others(self, names: set[str]) -> None:
+        """Refuse sharded layers outside of all regions."""
+        hint = "it is part of no recognised block that the plan shards by columns and rows: leave it replicated. For a"
+        hint += " data-parallel axis use FSDP or shard_spec.apply_plan"
+        for name in dict.fromkeys(owner_of(n) for n in self.cuts.splits if n in names):
+            keys = sorted(n.rpartition(".")[2] for n in names if owner_of(n) == name)
+            reason = ", ".join(f"{key}: {self.cuts.splits[below(name, key)]}" for key in keys)
+            self.problems.append(Problem("plan-not-executable", name, axis=self.cuts.axis, found=reason, hint=hint))
 
 
 def mixes(module: nn.Module, region: Region) -> str:
@@ -231,30 +209,47 @@ def mixes(module: nn.Module, region: Region) -> str:
     parents = [owner_of(owner_of(name)) for name in biases if not is_below(name, home)]
     mixing += [f"a bias from {parent}" for parent in parents if parent and is_below(home, parent)]
     own = [name for name in region.block.replicated if owner_of(name) == home]
-    if type(attention).__name__ in FULL_WIDTH:
+    if type(attention).__name__ == "TrOCRAttention":  # views into as many channels as come in
         return "its forward takes the width of all heads from its input"
     if mixing:
         return f"it takes a bias of all heads: {mixing[0]}"
     return f"{own[0]} acts on all heads" if own else ""
 
 
-FULL_WIDTH = frozenset({"TrOCRAttention"})
-"""Attention of transformers with a view into as many channels as come in, which no attribute makes local."""
-
-
-def learned_activations(module: nn.Module, region: Region) -> list[str]:
-    """List activation functions with parameters in a feed-forward block, between columns and rows."""
-    home = region.block.name
-    if region.block.kind != "mlp":
-        return []
-    inside = module.get_submodule(home).named_modules()
-    children = [(below(home, name), child) for name, child in inside if name]  # without the block itself
+def add_learned_activations(module: nn.Module, styles: dict[str, ParallelStyle]) -> None:
+    """Add styles for activation functions with parameters, beside column-wise and row-wise layers of one module."""
     usual = ("act", "act_fn", "activation", "activation_fn")
-    return [
-        name
-        for name, child in children
-        if (isinstance(child, nn.PReLU) or name.rpartition(".")[2] in usual) and any(True for _ in child.parameters())
-    ]
+    for name, child in module.named_modules():
+        parent, _, last = name.rpartition(".")
+        learned = (last in usual or isinstance(child, nn.PReLU)) and any(True for _ in child.parameters())
+        if not learned or name in styles:
+            continue
+        beside = [styles.get(below(parent, key)) for key, _ in module.get_submodule(parent).named_children()]
+        # A column-wise layer that gathers its output leaves full channels.
+        columns = [one for one in beside if isinstance(one, ColwiseParallel) and one.output_layouts == (Shard(-1),)]
+        if columns and any(isinstance(one, RowwiseParallel) for one in beside):
+            styles[name] = NoParallel(sum_gradient=True)  # it runs on this rank's channels
+
+
+def keep_ties(module: nn.Module, styles: dict[str, ParallelStyle], splits: Mapping[str, Split] | None = None) -> None:
+    """Style a tied weight's other layers with the same split, by rows of the vocabulary.
+
+    Args:
+        module: The model.
+        styles: FQN -> style; completed in place.
+        splits: FQN -> split of a plan; other weights stay without a style. None for embeddings of any weight.
+    """
+    for names in names_of_parameters(module):
+        owners = [owner_of(name) for name in names]
+        for owner in owners if len(owners) > 1 and any(owner in styles for owner in owners) else ():
+            split = None if splits is None else splits.get(below(owner, "weight"))
+            if owner in styles or (splits is not None and split is None):
+                continue
+            tied = module.get_submodule(owner)
+            if isinstance(tied, nn.Embedding):
+                styles[owner] = RowwiseParallel()
+            elif split is not None and linear_shape(describe(tied)) is not None:
+                styles[owner] = column(replace(split, dim=0), Replicate())
 
 
 def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]:
@@ -275,8 +270,8 @@ def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]
         sizes |= dict.fromkeys(KEY_WIDTHS, (heads.keys * size, heads.local_keys * size))
     counts: dict[str, dict[str, int]] = {}
     for name in dict.fromkeys([owner_of(name) for name in region.columns] + [region.block.name]):
-        sizes_of_rank = sizes_by_name(module.get_submodule(name)).items()
-        local = {key: sizes[key][1] for key, value in sizes_of_rank if key in sizes and sizes[key][0] == value}
+        counted = [(key, n) for key, n in vars(module.get_submodule(name)).items() if type(n) is int and key in sizes]
+        local = {key: sizes[key][1] for key, n in counted if sizes[key][0] == n}
         if local:
             counts[name] = local
     return counts
@@ -289,47 +284,10 @@ KEY_WIDTHS = "kv_size", "kv_dim"
 
 
 def _not_separable(region: Region, reason: str) -> Problem:
-    hint = 'leave it replicated; or unproven="gather" shards each of its layers on its own'
+    hint = "leave it replicated"
     return Problem(
         "slices-mix", region.block.name, found=f"{region.block.kind} by columns and rows: {reason}", hint=hint
     )
-
-
-def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:
-    """Return the error for a layer outside of all regions."""
-    reason = ", ".join(f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys))
-    hint = (
-        "it is part of no recognised block that the plan shards by columns and rows. For a data-parallel axis use "
-        'FSDP or shard_spec.apply_plan; for a tensor-parallel one unproven="gather" makes it right on its own'
-    )
-    return Problem("plan-not-executable", name, axis=cuts.axis, found=reason, hint=hint)
-
-
-def gathering(
-    cuts: AxisCuts, name: str, module: nn.Module, keys: set[str]
-) -> tuple[ParallelStyle | None, Problem | None]:
-    """Return the style for a layer between replicated activations, or the problem."""
-    info = describe(module, name)
-    weight, bias = (cuts.splits.get(below(name, key)) for key in ("weight", "bias"))
-    shape = linear_shape(info)
-    if shape is not None and weight is not None:
-        by_rows = weight.dim == shape.out_dim  # of the weight: output features
-        has_bias = module._parameters.get("bias") is not None
-        if has_bias and (not cuts.agree(below(name, "bias"), replace(weight, dim=0)) if by_rows else bias):
-            hint = "shard the bias with the rows of its weight, and replicate it with the columns"
-            return None, Problem("layout-mismatch", below(name, "bias"), found=str(bias or "whole"), hint=hint)
-        if by_rows:
-            return column(replace(weight, dim=0), Replicate()), None
-        if weight.is_single and all(section.unit == 1 for section in weight.sections):
-            return RowwiseParallel(input_layouts=Replicate()), None  # the input is sliced here
-    if isinstance(module, nn.Embedding) and weight is not None and weight.is_single:
-        by_rows = weight.dim == 0
-        return RowwiseParallel() if by_rows else ColwiseParallel(output_layouts=Replicate()), None
-    reason = f"{type(module).__name__} with " + ", ".join(
-        f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys)
-    )
-    hint = "styles shard nn.Linear and nn.Embedding weights; keep this one replicated on the axis"
-    return None, Problem("layout-mismatch", name, axis=cuts.axis, found=reason, hint=hint)
 
 
 def column(split: Split, output: Any) -> ParallelStyle:

@@ -100,7 +100,7 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
     order = layout.order or tuple(cutting)  # default: the order of the mesh
     before = [other for other in order[: order.index(axis)] if cutting[other] % len(shape) == dim]
     if before:
-        reason = f"{layout}: {before[0]} cuts dim {dim} before {axis}"
+        reason = f"{layout}: {before[0]} shards dim {dim} before {axis}"
         return None, Problem("invalid-layout", name, dim=dim, axis=axis, found=reason, hint="let the axis shard first")
     sections = _sections(term, shape[dim])
     if sections is None:
@@ -179,22 +179,9 @@ def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
             region = _region(module, block, cuts)
             if region is not None:
                 regions.setdefault(f"{block.name} {block.kind} {region.row}", region)
-                explained |= _aliases(module, region.splits)
+                ids = {id(module.get_parameter(name)) for name in region.splits}
+                explained |= {n for n, p in module.named_parameters(remove_duplicate=False) if id(p) in ids}
     return list(regions.values())
-
-
-def uncut_blocks(module: nn.Module, cuts: AxisCuts) -> list[str]:
-    """Return FQNs of blocks left replicated by the plan, though columns and rows could be sharded."""
-    from shard_spec.planners import MegatronPlanner
-
-    units = MegatronPlanner({cuts.axis: cuts.tp_size}, cuts.axis).analyse(module).units
-    blocks = [unit for unit in units if unit.rows and unit.columns]
-    return [unit.name for unit in blocks if not any(cut.name in cuts.splits for cut in unit.cuts)]
-
-
-def _aliases(module: nn.Module, names: dict[str, Split]) -> set[str]:
-    wanted = {id(module.get_parameter(name)) for name in names}
-    return {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in wanted}
 
 
 def _region(module: nn.Module, block: TPBlock, cuts: AxisCuts) -> Region | None:
@@ -250,8 +237,3 @@ def _is_weight(name: str) -> bool:
 
 def owner_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def sizes_by_name(module: nn.Module) -> dict[str, int]:
-    """Return a module's integer attributes."""
-    return {key: value for key, value in vars(module).items() if key[0] != "_" and type(value) is int}  # no bool

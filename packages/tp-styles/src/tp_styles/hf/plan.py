@@ -8,19 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from tp_styles._shared.patterns import Pattern, most_specific
 from tp_styles._shared.problems import own_errors
-from tp_styles.from_plan.convert import from_sharding_plan, styles_of_free_regions
-from tp_styles.plan.planned import PlannedModule, TPPlan, plan_styles
+from tp_styles.from_plan.convert import add_learned_activations, keep_ties, styles_of_blocks
+from tp_styles.plan.planned import TPPlan, plan_styles
 from tp_styles.problems import PlanError, Problem
-from tp_styles.styles.attention import GQAParallel, MultiheadAttentionParallel, TransformerLayerParallel
+from tp_styles.styles.attention import GQAParallel, TransformerLayerParallel
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.blocks import (
-    ColwiseKVReplicated,
     IdentityExpert,
     LatentKVParallel,
     LoRAParallel,
@@ -48,11 +46,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 ROLES = {
     "moe_tp_experts": "experts",
-    "ep_dispatch_experts": "dispatch",
     "all_reduce": "sum",
     "local_params": "local",
 }
-TODAY = tuple(dict.fromkeys((*STYLES, *ROLES, "packed_rowwise", "mla_kv_a_proj", "grouped_gemm")))
+TODAY = tuple(dict.fromkeys((*STYLES, *ROLES, "packed_rowwise", "mla_kv_a_proj")))
 
 # Names of transformers 4.5x and early 5.x -> today's.
 OLDER = {
@@ -88,21 +85,12 @@ OUTPUTS = "o_proj", "out_proj", "dense"
 """Names of an attention's projections; one of the latter."""
 
 
-def from_hf_tp_plan(
-    model_or_config: Any,
-    plan: Mapping[str, str] | None = None,
-    *,
-    kv_replicate: bool = True,
-    ep_implementation: str | None = None,
-) -> dict[str, ParallelStyle]:
+def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, ParallelStyle]:
     """Convert a Hugging Face tensor-parallel plan to styles.
 
     Args:
-        model_or_config: A transformers model, or a configuration to build the model from, on the meta device.
+        model: A transformers model; on the meta device too.
         plan: Name pattern -> style name; by default the model's own.
-        kv_replicate: With fewer key-value heads than ranks, several ranks hold the same ones.
-        ep_implementation: `"all_reduce"`: experts by the model's `ep_plan`, full ones on each rank, over the same
-            ranks; all take the same tokens, and the outputs are summed. By default by the plan above.
 
     Returns:
         FQN -> style, for `apply_plan`. Names of the plan missing in the model are ignored, as in transformers: plans
@@ -111,11 +99,11 @@ def from_hf_tp_plan(
     Raises:
         PlanError: The model has no plan, or the plan has unsupported style names.
     """
-    model = model_or_config if isinstance(model_or_config, nn.Module) else _on_meta(model_or_config)
+    if not isinstance(model, nn.Module):
+        hint = "pass the model; of a configuration AutoModelForCausalLM.from_config makes one, on the meta device too"
+        raise PlanError(Problem("wrong-type", "model", found=type(model).__name__, hint=hint))
     if plan is None:
         plan = getattr(model, "tp_plan", None)
-    if ep_implementation is not None:
-        plan = _with_experts(model, plan or {}, ep_implementation)
     if not plan:
         raise PlanError(Problem("missing-argument", type(model).__name__, found="no tp_plan", hint="pass plan="))
     named = _entries(model, todays_names(plan))  # raises all unknown names at once
@@ -125,9 +113,9 @@ def from_hf_tp_plan(
         reason = "no name of the plan is one of its modules"
         hint = "of a wrapper pass the model inside (peft: get_base_model())"
         raise PlanError(Problem("unmatched-pattern", type(model).__name__, found=reason, hint=hint))
-    _keep_ties(model, styles)
-    _learned_activations(model, styles)
-    return _with_heads(model, styles, kv_replicate)
+    keep_ties(model, styles)
+    add_learned_activations(model, styles)
+    return _with_heads(model, styles)
 
 
 def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
@@ -135,28 +123,6 @@ def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
     if not isinstance(getattr(module, "base_layer", None), nn.Linear):  # no adapter
         return style
     return LoRAParallel(style) if isinstance(style, ColwiseParallel | RowwiseParallel) else style
-
-
-def _on_meta(config: Any) -> nn.Module:
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    with torch.device("meta"):  # only names and shapes are needed
-        for kind in (AutoModelForCausalLM, AutoModel):
-            if type(config) in kind._model_mapping:
-                model: nn.Module = kind.from_config(config)
-                return model
-    raise PlanError(Problem("wrong-type", type(config).__name__, found="no model class", hint="pass the model itself"))
-
-
-def _with_experts(model: nn.Module, plan: Mapping[str, str], implementation: str) -> dict[str, str]:
-    """Override the plan by the model's expert-parallel plan, for experts and all below them."""
-    own: Any = getattr(model, "ep_plan", None) or {}
-    if implementation != "all_reduce" or not own:
-        reason = "no ep_plan" if not own else f"ep_implementation={implementation!r}"
-        hint = "the model's tp_plan shards every expert" if not own else '"all_reduce" is what is carried out'
-        raise PlanError(Problem("expert-dispatch", type(model).__name__, found=reason, hint=hint))
-    below = {key for key in plan if any(key == one or key.startswith(f"{one}.") for one in own)}
-    return {**{key: kind for key, kind in plan.items() if key not in below}, **own}
 
 
 def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -190,7 +156,7 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
     module = model.get_submodule(name)
     kind = named.get(name, "local_params")  # only its parameters are named
     own = {key: named[f"{name}.{key}"] for key in module._parameters if f"{name}.{key}" in named}
-    if own or kind in ("moe_tp_experts", "ep_dispatch_experts", "local_params"):
+    if own or kind in ("moe_tp_experts", "local_params"):
         return ParametersParallel(own, role=ROLES.get(kind, "local"))
     if kind == "mla_kv_a_proj":
         return LatentKVParallel(_rope_features(model))
@@ -207,33 +173,13 @@ def _rope_features(model: nn.Module) -> int:
     return int(text.qk_rope_head_dim)  # of each head's key
 
 
-def _keep_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
-    """Give an embedding tied to a styled head a split by rows of the vocabulary."""
-    for names in names_of_parameters(model):
-        owners = [name.rpartition(".")[0] for name in names]
-        if len(owners) > 1 and any(owner in styles for owner in owners):
-            for owner in owners:
-                if owner not in styles and isinstance(model.get_submodule(owner), nn.Embedding):
-                    styles[owner] = RowwiseParallel()
-
-
-def _learned_activations(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
-    """Add styles for activation functions with parameters inside sharded blocks: plans omit them."""
-    for name, module in model.named_modules():
-        parent, _, last = name.rpartition(".")
-        inside = {type(styles.get(f"{parent}.{key}")) for key, _ in model.get_submodule(parent).named_children()}
-        learned = last in ("act", "act_fn", "activation") and any(True for _ in module.parameters())
-        if learned and name not in styles and {ColwiseParallel, RowwiseParallel} <= inside:
-            styles[name] = NoParallel(sum_gradient=True)  # it runs on this rank's channels
-
-
-def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle], kv_replicate: bool) -> dict[str, ParallelStyle]:
+def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Shard attention with the four usual projections by heads, never within a head."""
     for name, module in model.named_modules():
         if name in styles or any(styles.get(f"{name}.{key}") != ColwiseParallel() for key in INPUTS):
             continue
         ends = [key for key in OUTPUTS if styles.get(f"{name}.{key}") == RowwiseParallel()]
-        style = attention_style(module, ends, kv_replicate)
+        style = attention_style(module, ends)
         if style is not None:
             for key in (*INPUTS, *ends):
                 del styles[f"{name}.{key}"]  # now by the attention's style
@@ -241,7 +187,7 @@ def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle], kv_replicate
     return styles
 
 
-def attention_style(module: nn.Module, ends: Sequence[str], kv_replicate: bool) -> GQAParallel | None:
+def attention_style(module: nn.Module, ends: Sequence[str]) -> GQAParallel | None:
     """Return the style by heads of an attention with four linear layers, one among `ends`; else None."""
     size = getattr(module, "head_dim", None)
     layers = {key: getattr(module, key, None) for key in (*INPUTS, *ends)}
@@ -254,7 +200,7 @@ def attention_style(module: nn.Module, ends: Sequence[str], kv_replicate: bool) 
     heads, kv_heads = width // size, rows["k_proj"] // size
     if rows["k_proj"] != rows["v_proj"] or heads % kv_heads:
         return None
-    return GQAParallel(num_heads=heads, num_kv_heads=kv_heads, kv_replicate=kv_replicate, o=ends[0])
+    return GQAParallel(num_heads=heads, num_kv_heads=kv_heads, kv_replicate=True, o=ends[0])
 
 
 @own_errors()  # of shard-spec, which it calls
@@ -262,7 +208,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     """Plan a model: by its Hugging Face plan, torch's transformer layers or `[shard-spec]`'s planner, in this order.
 
     If installed, the planner adds blocks missing in a model's own plan (shared experts, attention of some mixtures of
-    experts), and drops attention in which a parameter without a style acts on all heads.
+    experts). Layers of attention that acts on all heads at once are sharded one by one.
 
     `plan_styles(model, auto_plan(model), tp_size).unstyled` lists the unsharded parameters; to make them DTensors
     too, pass `rest="replicated"` to `apply_plan`.
@@ -315,18 +261,8 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
     blocks = [name for name, module in model.named_modules() if isinstance(module, layers)]
     if blocks:
         styles = {name: TransformerLayerParallel() for name in blocks}
-        alone = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, nn.MultiheadAttention) and not any(name.startswith(f"{b}.") or not b for b in blocks)
-        ]
-        return styles | {name: MultiheadAttentionParallel() for name in alone}  # outside of layers
-    if not has_planner:
-        return {}
-    from shard_spec.planners import MegatronPlanner
-
-    layouts = MegatronPlanner({"tp": tp_size}, kv_replicate=True).build_plan(model)
-    return _dealt_out(from_sharding_plan(layouts, model, unproven="gather"))
+        return _with_what_it_leaves(model, styles, tp_size) if has_planner else styles
+    return styles_of_blocks(model, tp_size) if has_planner else {}
 
 
 def _without_mixed_heads(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
@@ -344,9 +280,9 @@ def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_
     planned = plan_styles(model, styles, tp_size)
     free = {left.name for left in planned.unstyled}
     replicated = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
-    more = styles_of_free_regions(model, tp_size, free)
+    more = styles_of_blocks(model, tp_size, free)
     blocks = {name for name in more if name in styles or any(name.startswith(f"{parent}.") for parent in replicated)}
-    return styles if blocks else {**styles, **_dealt_out(more)}
+    return styles if blocks else {**styles, **more}
 
 
 def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
@@ -355,22 +291,8 @@ def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> 
     remaining = dict(styles)
     changed = True
     while changed:  # dropping a head's style drops its tied embedding's too
-        claimed = {where for planned in plan_styles(model, remaining, 2).modules for where in _places(planned)}
+        modules = plan_styles(model, remaining, 2).modules
+        claimed = {one.info.where(name).rpartition(".")[0] for one in modules for name, _ in one.spec.parameters}
         broken = [names & claimed for names in owners if len(names) > 1 and names - claimed and names & claimed]
         changed = any(remaining.pop(name, None) is not None for names in broken for name in names)
     return remaining
-
-
-def _places(found: PlannedModule) -> set[str]:
-    """Return FQNs of the modules with a style's parameters."""
-    return {found.info.where(name).rpartition(".")[0] for name, _ in found.spec.parameters}
-
-
-def _dealt_out(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Shard key and value projections of few heads: only a layout needs them replicated."""
-    return {
-        name: FusedColwiseParallel((style.rows,), unit=style.unit, copies=style.copies)
-        if isinstance(style, ColwiseKVReplicated)
-        else style
-        for name, style in styles.items()
-    }

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from tp_styles._torch_compat import is_compiling, is_fake
-from tp_styles.check.inputs import is_close
+from tp_styles.check.inputs import Inputs
 from tp_styles.hf.plan import OLDER, OUTPUTS, ROLES, STYLES, TODAY, attention_style
 from tp_styles.plan.planned import PlannedModule
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.install import install_module
-from tp_styles.runtime.parameters import agreed_values
 from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.blocks import ColwiseKVReplicated, LatentKVParallel, ParametersParallel
@@ -113,7 +112,7 @@ class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' c
             PlanError: The module is not such an attention, or its heads do not divide.
         """
         ends = [key for key in OUTPUTS if isinstance(getattr(module, key, None), nn.Linear)]
-        style = attention_style(module, ends, kv_replicate=True)
+        style = attention_style(module, ends)
         if style is None:
             text = f"{type(module).__name__}, not an attention with q_proj, k_proj, v_proj, a projection out, head_dim"
             raise PlanError(Problem("module-kind", "kv_replicate", found=text, hint="tp_styles.apply_plan has styles"))
@@ -199,10 +198,8 @@ class ReplicatedInputCheck:
         """
         if is_compiling() or not args or not isinstance(args[0], torch.Tensor) or is_fake(args[0]):
             return  # no values to compare
-        value = args[0].detach()
-        kinds = set(self.axis.all_gather_objects((tuple(value.shape), str(value.dtype)), "the first call"))
-        same = len(kinds) == 1 and is_close(value, agreed_values(value, self.axis, 0))
-        if not all(self.axis.all_gather_objects(same, "the first call")):  # all ranks raise together
+        mode = module.training, torch.is_grad_enabled()
+        if Inputs(args[:1], {}, self.axis, mode, {}, ()).differ:  # all ranks raise together
             hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler"
             reason = "other values on each rank"
             raise StyleInputError(Problem("ranks-disagree", type(module).__name__, found=reason, hint=hint))
@@ -218,8 +215,8 @@ def _register() -> None:
     for name in list(ALL_PARALLEL_STYLES):
         theirs = ALL_PARALLEL_STYLES[name]
         kind = OLDER.get(name, name)
-        # Replicated modules run unchanged, and expert-parallel plans are applied otherwise: transformers' styles stay.
-        if kind in TODAY and kind not in ("replicate", "grouped_gemm", "ep_dispatch_experts"):
+        # Replicated modules run unchanged, and names of expert-parallel plans are not ours: transformers' styles stay.
+        if kind in TODAY and kind != "replicate":
             ALL_PARALLEL_STYLES.register(name, RegisteredStyle(kind, theirs))
     ALL_PARALLEL_STYLES.register("kv_replicate", KVReplicate())
 

@@ -94,15 +94,11 @@ class Collective:
     elements: int = 0
 
 
-def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collective]:
+def collectives(plan: TPPlan) -> Iterator[Collective]:
     """Yield every communication of one forward and one backward pass, in the order of the modules.
 
     Backward ones take place where a gradient is asked for: the input of the first layer usually needs none. Layers of
     one block that may read one tensor together are taken to do so, and bring it in once.
-
-    Args:
-        plan: The plan.
-        ndim: Dims of the activations (batch, sequence, features).
     """
     together = {name for groups, _ in shared_inputs(plan) for _, *others in groups for name in others}
     for module in plan.modules:
@@ -110,7 +106,7 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
         for where, flow in module.spec.flows():
             if module.name in together and not where.startswith("->"):
                 continue
-            dims = ndim if flow.width or where.startswith("->") else ndim - 1
+            dims = ACTIVATION_DIMS if flow.width or where.startswith("->") else ACTIVATION_DIMS - 1
             try:
                 steps = flow.transfer(dims)
             except NoTransfer:

@@ -14,23 +14,23 @@ from torch.distributed.tensor import DTensor
 from tp_styles._shared.patterns import Pattern, most_specific
 from tp_styles._torch_compat import TorchParallelStyle
 from tp_styles.plan.explain import explain_plan, plan_as_dict
-from tp_styles.plan.style import ReplicatedParameters, Style, WithoutNestedTensors
+from tp_styles.plan.style import Style
 from tp_styles.problems import PlanError, Problem, StyleModuleError, StyleTypeError
-from tp_styles.values import ModuleInfo, PerRank, StyleSpec, describe, is_below, names_of_parameters
-
-
-@dataclass(frozen=True)
-class Match:
-    """One module, its style, and the matching pattern."""
-
-    name: str
-    pattern: str
-    style: TorchParallelStyle
+from tp_styles.values import (
+    ModuleInfo,
+    ParameterSpec,
+    PerRank,
+    Split,
+    StyleSpec,
+    describe,
+    is_below,
+    names_of_parameters,
+)
 
 
 def match_plan(
     names: Iterable[str], plan: Mapping[str, TorchParallelStyle], *, strict: bool
-) -> tuple[list[Match], list[Problem]]:
+) -> tuple[list[tuple[str, str, TorchParallelStyle]], list[Problem]]:
     """Give every named module at most one style; an exact name beats globs, which must agree.
 
     Args:
@@ -39,7 +39,7 @@ def match_plan(
         strict: Report a pattern without a module.
 
     Returns:
-        Matches in the order of `names`, and the problems: no match, not a style, conflicting globs.
+        Name, pattern and style in the order of `names`; and the problems: no match, not a style, conflicting globs.
     """
     problems = [_not_a_style(pattern, style) for pattern, style in plan.items() if not is_style(style)]
     names = list(names)
@@ -50,7 +50,7 @@ def match_plan(
         except PlanError as error:
             problems += error.problems
     used: set[Pattern] = set()
-    matches: list[Match] = []
+    matches: list[tuple[str, str, TorchParallelStyle]] = []
     for name in names:
         matching = [pattern for pattern in patterns if pattern.matches(name)]
         used.update(matching)
@@ -68,7 +68,7 @@ def match_plan(
                 )
             )
         if is_style(plan[first.text]):
-            matches.append(Match(name, first.text, plan[first.text]))
+            matches.append((name, first.text, plan[first.text]))
     if strict:
         problems += [_unmatched(pattern.text, names) for pattern in patterns if pattern not in used]
     return matches, problems
@@ -80,11 +80,8 @@ def is_style(style: object) -> bool:
 
 
 def _not_a_style(pattern: str, style: object) -> Problem:
-    hint = "pass a ParallelStyle"
-    if isinstance(style, type):
-        hint = f"pass an instance: {style.__name__}()"
-    elif isinstance(style, str):
-        hint = "pass ColwiseParallel() or RowwiseParallel(); from_hf_tp_plan(model, plan) takes plans of style names"
+    kind = style.__name__ if isinstance(style, type) else "ColwiseParallel"
+    hint = f"pass a style, as {kind}(); from_hf_tp_plan(model, plan) takes plans of style names"
     return Problem("wrong-type", pattern, found=repr(style), hint=hint)
 
 
@@ -220,18 +217,20 @@ def plan_module(
     modules = dict(model.named_modules(remove_duplicate=False))  # shared modules: under all names
     matches, problems = match_plan(modules, plan, strict=strict)
     planned: dict[str, PlannedModule] = {}
-    for match in matches:
-        for entry in _expanded(modules, match.name, match.pattern, match.style, tp_size):
+    for name, pattern, style in matches:
+        for entry in _expanded(modules, name, pattern, style, tp_size):
             rival = planned.get(entry.name)
             if rival is not None and rival.style != entry.style:
                 problems.append(_two_styles(entry, rival))
                 continue  # the first style stays
             planned[entry.name] = entry
     for name in _around_layers(modules, planned):
-        planned.setdefault(name, next(_expanded(modules, name, "(around its layers)", WithoutNestedTensors(), tp_size)))
-    if rest == "replicated":  # last: only parameters left by all styles
-        for name, style in _replicated(modules, planned).items():
-            planned[name] = next(_expanded(modules, name, 'rest="replicated"', style, tp_size))
+        spec = StyleSpec(compute="none", attributes=(("use_nested_tensor", False),))
+        planned.setdefault(name, PlannedModule(describe(modules[name], name), "(around its layers)", Style(), spec))
+    for name, keys in _replicated(modules, planned).items() if rest == "replicated" else ():  # left by all styles
+        # The module's own forward runs on local ones.
+        spec = StyleSpec("module", tuple((key, ParameterSpec(Split.replicated())) for key in keys))
+        planned[name] = PlannedModule(describe(modules[name], name), 'rest="replicated"', Style(), spec)
     ordered = [planned[name] for name in modules if name in planned]  # the model's order on all ranks
     ordered = _without_shared(ordered, modules, problems)
     for entry in ordered:
@@ -289,26 +288,26 @@ def _expanded(
         yield from _expanded(modules, info.where(child), f"{pattern} ({type(style).__name__})", below, tp_size)
 
 
-def _replicated(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> dict[str, ReplicatedParameters]:
-    """Return styles of modules with unstyled parameters: leaf layers, and blocks with parameters of their own."""
+def _replicated(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> dict[str, tuple[str, ...]]:
+    """Return unstyled parameters by module: of leaf layers, and of blocks with parameters of their own."""
     opaque = [name for name, one in planned.items() if one.spec.compute == "foreign"]
     claimed = {id(modules[one.name].get_parameter(key)) for one in planned.values() for key, _ in one.spec.parameters}
-    styles: dict[str, ReplicatedParameters] = {}
+    rest: dict[str, tuple[str, ...]] = {}
     for name, module in modules.items():
         # torch's attention reads the weights of its output projection itself.
         names = [key for key, _ in module.named_parameters(recurse=isinstance(module, nn.MultiheadAttention))]
         free = tuple(key for key in names if id(module.get_parameter(key)) not in claimed)
         if free and name not in planned and not any(is_below(name, one) for one in opaque):
-            styles[name] = ReplicatedParameters(free)
+            rest[name] = free
             claimed |= {id(module.get_parameter(key)) for key in free}
     # A tied weight brings along every module with it.
     owners = {name: {id(p) for p in module._parameters.values() if p is not None} for name, module in modules.items()}
-    mine = {id(modules[name].get_parameter(key)) for name, style in styles.items() for key in style.names}
+    mine = {id(modules[name].get_parameter(key)) for name, keys in rest.items() for key in keys}
     for name, ids in owners.items():
-        if ids & mine and name not in styles and name not in planned:
+        if ids & mine and name not in rest and name not in planned:
             free = tuple(key for key, p in modules[name]._parameters.items() if id(p) in mine)
-            styles[name] = ReplicatedParameters(free)
-    return styles
+            rest[name] = free
+    return rest
 
 
 def _around_layers(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> list[str]:

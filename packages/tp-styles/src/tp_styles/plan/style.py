@@ -19,7 +19,7 @@ PrepareOutput = Callable[..., Any]
 
 
 class Style(TorchParallelStyle):
-    """The pure part of a style; `styles.base.ParallelStyle` adds `_apply`."""
+    """The pure part of a style; `styles.base.ParallelStyle` adds `_apply`. Itself it stands for the planner's own."""
 
     _prepare_input: PrepareInput | None = None
     _prepare_output: PrepareOutput | None = None
@@ -60,30 +60,6 @@ class Style(TorchParallelStyle):
 
     def __hash__(self) -> int:
         return hash((type(self), tuple(self._arguments())))  # values may be unhashable
-
-
-class WithoutNestedTensors(Style):
-    """Style of an `nn.TransformerEncoder` around parallel layers: no nested tensors."""
-
-    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Return a spec with one attribute."""
-        return StyleSpec(compute="none", attributes=(("use_nested_tensor", False),))
-
-
-class ReplicatedParameters(Style):
-    """Style of a module without another: its own parameters become replicated DTensors.
-
-    Args:
-        names: The parameters.
-    """
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Return replicated parameters; the module's own forward runs on local ones."""
-        parameters = tuple((name, ParameterSpec(Split.replicated())) for name in self.names)
-        return StyleSpec(compute="module", parameters=parameters)
 
 
 @functools.cache

@@ -61,7 +61,6 @@ class AttentionForward(RowLinear):
         mask = self._merged_mask(None if causal else attn_mask, key_padding_mask, query)
         projected = self._project(query, key, value)
         q, k, v = (x.unflatten(-1, (self.heads, self.size)).transpose(1, 2) for x in projected)  # [B, H, L or S, D]
-        k, v, mask = self._with_extra_keys(k, v, mask)
         out, weights = self._attend(q, k, v, mask, causal, need_weights)
         produced = self._out(out.transpose(1, 2).flatten(2), batched)
         return produced, None if weights is None else self._weights(weights, average_attn_weights, batched)
@@ -142,25 +141,6 @@ class AttentionForward(RowLinear):
             padding = _additive(key_padding_mask, query.dtype)[:, None, None, :]
             merged = padding if merged is None else merged + padding
         return merged
-
-    def _with_extra_keys(
-        self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Append the keys of `add_bias_kv` and `add_zero_attn`; no mask hides them."""
-        module = cast(nn.MultiheadAttention, self.module)
-        bias_k, bias_v = self.parameter("bias_k"), self.parameter("bias_v")
-        extra = []
-        if bias_k is not None and bias_v is not None:
-            extra.append(
-                tuple(b.view(1, self.heads, 1, self.size).expand(k.shape[0], -1, -1, -1) for b in (bias_k, bias_v))
-            )
-        if module.add_zero_attn:
-            zeros = k.new_zeros((*k.shape[:2], 1, self.size))
-            extra.append((zeros, zeros))
-        for more_k, more_v in extra:
-            k, v = torch.cat([k, more_k], dim=2), torch.cat([v, more_v], dim=2)
-            mask = None if mask is None else F.pad(mask, (0, 1))  # 0: not masked
-        return k, v, mask
 
     def _attend(
         self,

@@ -24,7 +24,7 @@ from tp_styles.values import is_below
 
 
 @contextmanager
-def tp_rng(mesh: DeviceMesh, device: torch.device | str | None = None) -> Iterator[None]:
+def tp_rng(mesh: DeviceMesh) -> Iterator[None]:
     """Draw random numbers inside from the rank and the default generator's state at entry.
 
     Masks over shards differ from rank to rank, and are the same again when activation checkpointing restores the
@@ -33,9 +33,8 @@ def tp_rng(mesh: DeviceMesh, device: torch.device | str | None = None) -> Iterat
 
     Args:
         mesh: 1-D tensor-parallel mesh.
-        device: Device of the default generator; by default the mesh's device type on this rank.
     """
-    device = torch.device(device if device is not None else mesh.device_type)
+    device = torch.device(mesh.device_type)
     outside = enter_region(mesh.get_local_rank(), device)
     try:
         yield
@@ -107,7 +106,6 @@ MODULE_FORWARDS = {
     "module-row-embedding",
     "multihead-attention",
     "foreign",
-    "expert-dispatch",
     "latent-kv",
 }
 """What runs code that styles do not write themselves."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -103,10 +104,11 @@ class Forward:
         self.axis = axis
         self.name = name
         self.moves = {key: Redistribute(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
-        self.sums = {
-            key: (Redistribute(parameter.gradient_sum(), axis, f"{name}.{key}"), parameter.divide_by_tp)
-            for key, parameter in spec.parameters
-            if parameter.sum_gradient
+        summed = Redistribution(Replicate(), Replicate(), gradient=Partial())
+        self.sums = {  # copies among the rows of a split are summed alone
+            key: (Redistribute(replace(summed, split=one.split), axis, f"{name}.{key}"), one.divide_by_tp)
+            for key, one in spec.parameters
+            if one.sum_gradient
         }
         self.parts = ShardCheck(module, spec, axis, name)
 
@@ -410,23 +412,6 @@ class DividedInput(ModuleForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it on the first input divided by the number of ranks."""
         return self.run_inside((args[0] / self.axis.size, *args[1:]), kwargs)
-
-
-class ExpertDispatch(ModuleForward):
-    """Full experts on each rank, all ranks with the same tokens: outputs are summed.
-
-    Routes to other ranks' experts get an index behind the last one. The module's forward skips it, or clamps it and
-    adds with a weight of zero: as `AllReduceEP` in transformers.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sum of all experts' outputs."""
-        args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
-        tokens, index, weights = (*args, *(kwargs[name] for name in self.names[len(args) :]))
-        count = cast(int, self.module.num_experts)  # this rank's
-        elsewhere = index // count != self.axis.rank
-        index = torch.where(elsewhere, count, index % count)  # `count`: behind the last expert
-        return self.finish(self.run_inside((tokens, index, weights.masked_fill(elsewhere, 0.0)), {}))
 
 
 class LatentKV(ModuleForward):

@@ -19,7 +19,6 @@ from tp_styles.runtime.forwards import (
     ColumnLinear,
     ColumnLinearKVReplicated,
     DividedInput,
-    ExpertDispatch,
     Forward,
     LatentKV,
     ModuleForward,
@@ -154,7 +153,6 @@ FORWARDS: dict[str, type[Forward]] = {
     "module-row-linear": ModuleRowLinear,
     "module-row-embedding": ModuleRowEmbedding,
     "divided-input": DividedInput,
-    "expert-dispatch": ExpertDispatch,
     "latent-kv": LatentKV,
 }
 """What a style's `compute` names, and what runs then."""

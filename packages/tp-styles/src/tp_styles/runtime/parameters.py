@@ -48,11 +48,6 @@ class ShardParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
 
-    def module_load(self, other: torch.Tensor, assign: bool = False) -> ShardParameter:
-        """Return the new parameter for `load_state_dict`, if torch is set to swap."""
-        value = other.detach() if assign else self.detach().copy_(other.detach())
-        return rebuild(value, self.requires_grad, self.__dict__)
-
     # `nn.init` takes bounds from a tensor's shape, and each rank's generator draws the same numbers for other rows.
 
     def uniform_(self, *args: Any, **kwargs: Any) -> ShardParameter:

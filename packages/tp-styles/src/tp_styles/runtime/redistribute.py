@@ -396,15 +396,11 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         if isinstance(ctx.move, BlockInput) and not is_compiling():  # a checkpoint of one layer has brought it in again
             ctx.move.source = ctx.move.entered = None
-        if _is_differentiated_again():  # the two steps are each other's transpose
+        # Recorded (`create_graph=True`): the two steps are each other's transpose, and none works in place.
+        if torch.is_grad_enabled() and not is_compiling():
             again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
             return _moved(gradient, again, ctx.move, inplace_ok=False, known=ctx.sizes), None, None, None, None
         return ctx.move.run(ctx.transfer.backward, gradient, dict(ctx.sizes)), None, None, None, None
-
-
-def _is_differentiated_again() -> bool:
-    """True if this backward is recorded (`create_graph=True`); in-place collectives would not be recorded."""
-    return torch.is_grad_enabled() and not is_compiling()
 
 
 def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:

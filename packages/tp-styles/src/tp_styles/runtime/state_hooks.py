@@ -141,10 +141,7 @@ class PreserveShardingOnApply(_StandIn):
         type(module)._apply(module, fn, recurse)
         for name, (old, description) in before.items():
             new = module._parameters.get(name)
-            if new is old and type(new) is nn.Parameter:  # swapped: the same object with other contents
-                object.__setattr__(new, "__class__", ShardParameter)
-                vars(new).update(description)
-            elif new is not None and new is not old:
+            if new is not None and new is not old:
                 module._parameters[name] = rebuilt = rebuild(new.detach(), new.requires_grad, description)
                 rebuilt.grad = new.grad
         return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -83,6 +82,8 @@ GROUPS = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
 class GQAParallel(ParallelStyle):
     """Shard attention by heads: projections in by rows, projection out by columns, local head counts.
 
+    Attributes with a known name (`num_heads`, `n_kv_heads` ...) and the right value become local.
+
     Args:
         num_heads: Query heads; by default the module's attribute (`num_heads`, `n_head` ...).
         num_kv_heads: Key-value heads; by default the module's attribute, else as many as query heads.
@@ -93,8 +94,6 @@ class GQAParallel(ParallelStyle):
         o: Name of the projection out.
         qkv: Name of a fused projection (all of q, then k, then v) instead of the three.
         norms: Names of modules applied to the heads of a rank (`q_norm`, `k_norm`): their gradients are summed.
-        attributes: Attributes to make local, name -> `"heads"`, `"kv_heads"` or `"groups"`; by default those with a
-            known name and the right value.
     """
 
     def __init__(
@@ -109,13 +108,11 @@ class GQAParallel(ParallelStyle):
         o: str = "o_proj",
         qkv: str | None = None,
         norms: tuple[str, ...] = (),
-        attributes: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(None, None)
         self.num_heads, self.num_kv_heads, self.kv_replicate = num_heads, num_kv_heads, kv_replicate
         self.q, self.k, self.v, self.o, self.qkv = q, k, v, o, qkv
         self.norms = tuple(norms)
-        self.attributes = None if attributes is None else dict(attributes)
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return the styles of the projections; see `ParallelStyle.spec`."""
@@ -163,8 +160,6 @@ class GQAParallel(ParallelStyle):
 
     def _local(self, info: ModuleInfo, heads: Heads) -> tuple[tuple[str, object], ...]:
         values = {"heads": heads.local_queries, "kv_heads": heads.local_keys, "groups": heads.local_groups}
-        if self.attributes is not None:
-            return tuple((name, values[kind]) for name, kind in self.attributes.items())
         counts = dict.fromkeys(QUERY_HEADS, ("heads", heads.queries))  # name -> kind, global value
         counts |= dict.fromkeys(KEY_HEADS, ("kv_heads", heads.keys))
         counts |= dict.fromkeys(GROUPS, ("groups", heads.queries // heads.keys))
@@ -183,7 +178,9 @@ INPUTS = ("query", "key", "value")
 
 
 class MultiheadAttentionParallel(ParallelStyle):
-    """Shard an `nn.MultiheadAttention` by heads; all its options and masks work as before.
+    """Shard an `nn.MultiheadAttention` by heads; masks and options work as before.
+
+    Keys of no token (`add_bias_kv`, `add_zero_attn`) are refused.
 
     Args:
         input_layouts: Layout of query, key and value if they are plain tensors; default `Replicate()`.
@@ -210,6 +207,9 @@ class MultiheadAttentionParallel(ParallelStyle):
         if info.kind.forward is not nn.MultiheadAttention.forward:
             hint = "the style replaces the forward of nn.MultiheadAttention, which this class overrides"
             problems.append(Problem("module-not-shardable", info.where(), found=info.kind.__name__, hint=hint))
+        if info.parameter("bias_k") is not None or info.size("add_zero_attn"):
+            hint = "build it without add_bias_kv and add_zero_attn"
+            problems.append(Problem("unsupported-option", info.where(), found="keys of no token", hint=hint))
         _, problem = divide_heads(info.where(), count, count, tp_size, kv_replicate=False)
         if problem is not None:
             problems.append(problem)
@@ -235,8 +235,6 @@ def _parameters(info: ModuleInfo, width: int, unit: int, *, sharded: bool) -> tu
         "q_proj_weight": by_heads,
         "k_proj_weight": by_heads,
         "v_proj_weight": by_heads,
-        "bias_k": Split.along(2, width, unit=unit),  # [1, 1, embed_dim]
-        "bias_v": Split.along(2, width, unit=unit),
         "out_proj.weight": Split.along(1, width, unit=unit),
         "out_proj.bias": Split.replicated(),
     }

@@ -251,11 +251,9 @@ class ParametersParallel(ParallelStyle):
 
     Args:
         parameters: Name of a parameter of the module -> `"colwise"`, `"rowwise"`, `"packed_colwise"`,
-            `"packed_rowwise"`, `"grouped_gemm"` (full experts, the first dim) or `"replicate"`. Rows are the last
-            dim but one, columns the last.
+            `"packed_rowwise"` or `"replicate"`. Rows are the last dim but one, columns the last.
         role: `"experts"`: every rank runs its shard of every expert, and the outputs are summed; gradients of the
-            tokens and of the routing weights are summed too. `"dispatch"`: the same, with full experts on every rank.
-            `"sum"`: the output is a partial sum. `"local"`: neither.
+            tokens and of the routing weights are summed too. `"sum"`: the output is a partial sum. `"local"`: neither.
     """
 
     def __init__(self, parameters: Mapping[str, str], *, role: str = "local") -> None:
@@ -282,21 +280,11 @@ class ParametersParallel(ParallelStyle):
             return StyleSpec(compute="module", parameters=tuple(parameters), problems=tuple(problems))
         copied = info.arguments[:1] + (info.arguments[2:3] if self.role != "sum" else ())  # tokens, routing weights
         flow = Redistribution(Replicate(), Replicate(), gradient=Partial())
-        attributes: tuple[tuple[str, object], ...] = ()
-        if self.role == "dispatch":
-            count = int(info.size("num_experts") or 0)
-            if not count or count % tp_size or len(info.arguments) != 3:
-                hint = "every rank holds as many experts; forward(tokens, indices, weights), an attribute num_experts"
-                problems.append(
-                    Problem("does-not-divide", info.where(), found=f"{count} experts, tp={tp_size}", hint=hint)
-                )
-            attributes = ("num_experts", Split.along(0, count)), ("_is_expert_parallel", True)
         return StyleSpec(
-            compute="module" if self.role != "dispatch" else "expert-dispatch",
+            compute="module",
             parameters=tuple(parameters),
             inputs=tuple((name, flow) for name in copied),
             outputs=(Redistribution(Partial(), Replicate()),),
-            attributes=attributes,
             problems=tuple(problems),
         )
 
@@ -340,8 +328,6 @@ class LatentKVParallel(ParallelStyle):
 def _split(info: ModuleInfo, parameter: ParameterInfo, kind: str, tp_size: int) -> tuple[Split, Problem | None]:
     shape = parameter.shape
     last = len(shape) - 1
-    if kind == "grouped_gemm":
-        return Split.along(0, shape[0]), None
     if kind.startswith("replicate") or (
         kind.endswith("rowwise") and (len(shape) == 1 or parameter.name.endswith("bias"))  # no input dim
     ):

@@ -352,18 +352,12 @@ class FusedColwiseParallel(ColwiseParallel):
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.sections = sections if isinstance(sections, int) else tuple(sections)  # as given, for the repr
         self.unit = unit if isinstance(unit, int) else tuple(unit)
-        numbers = [self.sections] if isinstance(self.sections, int) else [*self.sections]
         self.copies = copies if isinstance(copies, int) else tuple(copies)
-        numbers += [self.unit] if isinstance(self.unit, int) else [*self.unit]
-        numbers += [self.copies] if isinstance(self.copies, int) else [*self.copies]
-        if not numbers or min(numbers) < 1:
+        given = self.sections, self.unit, self.copies
+        if not all(one > 0 if isinstance(one, int) else one and min(one) > 0 for one in given):
+            reason = f"{sections!r}, unit={unit!r}, copies={copies!r}"
             raise StyleTypeError(
-                Problem(
-                    "invalid-sections",
-                    type(self).__name__,
-                    found=f"{sections!r}, unit={unit!r}, copies={copies!r}",
-                    hint="positive numbers",
-                )
+                Problem("invalid-sections", type(self).__name__, found=reason, hint="positive numbers")
             )
 
     def features_split(self, info: ModuleInfo, features: int, tp_size: int) -> tuple[Split, list[Problem]]:
