@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch._C._dynamo.guards import TensorGuards
 from torch._guards import detect_fake_mode
-from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -39,24 +37,13 @@ refuse_addresses: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutabl
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def assume_constant_result(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, which would import all of torch._dynamo to set this mark.
-
-    Under tracing groups and meshes come in a wrapper (torch 2.13), which is removed.
-    """
-
-    @wraps(function)
-    def constant(*arguments: Any) -> Any:
-        return function(*map(_unwrapped, arguments))
-
-    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
-    return constant  # type: ignore[return-value]  # the same signature
-
-
-def _unwrapped(value: Any) -> Any:
-    if isinstance(value, FakeScriptObject):
-        return value.real_obj
-    return tuple(map(_unwrapped, value)) if type(value) is tuple else value
+def outside_of_graphs(function: F) -> F:
+    """`torch.compiler.disable`, which would import all of torch._dynamo to set these marks: run between graphs."""
+    frames = torch._C._dynamo.eval_frame
+    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, skipped)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # functions take attributes
+    return function
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -27,18 +27,13 @@ class Operator(NamedTuple):
     device: str  # for a rank without source tensors
 
 
-def operator_of(mover: Mover, backward: Mover | None = None) -> Operator:
-    """The operator of ``mover``, whose gradients ``backward`` moves; None: its own transposed one."""
+def operator_of(mover: Mover) -> Operator:
+    """Return the operator of ``mover``."""
     (plan,), group = mover.plans, mover.members.group
     key = f"{plan.digest[:16]}@{group.group_name}@{mover.check}"
-    if backward is not None:
-        key += f"@{backward.plans[0].digest[:16]}"
     if key not in memo.get(group, {}).get("operator", {}):
         # Without a kept workspace: compiled calls may overlap eager ones of the same Resharder.
-        forward = Mover(mover.plans, mover.members, False, mover.check)
-        if backward is not None:
-            forward.pair(backward)
-        remember(group, "operator", key, forward)
+        remember(group, "operator", key, Mover(mover.plans, mover.members, False, mover.check))
     shapes = plan.dst.local_shapes(mover.members.rank)
     return Operator(key, shapes, torch_dtype(plan.out_dtype), str(data_device(group)))
 

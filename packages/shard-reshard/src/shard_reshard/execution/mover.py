@@ -93,13 +93,9 @@ class Mover:
         """Mover of gradients; it follows from this one's plans, so ranks need no comparison."""
         if self._transposed is None:
             turned = [plan.transpose() for plan in self.plans]
-            self.pair(Mover(turned, self.members, self.keep_workspace, self.check))
-        assert self._transposed is not None
+            self._transposed = Mover(turned, self.members, self.keep_workspace, self.check)
+            self._transposed._transposed = self
         return self._transposed
-
-    def pair(self, backward: Mover) -> None:
-        """Use ``backward`` for gradients, and this one for its gradients."""
-        self._transposed, backward._transposed = backward, self
 
     # ---- guards and checks ------------------------------------------------------------------------------------
 

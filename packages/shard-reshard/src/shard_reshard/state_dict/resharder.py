@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
-from shard_reshard._torch_compat import declared_layouts, is_fake
-from shard_reshard.execution.checks import Match, TensorGuards, not_compiled, not_transformed, pointers, record_guards
+from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs
+from shard_reshard.execution.checks import Match, TensorGuards, not_transformed, pointers, record_guards
 from shard_reshard.execution.mover import NotPicklable, memo, remember
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_value
@@ -42,6 +42,7 @@ from shard_reshard.state_dict.plan import DstLayouts, KeyMap
 from shard_reshard.state_dict.planner import kept_layouts
 
 
+@outside_of_graphs
 def reshard_state_dict(
     state_dict: Mapping[str, Any] | torch.nn.Module,
     dst_layouts: DstLayouts = None,
@@ -86,8 +87,6 @@ def reshard_state_dict(
         PlanError: With the problems of all tensors of all ranks, on every rank, before any transfer.
         RuntimeError: If an exchange fails because a rank died.
     """
-    if torch.compiler.is_compiling():
-        not_compiled("reshard_state_dict")
     not_transformed("reshard_state_dict")
     members, recent = group_info(group), None
     try:
@@ -178,6 +177,7 @@ class StateDictResharder(NotPicklable):
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
 
+    @outside_of_graphs
     def __call__(
         self,
         state_dict: Mapping[str, Any] | torch.nn.Module,
@@ -186,8 +186,6 @@ class StateDictResharder(NotPicklable):
         atomic: bool = True,
     ) -> MovedStateDict:
         """Move tensors of the resharder's names, shapes, dtypes and layouts."""
-        if torch.compiler.is_compiling():
-            not_compiled("StateDictResharder")
         not_transformed("StateDictResharder")
         problems: Sequence[Problem] = ()
         tensors: Mapping[str, Any] = {}
