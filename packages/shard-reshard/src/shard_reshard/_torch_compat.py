@@ -180,18 +180,6 @@ def torch_shard(tensor: torch.Tensor, metadata: object) -> object:
     return Shard(tensor, metadata)  # type: ignore[arg-type]  # torch's own metadata, by construction
 
 
-def declare_ordered_effect(operator: str) -> None:
-    """Keep the compiler from dropping or reordering calls of one of our operators."""
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-
-    try:
-        _register_effectful_op(operator, _EffectType.ORDERED)
-    except Exception:  # torch 2.11 takes the overload, not its name
-        namespace, name = operator.split("::")
-        overload = getattr(getattr(torch.ops, namespace), name).default
-        _register_effectful_op(overload, _EffectType.ORDERED)
-
-
 def is_sharded_tensor(value: object) -> bool:
     """Return True for torch's ShardedTensor."""
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, has_tangent, is_transforming, outside_of_graphs
-from shard_reshard.api.compile_op import Operator, exchange, mismatch, operator_of
 from shard_reshard.execution.checks import Match, Shards, as_list, as_result, has_memory, record_guards
 from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
 from shard_reshard.group import GroupInfo, all_gather_row, group_info, raise_on_all_ranks
@@ -122,17 +121,15 @@ class Resharder(NotPicklable):
             raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
         self.plan = plan
         self._mover = Mover((plan,), group_info(group), True, check)
-        self._operator = operator_of(self._mover)
 
     _instead = "pickle its plan, and make a Resharder of it where it is read"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Resharder:
         return Resharder(self.plan, self._mover.members.group, check=self._mover.check)
 
+    @outside_of_graphs
     def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
-        """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
-        if torch.compiler.is_compiling():
-            return _compiled_move(self._operator, tensor, out, async_op)
+        """Move ``tensor``; arguments and result as in `reshard`."""
         return move(self._mover, tensor, out, async_op)
 
 
@@ -196,22 +193,6 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
         return result
     (plan,) = mover.plans
     return ReshardWork(result, finish, f"a tensor of {plan.shape} by plan {plan.digest[:12]}")
-
-
-def _compiled_move(operator: Operator, tensor: Shards, out: Shards, async_op: bool) -> Any:
-    """Run one call under torch.compile: an operator with effects, and only traceable code."""
-    if async_op:
-        raise RuntimeError("async_op=True has no meaning under torch.compile: leave it out")
-    tensors = as_list(tensor) or [torch.empty(0, device=operator.device)]
-    wrong = "" if out is None else mismatch(as_list(out), operator)
-    outs = exchange(tensors, operator.key, False, wrong)
-    if out is not None:
-        for target, value in zip(as_list(out), outs, strict=False) if not wrong and operator.shapes else ():
-            target.copy_(value)
-        return out
-    if len(operator.shapes) == 1:
-        return outs[0]
-    return outs if operator.shapes else None
 
 
 # ---- from arguments to movers ---------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ class NotPicklable:
 
 
 # Process-wide memory of what ranks have prepared, by group and kind. Kinds have separate bounds, so that entries looked
-# up by one rank alone do not evict entries that all ranks have to find alike. Compiled code has to find its operators.
+# up by one rank alone do not evict entries that all ranks have to find alike.
 memo: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
-_BOUNDS = {"call": 8192, "mover": 1024, "operator": 2**62, "state dict plan": 16, "state dict": 8}
+_BOUNDS = {"call": 8192, "mover": 1024, "state dict plan": 16, "state dict": 8}
 
 
 def remember(group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
