@@ -85,7 +85,7 @@ def _sources_and_destinations_that_not_every_rank_has(ranks: Ranks, full: torch.
     out = torch.zeros(4, 3)
     assert torch.equal(_compiled(into)(given, out), columns)
     for odd in (torch.zeros(2, 4, 3), torch.zeros(4, 3, dtype=torch.int32)):
-        with pytest.raises(PlanError, match="shape-mismatch|dtype-mismatch") as caught:
+        with pytest.raises(PlanError, match=r"shape-mismatch|dtype-mismatch") as caught:
             _compiled(into)(given, odd if ranks.rank else out)
         assert len(set(ranks.gather(str(caught.value)))) == 1
 

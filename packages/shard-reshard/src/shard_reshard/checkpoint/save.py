@@ -173,7 +173,7 @@ def plan_save(
     for name, (layout, dtype) in written.items():
         shape, zero = layout.shape, (0,) * len(layout.shape)
         boxes: dict[int, list[Box]] = {0: []}  # empty tensors need a rank too
-        full = Stored("", 0, 0, shape, (Piece(zero, shape, 0, zero),), ())
+        full = Stored("", 0, 0, shape, (Piece(zero, shape, 0, zero),))
         for rank, low, high in shared_out(full, dtype, demand[name], load) if 0 not in shape else ():
             box = Box((low, *zero[1:]), (high - low, *shape[1:])) if shape else Box((), ())
             boxes.setdefault(rank, []).append(box)

@@ -38,14 +38,11 @@ ITEMSIZES = {
 FLOATING = frozenset(name for name in ITEMSIZES if name.startswith(("float", "bfloat", "complex")))
 # Dtypes reduced in float32 and rounded once at the end.
 REDUCED_IN_FLOAT32 = frozenset(name for name in FLOATING if name.startswith(("float16", "bfloat16", "float8")))
-_SPELLINGS = {"half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32"}
-_SPELLINGS |= {"short": "int16", "cfloat": "complex64", "cdouble": "complex128"}
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """Return the plain name of a dtype: ``"float32"`` for ``torch.float32``, ``"torch.float"`` and ``"float32"``."""
+    """Return the plain name of a dtype: ``"float32"`` for ``torch.float32`` and ``"float32"``."""
     name = str(dtype).removeprefix("torch.")
-    name = _SPELLINGS.get(name, name)
     if name not in ITEMSIZES:
         raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(ITEMSIZES)}"))
     return name
