@@ -110,7 +110,7 @@ def _kept(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[s
 
 def _changed(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
     if "changed" not in kept:
-        kept["changed"] = StateDictResharder(state, out=out, **_layouts(size), changed_only=True, anchor_every=3)
+        kept["changed"] = StateDictResharder(state, out=out, **_layouts(size), changed_only=True)
     return kept["changed"](state, out=out, atomic=fault.atomic)
 
 
