@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap, dtype_name
+from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap, dtype_name, human
 from shard_reshard.lowering.memory_layout import buffer_bytes
 from shard_reshard.lowering.program import build_program
 from shard_reshard.plan import schedule
@@ -207,13 +207,3 @@ def _top(plan: ReshardPlan) -> list[str]:
         listed = ", ".join(f"rank {rank} {human(size)}" for size, rank in top)
         lines.append(f"  {word} most: {listed}")
     return lines
-
-
-def human(num_bytes: int) -> str:
-    """Format bytes: ``"1.5 MiB"``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{num_bytes} B" if unit == "B" else f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"

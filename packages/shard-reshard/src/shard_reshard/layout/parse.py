@@ -44,9 +44,7 @@ ToGroup = Callable[[int], int]
 # A mesh and a layout in shard-spec's text forms, and the mesh's ranks of the group.
 _TEXT = re.compile(r"(?P<mesh>[^:]*):(?P<layout>.*?)(?:\s+on\s+ranks?\s+(?P<ranks>[\d,.\s]+))?\s*", re.DOTALL)
 _WHOLE = re.compile(r"\s*(?:whole\s+on\s+)?rank\s+(\d+)\s*")
-_TEXT_HINT = (
-    "write for example '8: S(0)', '2x4: S(1), R', 'dp=2, tp=4: tp:S(0)', '4: S(0) on ranks 4..7', 'whole on rank 0'"
-)
+_TEXT_HINT = "write for example '8: S(0)', '2x4: S(1), R', 'dp=2, tp=4: tp:S(0)', '4: S(0) on ranks 4..7', 'rank 0'"
 
 
 def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: ToGroup | None = None) -> ShardMap:
@@ -69,7 +67,7 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     if isinstance(layout, OnRank):
         return BoxShardMap.whole(sizes_of(shape, "OnRank"), layout.rank)
     if isinstance(layout, str):
-        return _from_text(layout, sizes_of(shape, "a text"))
+        return _from_text(layout, sizes_of(shape, "a layout as text"))
     if isinstance(layout, Mapping):
         boxes = {rank: (own,) if isinstance(own, Box) else own for rank, own in layout.items()}
         for rank, own in boxes.items():

@@ -57,6 +57,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def human(num_bytes: int) -> str:
+    """Format bytes: ``"1.5 MiB"``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
 Index = tuple[int, ...]
 
 
@@ -71,10 +81,8 @@ def sizes_of(shape: Any, layout: str = "") -> Index:
         PlanError: ``invalid-argument`` for anything else; ``missing-argument`` for None.
     """
     if shape is None and layout:
-        found, hint = f"{layout}, which does not give the size", "pass shape=, the global shape"
-        raise PlanError(
-            Problem("missing-argument", "shape", found=found, hint=f"{hint}: local rows alone do not tell it")
-        )
+        found = f"{layout} has no tensor size"
+        raise PlanError(Problem("missing-argument", "shape", found=found, hint="pass shape=, the global shape"))
     try:
         sizes = () if isinstance(shape, str) else tuple(map(index, shape))
         if isinstance(shape, str) or any(size < 0 for size in sizes):
