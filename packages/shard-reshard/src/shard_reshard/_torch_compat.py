@@ -85,13 +85,14 @@ def mesh_groups(mesh: Any) -> tuple[str, ...]:
 
 
 def declared_layouts(values: Sequence[Any]) -> list[object]:
-    """Return the declared layouts of tensors: a DTensor's spec, a local parameter's ``_sharding_info``, or None."""
+    """Return the declared layouts of tensors (a DTensor's spec, ``_sharding_info``, or None), and their groups."""
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     declared = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
-    meshes = {id(mesh): mesh for entry in declared if (mesh := getattr(entry, "mesh", None)) is not None}
-    groups = {key: mesh_groups(mesh) for key, mesh in meshes.items()}
-    return [entry and (entry, groups.get(id(getattr(entry, "mesh", None)))) for entry in declared]
+    meshes = [getattr(entry, "mesh", None) for entry in declared]
+    # Every call with a state dict does this: few Python steps a tensor.
+    groups = {key: mesh_groups(mesh) for key, mesh in dict(zip(map(id, meshes), meshes, strict=True)).items()}
+    return [*declared, *map(groups.get, map(id, meshes))]
 
 
 def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:

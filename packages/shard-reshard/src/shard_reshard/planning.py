@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import prod
-from operator import index
+from operator import index, sub
 from typing import TYPE_CHECKING
 
 from shard_reshard._shared.problems import PlanError, Problem
@@ -19,7 +19,7 @@ from shard_reshard.lowering.memory_layout import buffer_bytes
 from shard_reshard.lowering.program import build_program
 from shard_reshard.plan import schedule
 from shard_reshard.plan.plan import Plan, check_plan
-from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of, sizes_of
+from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class ReshardPlan(Plan):
         elements = 0
         for src, dst in crossings(self):
             receivers = set(receivers_of(self, dst))
-            size = prod(sizes_of(src.start, src.stop))
+            size = prod(map(sub, src.stop, src.start))
             if len(src.owners) == 1:
                 elements += size * len(receivers.difference(src.owners[0]))
             else:

@@ -408,7 +408,8 @@ class PreparedCall:
                 if recv.written is not None and not recv.written.is_inference():
                     # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
                     torch.autograd.graph.increment_version(recv.written)
-                asynchronous = async_op or exchange.overlaps
+                # What stays is copied meanwhile.
+                asynchronous = async_op or exchange.overlaps or bool(recv.staying)
                 work = collective(recv.received, send.sent, recv.splits, send.splits, asynchronous)
                 posted = InFlight(work, number, send, recv)
             if recv.staying:

@@ -250,17 +250,18 @@ class _Finish(NamedTuple):
         self.mover._in_flight = False
 
 
-class _NamedWork:
+class _NamedWork(NamedTuple):
     """A work with an error that names its plan and call."""
 
-    def __init__(self, work: dist.Work, mover: Mover, call: int) -> None:
-        self._work, self._mover, self._call = work, mover, call
+    work: dist.Work
+    mover: Mover
+    call: int
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as error:
-            raise self._mover._failed(self._call) from error
+            raise self.mover._failed(self.call) from error
 
 
 class ReshardWork(NotPicklable):

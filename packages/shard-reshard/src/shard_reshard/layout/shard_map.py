@@ -208,6 +208,8 @@ def shortened(ranks: Sequence[int]) -> str:
 class MeshShardMap(ShardMap):
     """A shard-spec `Layout` for one shape: every rank of the mesh has one local tensor."""
 
+    max_replicas = 1
+
     def __init__(self, layout: Layout, shape: Sequence[int]) -> None:
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
@@ -231,10 +233,7 @@ class MeshShardMap(ShardMap):
             elif spec.dim is None:
                 self._replicas = [base + stride * at for base in self._replicas for at in range(size)]
         self.num_partials, self._owners = len(self._partials), dict[int, tuple[tuple[int, ...], ...]]()
-
-    @property
-    def max_replicas(self) -> int:
-        return len(self._replicas)
+        self.max_replicas = len(self._replicas)
 
     @cached_property
     def largest(self) -> int:

@@ -34,7 +34,6 @@ from shard_reshard.state_dict.outputs import (
     MovedStateDict,
     ReceiveBuffers,
     Ties,
-    bucket_calls,
     move_buckets,
     write_outputs,
 )
@@ -258,7 +257,13 @@ class StateDictResharder(NotPicklable):
                 else:
                     device = device_of(sources, outs, self._members)
                     arriving = ReceiveBuffers(here, None if atomic else outs, device)
-                    calls = bucket_calls(here, sources, arriving)
+                    calls = [
+                        (
+                            [move.view(sources[move.source]) for move in moves if move.source in sources],
+                            [tensor for name in filled for tensor in arriving.tensors[name]],
+                        )
+                        for moves, filled in here.buckets
+                    ]
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
                     all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
