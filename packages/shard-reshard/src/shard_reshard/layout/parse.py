@@ -59,6 +59,8 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     Raises:
         PlanError: If it is none of these, does not match the shape, or the shape is missing.
     """
+    if isinstance(layout, str):  # the first question: of all kinds it comes most often
+        return _from_text(layout, sizes_of(shape, "a layout as text"))
     turn = to_group or (lambda rank: rank)
     if isinstance(layout, ShardMap):
         return _same_shape(layout, shape)
@@ -66,8 +68,6 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
         return MeshShardMap(layout, sizes_of(shape, "a Layout"))
     if isinstance(layout, OnRank):
         return BoxShardMap.whole(sizes_of(shape, "OnRank"), layout.rank)
-    if isinstance(layout, str):
-        return _from_text(layout, sizes_of(shape, "a layout as text"))
     if isinstance(layout, Mapping):
         boxes = {rank: (own,) if isinstance(own, Box) else own for rank, own in layout.items()}
         for rank, own in boxes.items():
