@@ -408,8 +408,7 @@ class PreparedCall:
                 if recv.written is not None and not recv.written.is_inference():
                     # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
                     torch.autograd.graph.increment_version(recv.written)
-                # What stays is copied meanwhile.
-                asynchronous = async_op or exchange.overlaps or bool(recv.staying)
+                asynchronous = async_op or exchange.overlaps
                 work = collective(recv.received, send.sent, recv.splits, send.splits, asynchronous)
                 posted = InFlight(work, number, send, recv)
             if recv.staying:
