@@ -34,12 +34,7 @@ from shard_reshard.group import (
 from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.state_dict.agreement import plan_of_all
 from shard_reshard.state_dict.materialize import Materialized, differing_buffers, uninitialized_buffers
-from shard_reshard.state_dict.meta import (
-    collect_metadata,
-    device_of,
-    local_tensors,
-    tensors_of,
-)
+from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import (
     LocalTargets,
     Progress,

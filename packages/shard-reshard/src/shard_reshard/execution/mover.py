@@ -14,11 +14,7 @@ import torch.distributed as dist
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import (
-    TensorGuards,
-    destination_problems,
-    local_problems,
-)
+from shard_reshard.execution.checks import TensorGuards, destination_problems, local_problems
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_device
 from shard_reshard.lowering.program import build_program

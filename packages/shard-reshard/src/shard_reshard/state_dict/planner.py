@@ -352,14 +352,11 @@ def _aliases(
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Group moves into collectives: neighbours in the list, up to the buffer size of the fullest rank."""
     buckets: list[list[int]] = []
-    sizes: dict[int, int] = {}  # by plan, which many tensors share
     room = -1  # of the open bucket
     for at, move in enumerate(moves):
         plan = move.plan
-        if id(plan) not in sizes:
-            apart = plan.src.rank_set.isdisjoint(plan.dst.rank_set)  # no rank sends and receives
-            sizes[id(plan)] = (max if apart else add)(plan.src.largest, plan.dst.largest) * plan.itemsize
-        size = sizes[id(plan)]
+        apart = plan.src.rank_set.isdisjoint(plan.dst.rank_set)  # no rank sends and receives
+        size = (max if apart else add)(plan.src.largest, plan.dst.largest) * plan.itemsize
         if plan.max_workspace_bytes is not None or size > room:
             buckets.append([])
             room = bucket_bytes
