@@ -42,7 +42,7 @@ def _part(repeats: int) -> list[dict[str, Any]]:
         state = {"w": full.chunk(RANKS)[rank].clone()}
         out = {"w": torch.empty_like(full.chunk(RANKS, 1)[rank]).contiguous()}
         plain = StateDictResharder(state, f"{RANKS}: S(1)", **layouts)
-        sync = StateDictResharder(state, f"{RANKS}: S(1)", changed_only=True, anchor_every=10**6, **layouts)
+        sync = StateDictResharder(state, f"{RANKS}: S(1)", changed_only=True, **layouts)
         sync(state, out=out, atomic=False)
         for percent in PERCENT:
             times: dict[str, list[float]] = {"full": [], "changed": []}

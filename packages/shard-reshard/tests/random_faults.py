@@ -110,7 +110,7 @@ def _kept(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[s
 
 def _changed(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
     if "changed" not in kept:
-        kept["changed"] = StateDictResharder(state, out=out, **_layouts(size), changed_only=True, anchor_every=3)
+        kept["changed"] = StateDictResharder(state, out=out, **_layouts(size), changed_only=True)
     return kept["changed"](state, out=out, atomic=fault.atomic)
 
 
@@ -126,7 +126,10 @@ def _from_files(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: 
     mine = folder / f"{size}-{step}-{dist.get_rank()}.safetensors"
     write(mine.with_suffix(".part"), {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
     os.replace(mine.with_suffix(".part"), mine)
-    files = {rank: folder / f"{size}-{step}-{rank}.safetensors" for rank in range(size)}
+    files = [folder / f"{size}-{step}-{rank}.safetensors" for rank in range(size)]
+    waiting = time.monotonic() + 10  # any rank reads any header
+    while time.monotonic() < waiting and not all(map(Path.exists, files)):
+        time.sleep(0.01)
     given = _layouts(size)
     return load_safetensors(
         files, given["dst_layouts"], stored_as=given["src_layouts"], shapes=given["shapes"], out=out,

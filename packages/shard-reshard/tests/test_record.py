@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, StateDictResharder, record_layouts, reshard_state_dict
+from shard_reshard import Part, PlanError, StateDictResharder, record_layouts, reshard_state_dict
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -138,7 +138,9 @@ def test_an_engines_loader(ranks: Ranks) -> None:
         kept = value == before[name]
         assert bool((kept | (value == 0)).all()), name
     assert recorded.unfilled == ()
-    assert recorded.key_map == {"rotary.inv_freq": None}
+    # Two boxes of a tensor that is fused on disk are two destinations.
+    fused = {"disk_gate_up": [Part("disk_gate_up"), Part("disk_gate_up (2)")]} if ranks.world_size > 1 else {}
+    assert recorded.key_map == {"rotary.inv_freq": None, **fused}
     size, compared = ranks.world_size, 0
     # The trainer has uneven rows of everything.
     layouts = {name: f"{size}: S(0)" for name, value in checkpoint(0).items() if value.dim()}

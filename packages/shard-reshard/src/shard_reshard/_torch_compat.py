@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch._C._dynamo.guards import TensorGuards
 from torch._guards import detect_fake_mode
-from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -39,24 +37,13 @@ refuse_addresses: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutabl
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def assume_constant_result(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, which would import all of torch._dynamo to set this mark.
-
-    Under tracing groups and meshes come in a wrapper (torch 2.13), which is removed.
-    """
-
-    @wraps(function)
-    def constant(*arguments: Any) -> Any:
-        return function(*map(_unwrapped, arguments))
-
-    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
-    return constant  # type: ignore[return-value]  # the same signature
-
-
-def _unwrapped(value: Any) -> Any:
-    if isinstance(value, FakeScriptObject):
-        return value.real_obj
-    return tuple(map(_unwrapped, value)) if type(value) is tuple else value
+def outside_of_graphs(function: F) -> F:
+    """`torch.compiler.disable`, which would import all of torch._dynamo to set these marks: run between graphs."""
+    frames = torch._C._dynamo.eval_frame
+    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, skipped)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # functions take attributes
+    return function
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -98,13 +85,14 @@ def mesh_groups(mesh: Any) -> tuple[str, ...]:
 
 
 def declared_layouts(values: Sequence[Any]) -> list[object]:
-    """Return the declared layouts of tensors: a DTensor's spec, a local parameter's ``_sharding_info``, or None."""
+    """Return the declared layouts of tensors (a DTensor's spec, ``_sharding_info``, or None), and their groups."""
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     declared = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
-    meshes = {id(mesh): mesh for entry in declared if (mesh := getattr(entry, "mesh", None)) is not None}
-    groups = {key: mesh_groups(mesh) for key, mesh in meshes.items()}
-    return [entry and (entry, groups.get(id(getattr(entry, "mesh", None)))) for entry in declared]
+    meshes = [getattr(entry, "mesh", None) for entry in declared]
+    # Every call with a state dict does this: few Python steps a tensor.
+    groups = {key: mesh_groups(mesh) for key, mesh in dict(zip(map(id, meshes), meshes, strict=True)).items()}
+    return [*declared, *map(groups.get, map(id, meshes))]
 
 
 def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:
@@ -191,18 +179,6 @@ def torch_shard(tensor: torch.Tensor, metadata: object) -> object:
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
     return Shard(tensor, metadata)  # type: ignore[arg-type]  # torch's own metadata, by construction
-
-
-def declare_ordered_effect(operator: str) -> None:
-    """Keep the compiler from dropping or reordering calls of one of our operators."""
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-
-    try:
-        _register_effectful_op(operator, _EffectType.ORDERED)
-    except Exception:  # torch 2.11 takes the overload, not its name
-        namespace, name = operator.split("::")
-        overload = getattr(getattr(torch.ops, namespace), name).default
-        _register_effectful_op(overload, _EffectType.ORDERED)
 
 
 def is_sharded_tensor(value: object) -> bool:

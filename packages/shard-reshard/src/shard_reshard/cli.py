@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 _EPILOG = """layouts:
-  "8: S(0)"                      8 ranks, each a piece of dim 0
-  "2x4: S(1), R"                 a mesh of 2 by 4 ranks: cut dim 1 along the first axis, replicate along the second
+  "8: S(0)"                      8 ranks, each a shard of dim 0
+  "2x4: S(1), R"                 a mesh of 2 by 4 ranks: shard dim 1 along the first axis, replicate along the second
   "dp=2, tp=4: tp:S(0)"          the same with names; axes that are not named replicate
   "4: S(0) on ranks 4..7"        other ranks of the union group
   "rank 0"                       everything on one rank

@@ -90,8 +90,7 @@ def raise_on_all_ranks(members: GroupInfo, error: Exception) -> NoReturn:
     """Raise ``error`` as one ``PlanError`` on all ranks, which wait for this rank's header."""
     joined = error if type(error) is PlanError else PlanError(consensus.problems_of(error))
     try:
-        if not is_fake(()):
-            consensus.assert_consistent(members.group, "reshard", (), joined, hint=_HINT, state=BEFORE_MOVING)
+        assert_consistent(members, "reshard", (), joined.problems)
     except PlanError as raised:
         raise raised from error
     raise joined from error

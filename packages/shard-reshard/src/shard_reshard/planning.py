@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import prod
-from operator import index
+from operator import index, sub
 from typing import TYPE_CHECKING
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap, dtype_name
+from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap, dtype_name, human
 from shard_reshard.lowering.memory_layout import buffer_bytes
 from shard_reshard.lowering.program import build_program
 from shard_reshard.plan import schedule
 from shard_reshard.plan.plan import Plan, check_plan
-from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of, sizes_of
+from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class ReshardPlan(Plan):
         elements = 0
         for src, dst in crossings(self):
             receivers = set(receivers_of(self, dst))
-            size = prod(sizes_of(src.start, src.stop))
+            size = prod(map(sub, src.stop, src.start))
             if len(src.owners) == 1:
                 elements += size * len(receivers.difference(src.owners[0]))
             else:
@@ -207,13 +207,3 @@ def _top(plan: ReshardPlan) -> list[str]:
         listed = ", ".join(f"rank {rank} {human(size)}" for size, rank in top)
         lines.append(f"  {word} most: {listed}")
     return lines
-
-
-def human(num_bytes: int) -> str:
-    """Format bytes: ``"1.5 MiB"``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{num_bytes} B" if unit == "B" else f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"

@@ -12,15 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import as_dtensor, assume_constant_result, dtensor_maker, mesh_groups, real_tensors
-from shard_reshard.api.compile_op import exchange, operator_of
+from shard_reshard._torch_compat import as_dtensor, dtensor_maker, mesh_groups, outside_of_graphs, real_tensors
 from shard_reshard.api.reshard import find_mover, move
 from shard_reshard.execution.mover import Mover, memo, remember
 from shard_reshard.group import group_info, raise_on_all_ranks
-from shard_reshard.layout.shard_map import dtype_name
-from shard_reshard.planning import cached_plan, resolve_layouts
 
 
+@outside_of_graphs
 def redistribute(
     dtensor: DTensor,
     device_mesh: DeviceMesh,
@@ -53,17 +51,12 @@ def redistribute(
         "group": (group, dist.ProcessGroup | None, "pass a process group, as mesh.get_group('tp') returns it"),
     }
     for name, (value, kind, hint) in expected_types.items():
-        # Tracing wraps a group in an object of another type.
-        if not isinstance(value, kind) and not (name == "group" and torch.compiler.is_compiling()):
+        if not isinstance(value, kind):
             raise PlanError(Problem("wrong-type", name, found=f"a {type(value).__name__}", hint=hint))
     try:
         placements = _normalized(placements, dtensor.dim())
     except PlanError as error:
-        if torch.compiler.is_compiling():
-            raise
         raise_on_all_ranks(group_info(group or _union_group(dtensor.device_mesh, device_mesh)), error)
-    if torch.compiler.is_compiling():
-        return _redistribute_compiled(dtensor, device_mesh, placements, group)
     moved = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         dtensor, device_mesh, placements, group
     )
@@ -144,54 +137,6 @@ class _Redistribute(torch.autograd.Function):
 def _of_gradients(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     # a sum's gradient is equal on its ranks
     return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
-
-
-def _redistribute_compiled(
-    dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
-) -> DTensor:
-    """Same under torch.compile: local tensors through the operator with effects."""
-    shape, grads = dtensor.shape, dtensor.requires_grad
-    key = _compiled_key(
-        dtensor.device_mesh, dtensor.placements, mesh, placements, tuple(shape), dtensor.dtype, group, grads
-    )
-    local = dtensor.to_local(grad_placements=_of_gradients(dtensor.placements))
-    return as_dtensor(exchange([local], key, False, "")[0], mesh, placements, shape)
-
-
-@assume_constant_result
-def _compiled_key(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    to_mesh: DeviceMesh,
-    to_placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
-    grads: bool,
-) -> str:
-    """Return the key of the operator's mover, with a transposed one for DTensor's gradients.
-
-    Raises:
-        PlanError: On all ranks: ``mesh-mismatch`` unless every rank is in both meshes, ``not-differentiable`` if a plan
-            alone cannot move the gradients.
-    """
-    members = group_info(group or _union_group(mesh, to_mesh))
-    if not set(_ranks_of(mesh)) == set(_ranks_of(to_mesh)) == set(members.global_ranks):
-        hint = "under torch.compile call a Resharder on the local tensors"
-        raise PlanError(Problem("mesh-mismatch", "device_mesh", found="meshes of other ranks", hint=hint))
-    pending = [p for p in placements if isinstance(p, Partial) and p.reduce_op != "sum"]
-    pending += [p for p in to_placements if isinstance(p, Partial)]
-    if grads and pending:
-        hint = "call it outside of the compiled function, or detach() the tensor"
-        raise PlanError(Problem("not-differentiable", "placements", found=str(pending[0]), hint=hint))
-    back = _of_gradients(placements)
-    movers = [
-        Mover(
-            (cached_plan(*resolve_layouts(shape, src, dst, members.to_group), dtype_name(dtype), None, None),), members
-        )
-        for src, dst in (((mesh, placements), (to_mesh, to_placements)), ((to_mesh, to_placements), (mesh, back)))
-    ]
-    return operator_of(*movers).key
 
 
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import PLAIN_TYPES, assume_constant_result, has_tangent, is_transforming
-from shard_reshard.api.compile_op import Operator, exchange, mismatch, operator_of
+from shard_reshard._torch_compat import PLAIN_TYPES, has_tangent, is_transforming, outside_of_graphs
 from shard_reshard.execution.checks import Match, Shards, as_list, as_result, has_memory, record_guards
 from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
 from shard_reshard.group import GroupInfo, all_gather_row, group_info, raise_on_all_ranks
@@ -22,6 +21,7 @@ from shard_reshard.planning import ReshardPlan, cached_plan, resolve_layouts
 _KEYED_TYPES = {*PLAIN_TYPES, type(None)}
 
 
+@outside_of_graphs
 def reshard(
     tensor: Shards,
     src: LayoutLike | None,
@@ -59,13 +59,6 @@ def reshard(
         PlanError: On every rank alike, before any transfer.
         RuntimeError: If the collective fails.
     """
-    if torch.compiler.is_compiling():
-        tensors = as_list(tensor)
-        size = None if shape is None else tuple(shape)
-        operator = _operator_for(
-            tensors[0].dtype if tensors else None, src, dst, size, group, dtype, max_workspace_bytes, check
-        )
-        return _compiled_move(operator, tensor, out, async_op)
     world: Any = dist.group.WORLD if group is None else group
     key, mover = None, None
     # Arguments by value; of tensors only the dtype, of a layout that may reference tensors nothing.
@@ -128,17 +121,15 @@ class Resharder(NotPicklable):
             raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
         self.plan = plan
         self._mover = Mover((plan,), group_info(group), True, check)
-        self._operator = operator_of(self._mover)
 
     _instead = "pickle its plan, and make a Resharder of it where it is read"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Resharder:
         return Resharder(self.plan, self._mover.members.group, check=self._mover.check)
 
+    @outside_of_graphs
     def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
-        """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
-        if torch.compiler.is_compiling():
-            return _compiled_move(self._operator, tensor, out, async_op)
+        """Move ``tensor``; arguments and result as in `reshard`."""
         return move(self._mover, tensor, out, async_op)
 
 
@@ -202,54 +193,6 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
         return result
     (plan,) = mover.plans
     return ReshardWork(result, finish, f"a tensor of {plan.shape} by plan {plan.digest[:12]}")
-
-
-def _compiled_move(operator: Operator, tensor: Shards, out: Shards, async_op: bool) -> Any:
-    """Run one call under torch.compile: an operator with effects, and only traceable code."""
-    if async_op:
-        raise RuntimeError("async_op=True has no meaning under torch.compile: leave it out")
-    tensors = as_list(tensor) or [torch.empty(0, device=operator.device)]
-    wrong = "" if out is None else mismatch(as_list(out), operator)
-    outs = exchange(tensors, operator.key, False, wrong)
-    if out is not None:
-        for target, value in zip(as_list(out), outs, strict=False) if not wrong and operator.shapes else ():
-            target.copy_(value)
-        return out
-    if len(operator.shapes) == 1:
-        return outs[0]
-    return outs if operator.shapes else None
-
-
-@assume_constant_result
-def _operator_for(
-    tensor_dtype: torch.dtype | None,
-    src: LayoutLike,
-    dst: LayoutLike,
-    shape: tuple[int, ...] | None,
-    group: dist.ProcessGroup | None,
-    dtype: torch.dtype | None,
-    max_workspace_bytes: int | None,
-    check: str,
-) -> Operator:
-    """Return the operator of a call, resolved at compile time.
-
-    Raises:
-        PlanError: ``mesh-mismatch``, on all ranks, if some have no tensor with the dtype: ranks cannot communicate
-            during tracing.
-    """
-    members = group_info(group)
-    everywhere = src is not None and len(resolve_layout(src, shape, members.to_group).ranks) == members.size
-    if tensor_dtype is None or not everywhere:
-        reason = "a source that not every rank has" if src is not None else "a DTensor"
-        hint = "under torch.compile call a Resharder, whose plan has layouts and dtype; for a DTensor call redistribute"
-        raise PlanError(Problem("mesh-mismatch", "tensor", found=reason, hint=hint))
-    plan = cached_plan(
-        *resolve_layouts(shape, src, dst, members.to_group),
-        dtype_name(tensor_dtype),
-        None if dtype is None else dtype_name(dtype),
-        max_workspace_bytes,
-    )
-    return operator_of(Mover((plan,), members, False, check))
 
 
 # ---- from arguments to movers ---------------------------------------------------------------------------------

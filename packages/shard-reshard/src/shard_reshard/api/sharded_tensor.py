@@ -133,6 +133,7 @@ def reshuffle_local_shard(
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
 
 
+@_torch_compat.outside_of_graphs
 def reshard_local_shard(
     local_tensor: Shards,
     st_size: Sequence[int],
@@ -158,18 +159,11 @@ def reshard_local_shard(
         PlanError: On every rank alike, before any transfer.
     """
     moved = reshard(local_tensor, sharding_spec, resharding_spec, shape=tuple(st_size), group=pg)
-    metadata, own = _metadata_in(pg, tuple(st_size), resharding_spec)
+    members = group_info(pg)
+    metadata, _ = build_reshard_metadata(st_size, resharding_spec, members.size)
+    own = [entry for entry in metadata if entry.placement.rank() == members.global_ranks[members.rank]]
     make = LocalShard if isinstance(resharding_spec, ShardingSpec) else _torch_compat.torch_shard
     return [make(tensor, entry) for tensor, entry in zip(as_list(moved), own, strict=False)], metadata
-
-
-@_torch_compat.assume_constant_result
-def _metadata_in(pg: dist.ProcessGroup | None, shape: tuple[int, ...], spec: Any) -> tuple[list[Any], list[Any]]:
-    """Return the metadata of all shards, and of those on this rank."""
-    members = group_info(pg)
-    metadata, _ = build_reshard_metadata(shape, spec, members.size)
-    own_rank = members.global_ranks[members.rank]
-    return metadata, [entry for entry in metadata if entry.placement.rank() == own_rank]
 
 
 def _spec(given: Any, name: str) -> ShardingSpec:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.checkpoint.plan import LoadPlan, Read, ReadableFile, plan_load, stage_buckets, stored_tensors
+from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load, stage_buckets, stored_tensors
 from shard_reshard.checkpoint.safetensors import (
     FileState,
     FileTable,
@@ -34,12 +34,7 @@ from shard_reshard.group import (
 from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.state_dict.agreement import plan_of_all
 from shard_reshard.state_dict.materialize import Materialized, differing_buffers, uninitialized_buffers
-from shard_reshard.state_dict.meta import (
-    collect_metadata,
-    device_of,
-    local_tensors,
-    tensors_of,
-)
+from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import (
     LocalTargets,
     Progress,
@@ -51,7 +46,7 @@ from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta
 from shard_reshard.state_dict.planner import kept_layouts
 
 PathLike = str | Path
-Files = PathLike | Sequence[PathLike] | Mapping[int, PathLike | Sequence[PathLike]]
+Files = PathLike | Sequence[PathLike]
 
 
 class LoadedStateDict(dict[str, Any]):
@@ -95,13 +90,12 @@ def load_safetensors(
     Every rank of ``group`` calls it.
 
     Args:
-        files: A file, a folder of them, or a list, readable by every rank; or for each rank of the group the file or
-            files on its own disk. Of a folder with a ``*.safetensors.index.json``, which may be given itself, the files
-            of the index.
+        files: A file, a folder of them, or a list, readable by every rank. Of a folder with a
+            ``*.safetensors.index.json``, which may be given itself, the files of the index.
         dst_layouts: Layout by name, one for all, or a function of name and global shape. Names left out get the layout
             of the tensor of ``out``.
         stored_as: Layouts at writing time of tensors split over files. Rank ``i`` of such a layout is the ``i``-th file
-            of the list, or the rank that reads the file. All other tensors are full in one file.
+            of the list. All other tensors are full in one file.
         shapes: Global shapes of tensors in ``stored_as``, if the layout has none.
         out: A module or mapping of tensors to fill in place; values are cast to its dtypes. Meta tensors of a module
             get memory (``.materialized`` of the result names them), as new parameters: build optimizers afterwards.
@@ -185,29 +179,20 @@ def _agreed_load(
         The plan, and the states of the files on this rank, even of files with headers read elsewhere.
     """
     problems, sums, asked = list(facts.problems), dict[str, bytes](), list[str]()
-    listed: list[tuple[str, int, tuple[int, ...]]] = []
+    listed: list[str] = []
     states: dict[str, FileState | None] = {}
     tables: dict[int, FileTable] = {}  # by position in the list, those that this rank reads
-
-    def reader_of(at: int) -> int:
-        return listed[at][2][0] if listed[at][2] else at % members.size  # each header is read once
-
     try:
         if strict:
             uninitialized, sums = uninitialized_buffers(out)
             problems += uninitialized
         listed, indexed = _listed(files)
-        states = {path: file_state(path) for path, _, readers in listed if not readers or members.rank in readers}
-        problems += [
-            Problem("invalid-argument", "files", found=f"{path} on rank {rank}", hint=f"the group has {members.size}")
-            for path, rank, readers in listed
-            if readers and not 0 <= rank < members.size
-        ]
-        asked = [f"file {entry}" for entry in listed]
+        states = {path: file_state(path) for path in listed}
+        asked = [f"file {path}" for path in listed]
         asked += [f"{sorted(shapes.items())} {sorted((key_map or {}).items())} {bucket_bytes} strict={strict}"]
         meant = {name: path for path, names in indexed.items() for name in names}
-        for at, (path, *_) in enumerate(listed):
-            if reader_of(at) == members.rank:
+        for at, path in enumerate(listed):
+            if at % members.size == members.rank:  # each header is read once
                 try:
                     table = file_table(path)
                 except Exception as error:
@@ -229,12 +214,12 @@ def _agreed_load(
     def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
         problems += differing_buffers([sums for *_, sums in everyone])
         readable = []
-        for at, (path, number, readers) in enumerate(listed):
-            table: FileTable = everyone[reader_of(at)][0][at]
+        for at, path in enumerate(listed):
+            table: FileTable = everyone[at % members.size][0][at]
             seen = states.get(path)  # the header may be older or newer than this state
             if seen is not None and seen.host == table.state.host and seen != table.state:
                 problems.append(file_changed(path))
-            readable.append(ReadableFile(table, number, readers))
+            readable.append(table)
         plan = plan_load(
             stored_tensors(readable, stored_as, shapes),
             dst_layouts,
@@ -250,21 +235,15 @@ def _agreed_load(
     return plan_of_all(members, "a load", (tables, facts, sums), make), states
 
 
-def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
-    """Return each file as (path, number in the written layout, readers), and the index's tensors."""
-    if isinstance(files, Mapping):
-        return [
-            (path, rank, (rank,))
-            for rank, paths in sorted(files.items())
-            for path in ([str(paths)] if isinstance(paths, str | Path) else list(map(str, paths)))
-        ], {}
+def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the files, in the order of the ranks of a written layout, and the index's tensors."""
     if not isinstance(files, str | Path):
-        return [(str(path), number, ()) for number, path in enumerate(files)], {}
+        return list(map(str, files)), {}
     folder = Path(files)
     if folder.name.endswith(".index.json"):
         indexed = indexed_files(folder)
     elif not folder.is_dir():
-        return [(str(files), 0, ())], {}
+        return [str(files)], {}
     elif len(indices := sorted(folder.glob("*.safetensors.index.json"))) == 1:
         indexed = indexed_files(indices[0])
     else:  # none, or several variants of the weights: the caller names one
@@ -272,7 +251,7 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
     if not indexed:
         hint = "give a folder with .safetensors files"
         raise PlanError(Problem("invalid-file", str(files), found="a folder without any", hint=hint))
-    return [(path, number, ()) for number, path in enumerate(indexed)], indexed
+    return list(indexed), indexed
 
 
 # ---- reads and moves ------------------------------------------------------------------------------------------

@@ -25,23 +25,14 @@ from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable
 from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap
+from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
 from shard_reshard.plan.plan import group_problems
-from shard_reshard.planning import human
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, TensorMove
 from shard_reshard.state_dict.planner import plan_state_dict
 
 T = TypeVar("T")
 
 _SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
-
-
-class ReadableFile(NamedTuple):
-    """A file and its possible readers."""
-
-    table: FileTable
-    number: int  # rank of its shards in the written layout
-    readers: tuple[int, ...]  # none: every rank
 
 
 class Stored(NamedTuple):
@@ -52,7 +43,6 @@ class Stored(NamedTuple):
     begin: int  # first byte in the file
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]  # its boxes of the global tensor, with their positions in it
-    readers: tuple[int, ...]  # ranks that can read the file; none: every rank
 
 
 class Read(NamedTuple):
@@ -119,17 +109,17 @@ StoredTensor = tuple[tuple[int, ...], str, tuple[Stored, ...]]  # global shape, 
 
 
 def stored_tensors(
-    files: Sequence[ReadableFile], stored_as: Mapping[str, LayoutLike], shapes: Mapping[str, Sequence[int]]
+    files: Sequence[FileTable], stored_as: Mapping[str, LayoutLike], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of files by name, their shards in the order of their writers.
+    """Return the tensors of files by name; the files are in the order of the ranks that wrote them.
 
     Raises:
         PlanError: With the problems of all tensors.
     """
-    held: dict[str, list[tuple[ReadableFile, Entry]]] = {}
-    for file in files:
-        for name, entry in file.table.entries.items():
-            held.setdefault(name, []).append((file, entry))
+    held: dict[str, dict[int, tuple[FileTable, Entry]]] = {}
+    for number, table in enumerate(files):
+        for name, entry in table.entries.items():
+            held.setdefault(name, {})[number] = table, entry
     hint = "stored_as names tensors of the files"
     problems = [Problem("unknown-name", "stored_as", found=repr(n), hint=hint) for n in stored_as if n not in held]
     tensors: dict[str, StoredTensor] = {}
@@ -144,37 +134,36 @@ def stored_tensors(
 
 
 def _stored(
-    name: str, entries: Sequence[tuple[ReadableFile, Entry]], wanted: LayoutLike | None, size: Sequence[int] | None
+    name: str, by_rank: Mapping[int, tuple[FileTable, Entry]], wanted: LayoutLike | None, size: Sequence[int] | None
 ) -> StoredTensor:
-    words = sorted({entry.dtype for _, entry in entries})
+    words = sorted({entry.dtype for _, entry in by_rank.values()})
     if len(words) > 1:
         hint = "write all shards of a tensor in one dtype"
         raise PlanError(Problem("ranks-disagree", name, found=", ".join(words), hint=hint))
     if words[0] not in DTYPES:
         raise PlanError(Problem("unsupported-dtype", name, found=words[0], hint=f"one of {', '.join(DTYPES)}"))
-    if wanted is None and len(entries) > 1:
-        listed = ", ".join(file.table.path for file, _ in entries)
+    if wanted is None and len(by_rank) > 1:
+        listed = ", ".join(table.path for table, _ in by_rank.values())
         hint = "declare in stored_as (and shapes) how files split the tensor, or leave out all files but one"
-        raise PlanError(Problem("duplicate-name", name, found=f"in {len(entries)} files: {listed}", hint=hint))
-    file, entry = entries[0]
-    layout = BoxShardMap.whole(entry.shape, file.number) if wanted is None else resolve_layout(wanted, size)
+        raise PlanError(Problem("duplicate-name", name, found=f"in {len(by_rank)} files: {listed}", hint=hint))
+    number, (_, entry) = next(iter(by_rank.items()))
+    layout = BoxShardMap.whole(entry.shape, number) if wanted is None else resolve_layout(wanted, size)
     if layout.num_partials > 1:
         hint = "reduce before writing: files hold values, not addends"
         raise PlanError(Problem("partial-value", name, found=layout.describe(), hint=hint))
     parts: list[Stored] = []
     problems: list[Problem] = []
-    numbers = [file.number for file, _ in entries]
-    for file, entry in entries:
-        shapes, table = layout.local_shapes(file.number), file.table
-        if numbers.count(file.number) > 1 or shapes != (entry.shape,):
+    for number, (table, entry) in by_rank.items():
+        shapes = layout.local_shapes(number)
+        if shapes != (entry.shape,):
             given = "none" if not shapes else " and ".join(map(str, shapes))
-            reason = f"{entry.shape} in {table.path}, the layout gives rank {file.number} {given}"
+            reason = f"{entry.shape} in {table.path}, the layout gives rank {number} {given}"
             hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
             problems.append(Problem("shape-mismatch", name, found=reason, hint=hint))
             continue
-        pieces = layout.local_pieces(file.number)
-        parts.append(Stored(table.path, table.state.num_bytes, entry.begin, entry.shape, pieces, file.readers))
-    for number in sorted(set(layout.ranks) - set(numbers)):
+        pieces = layout.local_pieces(number)
+        parts.append(Stored(table.path, table.state.num_bytes, entry.begin, entry.shape, pieces))
+    for number in sorted(set(layout.ranks) - by_rank.keys()):
         if layout.pieces(number):
             hint = "pass all files, or the layout that these were written in"
             problems.append(Problem("missing-tensor", name, found=f"no file with rank {number}'s shard", hint=hint))
@@ -218,7 +207,8 @@ def plan_load(
             readers[name] = BoxShardMap(shape, {0: ()}) if 0 in shape else BoxShardMap.whole(shape, 0)
             continue
         boxes: dict[int, list[Box]] = {}
-        for part in _once(parts, load):
+        # Of equal shards in several files the first one is read.
+        for part in {tuple((p.start, p.stop) for p in part.pieces): part for part in reversed(parts)}.values():
             for rank, low, high in shared_out(part, dtype, demand[name], load):
                 read, held = _read(name, dtype, part, low, high)
                 reads[rank][name] = (*reads[rank].get(name, ()), read)
@@ -260,23 +250,9 @@ def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
         yield Wanted(low, high, tuple(sorted(ranks[at])))
 
 
-def _once(parts: Sequence[Stored], load: Sequence[int]) -> Iterator[Stored]:
-    """Choose one of equal shards in several files: that of the rank with the fewest bytes so far."""
-    alike: dict[tuple[object, ...], list[Stored]] = {}
-    for part in parts:
-        alike.setdefault(tuple((box.start, box.stop) for box in part.pieces), []).append(part)
-    for same in alike.values():
-        yield min(same, key=lambda part: load[part.readers[0]] if part.readers else 0)
-
-
 def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (rank, first row, last row) of every read of a stored shard; adjacent rows of one rank are joined."""
-    rows = part.shape[0] if part.shape else 1
     row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
-    if part.readers:  # only its own rank can read it
-        load[part.readers[0]] += rows * row_bytes
-        yield part.readers[0], 0, rows
-        return
     last: tuple[int, int, int] | None = None
     for low, high, ranks in _rows_wanted(part, demand):
         count = max(1, min(len(ranks), high - low, (high - low) * row_bytes // _SMALLEST_READ_BYTES))

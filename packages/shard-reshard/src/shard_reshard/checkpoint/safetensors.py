@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.shard_map import ITEMSIZES, torch_dtype
+from shard_reshard.layout.shard_map import ITEMSIZES, human, torch_dtype
 
 # A file's word for a dtype -> its name.
 DTYPES = {"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -152,7 +152,8 @@ def read_rows(
         with open(path, "rb", buffering=0) as file:  # unbuffered: reads go to the tensor
             now = FileState.of(os.fstat(file.fileno()))
             if now.num_bytes != num_bytes:
-                reason = f"{now.num_bytes} bytes, {num_bytes} when its header was read"
+                sizes = f"{now.num_bytes:,} bytes now, {num_bytes:,} when its header was read"
+                reason = f"{human(now.num_bytes)}, {human(num_bytes)} when its header was read ({sizes})"
                 raise PlanError(Problem("file-changed", path, found=reason, hint=_CHANGED_HINT))
             if state is not None and now != state:
                 raise PlanError(file_changed(path))
@@ -161,7 +162,7 @@ def read_rows(
             while done < wanted:
                 count = file.readinto(place[done:])  # may be short: at most 2 GiB a call
                 if not count:
-                    reason = f"an end after {offset + done} bytes"
+                    reason = f"it ends after {human(offset + done)}, its header needs {human(offset + wanted)}"
                     raise PlanError(Problem("file-changed", path, found=reason, hint=_CHANGED_HINT))
                 done += count
     except OSError as error:

@@ -23,8 +23,7 @@ from shard_reshard.checkpoint.safetensors import DTYPES, writable
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup
-from shard_reshard.layout.shard_map import ITEMSIZES, Piece, torch_dtype
-from shard_reshard.planning import human
+from shard_reshard.layout.shard_map import ITEMSIZES, Piece, human, torch_dtype
 from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums, plan_of_all
 from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import Bucket, LocalTargets, move_buckets
@@ -173,7 +172,7 @@ def plan_save(
     for name, (layout, dtype) in written.items():
         shape, zero = layout.shape, (0,) * len(layout.shape)
         boxes: dict[int, list[Box]] = {0: []}  # empty tensors need a rank too
-        full = Stored("", 0, 0, shape, (Piece(zero, shape, 0, zero),), ())
+        full = Stored("", 0, 0, shape, (Piece(zero, shape, 0, zero),))
         for rank, low, high in shared_out(full, dtype, demand[name], load) if 0 not in shape else ():
             box = Box((low, *zero[1:]), (high - low, *shape[1:])) if shape else Box((), ())
             boxes.setdefault(rank, []).append(box)

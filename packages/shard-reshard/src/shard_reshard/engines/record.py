@@ -34,13 +34,12 @@ from shard_reshard.engines.strided import (
     StridedCopy,
     divide,
     intersect,
-    join_along,
     landings,
     merge_landings,
     visible,
 )
 from shard_reshard.group import group_info
-from shard_reshard.layout.boxes import BoxShardMap, FusedShardMap
+from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.shard_map import Index
 from shard_reshard.lowering.memory_layout import is_contiguous
 from shard_reshard.state_dict.plan import Part
@@ -152,7 +151,7 @@ def record_layouts(
             problems = tuple(recorder.problems)
     shapes = {name: tuple(value.shape) for name, value in metas.items()}
     table = {} if recorder is None or problems else recorder.table()  # a failed rank still joins the gather
-    mine = shapes, {name: [(view.boxes, view.dim) for view in found] for name, found in table.items()}, problems
+    mine = shapes, {name: [view.box for view in views] for name, views in table.items()}, problems
     gathered, rank = [(mine, strict)], 0
     if dist.is_available() and dist.is_initialized():
         members = group_info(group)
@@ -172,8 +171,8 @@ def record_layouts(
         key_map[name] = [Part(target) for target in names]
         for target, destination in zip(names, numbered, strict=True):
             layouts[target] = destination.layout
-            if rank in destination.views:
-                views[target] = table[name][destination.views[rank]]
+            if rank in destination.layout.rank_set:
+                views[target] = table[name][destination.number]
     key_map = {name: to for name, to in key_map.items() if to is None or len(to) > 1}
     if recorder is not None:
         recorded = RecordedLayouts(
@@ -209,11 +208,10 @@ class _Memory(NamedTuple):
 
 
 class _View(NamedTuple):
-    """Boxes of a checkpoint tensor with one strided view of a model's tensor as destination."""
+    """A box of a checkpoint tensor with a strided view of a model's tensor as destination."""
 
     tensor: str
-    boxes: tuple[Box, ...]
-    dim: int
+    box: Box | None  # None: a constant
     sizes: Index
     strides: Index
     offset: int  # from the tensor's start
@@ -479,8 +477,7 @@ class _Recorder(DispatchMode):
             if isinstance(origin, str):
                 self.landed.append((owner, origin, landing))
             else:
-                view = _View(owner, (), 0, landing.sizes, landing.strides, landing.offset)
-                self.constants.append((view, origin))
+                self.constants.append((_View(owner, None, *landing[1:]), origin))
             if len(self.landed) + len(self.constants) > self.most_boxes:
                 self._refuse(owner, f"more than {_MAX_BOXES} boxes", "record a loader that copies larger regions")
                 raise PlanError(self.problems)
@@ -521,7 +518,9 @@ class _Recorder(DispatchMode):
             by_pair.setdefault((name, owner), []).append(landing)
         views: dict[str, list[_View]] = {}
         for (name, owner), landed in by_pair.items():
-            views.setdefault(name, []).extend(_View(owner, *view) for view in join_along(merge_landings(landed)))
+            views.setdefault(name, []).extend(
+                _View(owner, Box(landing.start, landing.sizes), *landing[1:]) for landing in merge_landings(landed)
+            )
         return views
 
     def places(self) -> dict[str, tuple[str, object]]:
@@ -578,7 +577,7 @@ def _has_values_of(dtype: torch.dtype, source: torch.dtype) -> bool:
 
 class _Destination(NamedTuple):
     layout: BoxShardMap
-    views: dict[int, int]  # rank -> index of its view
+    number: int  # of the view, on each of its ranks
 
 
 def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
@@ -605,16 +604,13 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
             # One destination for all ranks; where their boxes overlap, one for each.
             for groups in [list(views)], [[rank] for rank in views]:
                 with suppress(PlanError):
-                    layouts = [_layout(shape, {rank: views[rank] for rank in group}) for group in groups]
-                    pairs = zip(layouts, groups, strict=True)
-                    here = [_Destination(layout, dict.fromkeys(group, number)) for layout, group in pairs]
-                    destinations.setdefault(name, []).extend(here)
+                    destinations.setdefault(name, []).extend(
+                        [
+                            _Destination(
+                                BoxShardMap(shape, {rank: [views[rank]] for rank in group}, holes=True), number
+                            )
+                            for group in groups
+                        ]
+                    )
                     break
     return destinations
-
-
-def _layout(shape: Index, views: Mapping[int, tuple[Sequence[Box], int]]) -> BoxShardMap:
-    """Return the layout of each rank's boxes in one tensor, joined along a dim if there are several."""
-    boxes = {rank: listed for rank, (listed, _) in views.items()}
-    dims = [dim for listed, dim in views.values() if len(listed) > 1]
-    return FusedShardMap(shape, boxes, dims[0], holes=True) if dims else BoxShardMap(shape, boxes, holes=True)

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from shard_spec import Box
 
 from shard_reshard.layout.shard_map import Index
 from shard_reshard.lowering.memory_layout import dense_strides
@@ -160,31 +159,6 @@ def _follows(one: Landing, other: Landing, dim: int) -> Landing | None:
         return None
     sizes = _with(one.sizes, dim, one.sizes[dim] + other.sizes[dim])
     return one._replace(sizes=sizes, strides=_with(one.strides, dim, step))
-
-
-def join_along(found: Sequence[Landing]) -> Iterator[tuple[tuple[Box, ...], int, Index, Index, int]]:
-    """Join boxes that follow each other in one view: boxes, dim, sizes, strides and offset of each view."""
-    rest = sorted(found, key=lambda entry: entry.offset)
-    while rest:
-        group, joined, dim = [rest[0]], rest[0], 0
-        for at in range(len(joined.sizes)):
-            taken, view = [rest[0]], rest[0]
-            for entry in rest[1:]:
-                # Compare as if it were the next box: only the view counts.
-                one = _follows(view, entry._replace(start=_with(entry.start, at, view.start[at] + view.sizes[at])), at)
-                # A box that is read twice has two destinations, and cannot be one tensor's.
-                if one is not None and all(_apart(entry, before, at) for before in taken):
-                    taken, view = [*taken, entry], one
-            if len(taken) > len(group):
-                group, joined, dim = taken, view, at
-        rest = [entry for entry in rest if all(entry is not other for other in group)]
-        boxes = tuple(Box(entry.start, entry.sizes) for entry in group)
-        yield boxes, dim, joined.sizes, joined.strides, joined.offset
-
-
-def _apart(one: Landing, other: Landing, dim: int) -> bool:
-    low, high = max(one.start[dim], other.start[dim]), min(a.start[dim] + a.sizes[dim] for a in (one, other))
-    return low >= high
 
 
 def _without(index: Index, dim: int) -> Index:

@@ -34,9 +34,9 @@ class ChangeExchange:
 
     def begin(self, full: bool) -> None:
         """Start a call; ``full`` on all ranks alike: it sends everything, both ends do not hold the same."""
-        self._full, self._number = full, 0
-        if full:
-            self._kept = []  # copies of both ends may differ
+        self._full, self._number = full or not self._kept, 0  # a new plan has nothing yet, on any rank
+        if self._full:
+            self._kept = []
 
     def all_to_all(
         self,

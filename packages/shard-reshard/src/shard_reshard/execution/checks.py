@@ -13,7 +13,6 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import (
     PLAIN_TYPES,
     CompiledGuards,
-    assume_constant_result,
     is_fake,
     is_transforming,
     is_wrapper,
@@ -225,13 +224,6 @@ def not_transformed(what: str) -> None:
     if is_transforming():
         hint = "call it outside of vmap, grad and their like"
         raise PlanError(Problem("not-differentiable", what, found="a transformation of torch.func", hint=hint))
-
-
-@assume_constant_result
-def not_compiled(what: str) -> None:
-    """Refuse ``what`` under torch.compile, on every rank alike."""
-    hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
-    raise PlanError(Problem("not-traceable", what, found="torch.compile traces the call", hint=hint))
 
 
 _STRIDED = {torch.strided}

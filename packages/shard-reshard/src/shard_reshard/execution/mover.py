@@ -14,11 +14,7 @@ import torch.distributed as dist
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import (
-    TensorGuards,
-    destination_problems,
-    local_problems,
-)
+from shard_reshard.execution.checks import TensorGuards, destination_problems, local_problems
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_device
 from shard_reshard.lowering.program import build_program
@@ -43,9 +39,9 @@ class NotPicklable:
 
 
 # Process-wide memory of what ranks have prepared, by group and kind. Kinds have separate bounds, so that entries looked
-# up by one rank alone do not evict entries that all ranks have to find alike. Compiled code has to find its operators.
+# up by one rank alone do not evict entries that all ranks have to find alike.
 memo: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
-_BOUNDS = {"call": 8192, "mover": 1024, "operator": 2**62, "state dict plan": 16, "state dict": 8}
+_BOUNDS = {"call": 8192, "mover": 1024, "state dict plan": 16, "state dict": 8}
 
 
 def remember(group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
@@ -93,13 +89,9 @@ class Mover:
         """Mover of gradients; it follows from this one's plans, so ranks need no comparison."""
         if self._transposed is None:
             turned = [plan.transpose() for plan in self.plans]
-            self.pair(Mover(turned, self.members, self.keep_workspace, self.check))
-        assert self._transposed is not None
+            self._transposed = Mover(turned, self.members, self.keep_workspace, self.check)
+            self._transposed._transposed = self
         return self._transposed
-
-    def pair(self, backward: Mover) -> None:
-        """Use ``backward`` for gradients, and this one for its gradients."""
-        self._transposed, backward._transposed = backward, self
 
     # ---- guards and checks ------------------------------------------------------------------------------------
 
@@ -254,17 +246,18 @@ class _Finish(NamedTuple):
         self.mover._in_flight = False
 
 
-class _NamedWork:
+class _NamedWork(NamedTuple):
     """A work with an error that names its plan and call."""
 
-    def __init__(self, work: dist.Work, mover: Mover, call: int) -> None:
-        self._work, self._mover, self._call = work, mover, call
+    work: dist.Work
+    mover: Mover
+    call: int
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as error:
-            raise self._mover._failed(self._call) from error
+            raise self.mover._failed(self.call) from error
 
 
 class ReshardWork(NotPicklable):

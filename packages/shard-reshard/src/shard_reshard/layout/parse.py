@@ -44,9 +44,7 @@ ToGroup = Callable[[int], int]
 # A mesh and a layout in shard-spec's text forms, and the mesh's ranks of the group.
 _TEXT = re.compile(r"(?P<mesh>[^:]*):(?P<layout>.*?)(?:\s+on\s+ranks?\s+(?P<ranks>[\d,.\s]+))?\s*", re.DOTALL)
 _WHOLE = re.compile(r"\s*(?:whole\s+on\s+)?rank\s+(\d+)\s*")
-_TEXT_HINT = (
-    "write for example '8: S(0)', '2x4: S(1), R', 'dp=2, tp=4: tp:S(0)', '4: S(0) on ranks 4..7', 'whole on rank 0'"
-)
+_TEXT_HINT = "write for example '8: S(0)', '2x4: S(1), R', 'dp=2, tp=4: tp:S(0)', '4: S(0) on ranks 4..7', 'rank 0'"
 
 
 def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: ToGroup | None = None) -> ShardMap:
@@ -61,6 +59,8 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     Raises:
         PlanError: If it is none of these, does not match the shape, or the shape is missing.
     """
+    if isinstance(layout, str):  # the first question: of all kinds it comes most often
+        return _from_text(layout, sizes_of(shape, "a layout as text"))
     turn = to_group or (lambda rank: rank)
     if isinstance(layout, ShardMap):
         return _same_shape(layout, shape)
@@ -68,8 +68,6 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
         return MeshShardMap(layout, sizes_of(shape, "a Layout"))
     if isinstance(layout, OnRank):
         return BoxShardMap.whole(sizes_of(shape, "OnRank"), layout.rank)
-    if isinstance(layout, str):
-        return _from_text(layout, sizes_of(shape, "a text"))
     if isinstance(layout, Mapping):
         boxes = {rank: (own,) if isinstance(own, Box) else own for rank, own in layout.items()}
         for rank, own in boxes.items():

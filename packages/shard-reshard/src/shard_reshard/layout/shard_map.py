@@ -38,14 +38,11 @@ ITEMSIZES = {
 FLOATING = frozenset(name for name in ITEMSIZES if name.startswith(("float", "bfloat", "complex")))
 # Dtypes reduced in float32 and rounded once at the end.
 REDUCED_IN_FLOAT32 = frozenset(name for name in FLOATING if name.startswith(("float16", "bfloat16", "float8")))
-_SPELLINGS = {"half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32"}
-_SPELLINGS |= {"short": "int16", "cfloat": "complex64", "cdouble": "complex128"}
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """Return the plain name of a dtype: ``"float32"`` for ``torch.float32``, ``"torch.float"`` and ``"float32"``."""
+    """Return the plain name of a dtype: ``"float32"`` for ``torch.float32`` and ``"float32"``."""
     name = str(dtype).removeprefix("torch.")
-    name = _SPELLINGS.get(name, name)
     if name not in ITEMSIZES:
         raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(ITEMSIZES)}"))
     return name
@@ -58,6 +55,16 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def human(num_bytes: int) -> str:
+    """Format bytes: ``"1.5 MiB"``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
 
 
 Index = tuple[int, ...]
@@ -74,10 +81,8 @@ def sizes_of(shape: Any, layout: str = "") -> Index:
         PlanError: ``invalid-argument`` for anything else; ``missing-argument`` for None.
     """
     if shape is None and layout:
-        found, hint = f"{layout}, which does not give the size", "pass shape=, the global shape"
-        raise PlanError(
-            Problem("missing-argument", "shape", found=found, hint=f"{hint}: local rows alone do not tell it")
-        )
+        found = f"{layout} has no tensor size"
+        raise PlanError(Problem("missing-argument", "shape", found=found, hint="pass shape=, the global shape"))
     try:
         sizes = () if isinstance(shape, str) else tuple(map(index, shape))
         if isinstance(shape, str) or any(size < 0 for size in sizes):
@@ -203,6 +208,8 @@ def shortened(ranks: Sequence[int]) -> str:
 class MeshShardMap(ShardMap):
     """A shard-spec `Layout` for one shape: every rank of the mesh has one local tensor."""
 
+    max_replicas = 1
+
     def __init__(self, layout: Layout, shape: Sequence[int]) -> None:
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
@@ -226,10 +233,7 @@ class MeshShardMap(ShardMap):
             elif spec.dim is None:
                 self._replicas = [base + stride * at for base in self._replicas for at in range(size)]
         self.num_partials, self._owners = len(self._partials), dict[int, tuple[tuple[int, ...], ...]]()
-
-    @property
-    def max_replicas(self) -> int:
-        return len(self._replicas)
+        self.max_replicas = len(self._replicas)
 
     @cached_property
     def largest(self) -> int:

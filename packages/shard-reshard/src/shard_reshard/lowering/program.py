@@ -16,7 +16,7 @@ from operator import add
 from typing import NamedTuple
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index
+from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index, human
 from shard_reshard.plan.plan import Plan
 from shard_reshard.plan.schedule import Copy, RankSchedule, all_ranks_copies, is_local, rank_schedule
 
@@ -39,15 +39,10 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
         room = budget // plan.itemsize - len(messages)
         if total > room + len(messages):
             if room < 1:
+                found = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
                 least = 2 * (len(messages) + 1) * plan.itemsize
-                raise PlanError(
-                    Problem(
-                        "invalid-argument",
-                        "max_workspace_bytes",
-                        found=f"{plan.max_workspace_bytes} bytes for {len(messages)} messages of a rank",
-                        hint=f"allow at least {least} bytes; a megabyte or more keeps the number of rounds small",
-                    )
-                )
+                hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
+                raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
             rounds = max(rounds, -(-total // room))
     return rounds
 

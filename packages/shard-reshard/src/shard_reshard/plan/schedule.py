@@ -161,7 +161,7 @@ def is_local(plan: Plan) -> bool:
                 for other in held:
                     low, high = map(max, box.start, other.start), map(min, box.stop, other.stop)
                     common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
-                lacks = common < prod(sizes_of(box.start, box.stop))
+                lacks = common < prod(map(sub, box.stop, box.start))
                 if lacks and rank in receivers_of(plan, next(plan.dst.cross(box.start, box.stop))):
                     plan.__dict__["_is_local"] = False
                     return False
@@ -178,8 +178,8 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
         return own + turned_in, turned_out
     if plan.is_identity:
         return [
-            Copy(0, 0, p.start, sizes_of(p.start, p.stop), rank, rank, p.tensor, p.local_start, p.tensor, p.local_start)
-            for p in plan.src.pieces(rank)
+            Copy(0, 0, start, tuple(map(sub, stop, start)), rank, rank, tensor, local, tensor, local)
+            for start, stop, tensor, local in plan.src.pieces(rank)
         ], []
     if not relay and plan.src.num_partials == plan.dst.num_partials == 1:
         return _direct_copies_of(plan, rank)
@@ -279,10 +279,6 @@ def turned(copy: Copy) -> Copy:
         dst_tensor=copy.src_tensor,
         dst_start=copy.src_start,
     )
-
-
-def sizes_of(start: Index, stop: Index) -> Index:
-    return tuple(b - a for a, b in zip(start, stop, strict=True))
 
 
 def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int) -> Iterator[Move]:

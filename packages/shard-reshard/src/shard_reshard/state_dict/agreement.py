@@ -34,7 +34,7 @@ class Question(NamedTuple):
     bucket_bytes: int
     strict: bool
     check: str
-    changed_only: int = 0  # every how many calls everything is sent
+    changed_only: bool = False
     serial: int = 0  # of a question that is not to equal another one, though its text does
 
     def text(self) -> str:

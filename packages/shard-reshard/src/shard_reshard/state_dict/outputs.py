@@ -267,17 +267,6 @@ class ReceiveBuffers:
 Bucket = tuple[list[torch.Tensor], list[torch.Tensor]]  # sources and destinations
 
 
-def bucket_calls(here: LocalTargets, sources: Mapping[str, torch.Tensor], arriving: ReceiveBuffers) -> list[Bucket]:
-    """Return the source and destination tensors of every bucket."""
-    return [
-        (
-            [move.view(sources[move.source]) for move in moves if move.source in sources],
-            [tensor for name in filled for tensor in arriving.tensors[name]],
-        )
-        for moves, filled in here.buckets
-    ]
-
-
 def move_buckets(
     here: LocalTargets,
     calls: Iterable[Bucket],

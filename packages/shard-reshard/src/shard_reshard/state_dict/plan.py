@@ -15,9 +15,9 @@ import torch
 from shard_reshard._shared.problems import Problem
 from shard_reshard.layout.boxes import ShardMapView
 from shard_reshard.layout.parse import LayoutLike
-from shard_reshard.layout.shard_map import ShardMap
+from shard_reshard.layout.shard_map import ShardMap, human
 from shard_reshard.plan.schedule import all_ranks_copies
-from shard_reshard.planning import ReshardPlan, human
+from shard_reshard.planning import ReshardPlan
 
 
 class Part(NamedTuple):

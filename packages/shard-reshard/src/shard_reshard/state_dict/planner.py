@@ -349,37 +349,17 @@ def _aliases(
     return aliases
 
 
-_FEW_RANKS = 32  # larger layouts count as one of all ranks
-
-
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Group moves into collectives: neighbours in the list, up to the buffer size of the fullest rank."""
     buckets: list[list[int]] = []
-    loads: dict[int, tuple[int, dict[int, int]]] = {}
-    everywhere, on_rank, most = bucket_bytes + 1, dict[int, int](), 0  # no open bucket
+    room = -1  # of the open bucket
     for at, move in enumerate(moves):
         plan = move.plan
-        if plan.max_workspace_bytes is not None:
-            buckets.append([at])
-            everywhere, on_rank, most = bucket_bytes + 1, {}, 0
-            continue
-        if id(plan) not in loads:  # buffer bytes on every rank, and on single ranks
-            shared, single = 0, dict[int, int]()
-            for side in (plan.src, plan.dst):
-                size = side.largest * plan.itemsize
-                if len(side.ranks) > _FEW_RANKS:
-                    shared += size
-                    continue
-                for rank in side.ranks:
-                    single[rank] = single.get(rank, 0) + size
-            loads[id(plan)] = shared, single
-        shared, single = loads[id(plan)]
-        highest = max([most, *(on_rank.get(rank, 0) + size for rank, size in single.items())])
-        if not buckets or everywhere + shared + highest > bucket_bytes:
+        apart = plan.src.rank_set.isdisjoint(plan.dst.rank_set)  # no rank sends and receives
+        size = (max if apart else add)(plan.src.largest, plan.dst.largest) * plan.itemsize
+        if plan.max_workspace_bytes is not None or size > room:
             buckets.append([])
-            everywhere, on_rank, highest = 0, {}, max(single.values(), default=0)
+            room = bucket_bytes
         buckets[-1].append(at)
-        everywhere, most = everywhere + shared, highest
-        for rank, size in single.items():
-            on_rank[rank] = on_rank.get(rank, 0) + size
+        room = -1 if plan.max_workspace_bytes is not None else room - size
     return tuple(map(tuple, buckets))

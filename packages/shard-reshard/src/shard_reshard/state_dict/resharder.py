@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
-from shard_reshard._torch_compat import declared_layouts, is_fake
-from shard_reshard.execution.checks import Match, TensorGuards, not_compiled, not_transformed, pointers, record_guards
+from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs
+from shard_reshard.execution.checks import Match, TensorGuards, not_transformed, pointers, record_guards
 from shard_reshard.execution.mover import NotPicklable, memo, remember
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_value
@@ -34,7 +34,6 @@ from shard_reshard.state_dict.outputs import (
     MovedStateDict,
     ReceiveBuffers,
     Ties,
-    bucket_calls,
     move_buckets,
     write_outputs,
 )
@@ -42,6 +41,7 @@ from shard_reshard.state_dict.plan import DstLayouts, KeyMap
 from shard_reshard.state_dict.planner import kept_layouts
 
 
+@outside_of_graphs
 def reshard_state_dict(
     state_dict: Mapping[str, Any] | torch.nn.Module,
     dst_layouts: DstLayouts = None,
@@ -86,8 +86,6 @@ def reshard_state_dict(
         PlanError: With the problems of all tensors of all ranks, on every rank, before any transfer.
         RuntimeError: If an exchange fails because a rank died.
     """
-    if torch.compiler.is_compiling():
-        not_compiled("reshard_state_dict")
     not_transformed("reshard_state_dict")
     members, recent = group_info(group), None
     try:
@@ -121,8 +119,8 @@ class StateDictResharder(NotPicklable):
     does so, later calls save one small collective, and a rank with problems raises alone.
 
     With ``changed_only=True`` (the same on every rank) a call sends only elements with bits changed since the previous
-    call, if that is shorter, and everything every ``anchor_every`` calls, or if some rank missed or did not finish the
-    previous call. Both ends keep a copy of the exchanged bytes.
+    call, if that is shorter, and everything if some rank missed or did not finish the previous call. Both ends keep a
+    copy of the exchanged bytes.
 
     Attributes:
         plan: The plan of all calls.
@@ -146,21 +144,16 @@ class StateDictResharder(NotPicklable):
         strict: bool = True,
         check: str = "always",
         changed_only: bool = False,
-        anchor_every: int = 64,
     ) -> None:
         self._members = group_info(group)
         try:
             self._check = check_mode(check)
             tensors, targets = tensors_of(state_dict), tensors_of(out)
-            # Every how many calls everything is sent; 0: in every call.
-            self._anchor_every = _positive(anchor_every) if changed_only else 0
-            self._calls, self._token = self._anchor_every, os.urandom(16)  # the first call sends everything
+            self._changed_only, self._token = changed_only, os.urandom(16)  # no other rank's: all is sent at first
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
             layouts = kept_layouts(dst_layouts)
             serial = next(_SERIALS) if self._keeps or callable(layouts) else 0
-            self._question = Question(
-                layouts, _snapshot(key_map), bucket_bytes, strict, check, self._anchor_every, serial
-            )
+            self._question = Question(layouts, _snapshot(key_map), bucket_bytes, strict, check, changed_only, serial)
             self._digest = metadata_digest(facts, self._question)
         except Exception as error:
             raise_on_all_ranks(self._members, error)
@@ -172,12 +165,13 @@ class StateDictResharder(NotPicklable):
         """Work out, once for all calls, what this rank does in a plan."""
         self._agreed, self.plan = agreed, agreed.plan
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
-        options = self._question.dst_layouts, self._check, self._keeps, self._anchor_every > 0
+        options = self._question.dst_layouts, self._check, self._keeps, self._changed_only
         self._here = LocalTargets(self._members, self.plan, *options, self._facts.sources, dropped)
         self._compared = False  # all ranks have compared their tensors with the plan
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
 
+    @outside_of_graphs
     def __call__(
         self,
         state_dict: Mapping[str, Any] | torch.nn.Module,
@@ -186,8 +180,6 @@ class StateDictResharder(NotPicklable):
         atomic: bool = True,
     ) -> MovedStateDict:
         """Move tensors of the resharder's names, shapes, dtypes and layouts."""
-        if torch.compiler.is_compiling():
-            not_compiled("StateDictResharder")
         not_transformed("StateDictResharder")
         problems: Sequence[Problem] = ()
         tensors: Mapping[str, Any] = {}
@@ -197,19 +189,17 @@ class StateDictResharder(NotPicklable):
         except Exception as error:
             problems = problems_of(error)
         call = self._prepare(tensors, targets, atomic, problems=problems)
-        if is_fake(()) or (not self._anchor_every and self._check == "first"):
+        if is_fake(()) or (not self._changed_only and self._check == "first"):
             self._compare(call)
             return self._move(call)
-        if not self._anchor_every:
+        if not self._changed_only:
             return self._move(self._agree(call, KEPT_CALL)[0])
         # Ranks that ended the call before have one token; one that fails here has a token that no other has.
         token, self._token = self._token, os.urandom(16)
         call, tokens = self._agree(call, KEPT_CALL, token)
-        full = len(set(tokens)) > 1 or self._calls >= self._anchor_every
-        self._calls = 1 if full else self._calls + 1
         for mover in self._here.movers:
             assert mover.changes is not None
-            mover.changes.begin(full)
+            mover.changes.begin(full=len(set(tokens)) > 1)
         result = self._move(call)
         self._token = hashlib.sha256(b"".join(tokens)).digest()[:16]
         return result
@@ -267,7 +257,13 @@ class StateDictResharder(NotPicklable):
                 else:
                     device = device_of(sources, outs, self._members)
                     arriving = ReceiveBuffers(here, None if atomic else outs, device)
-                    calls = bucket_calls(here, sources, arriving)
+                    calls = [
+                        (
+                            [move.view(sources[move.source]) for move in moves if move.source in sources],
+                            [tensor for name in filled for tensor in arriving.tensors[name]],
+                        )
+                        for moves, filled in here.buckets
+                    ]
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
                     all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
@@ -371,13 +367,6 @@ def _recent_resharder(
             if match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties):
                 return resharder, compared
     return None
-
-
-def _positive(given: object) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        hint = "a number of calls: 1 sends everything in every call"
-        raise PlanError(Problem("invalid-argument", "anchor_every", found=repr(given), hint=hint))
-    return given
 
 
 _SERIALS = count(1)
