@@ -334,8 +334,8 @@ def check_type(name: str, mesh: DeviceMesh) -> dict[str, Any]:
         if value.is_floating_point():
             errors[key] = float((state[key] - value).abs().max() / value.abs().max().clamp_min(1e-3))
     worst = max(errors, key=lambda key: errors[key])
-    # Routers and some norms compute in float32 whatever they get.
-    outcome = "right" if errors[worst] < 1e-6 else f"wrong: {worst} off by {errors[worst]:.1e}"
+    # Routers, norms and rotary embeddings compute in float32 whatever they get; a mistake of a plan is off by far more.
+    outcome = "right" if errors[worst] < 1e-4 else f"wrong: {worst} off by {errors[worst]:.1e}"
     return {"share": share, "outcome": outcome}
 
 
