@@ -426,7 +426,7 @@ def test_what_happens_to_one_rank_or_file_in_the_middle(ranks: Ranks, tmp_path: 
     with pytest.raises(RuntimeError, match="not drawn") if ranks.rank else nullcontext():
         load_safetensors(folder / "f", "2: S(0)", out=out, progress=failing, **options)
     assert torch.equal(out["t5"], torch.full((32, 4), -5.0))
-    with pytest.raises(PlanError, match="null byte"):
+    with pytest.raises(PlanError, match=r"null (byte|character)"):
         load_safetensors([folder / "f", "f\0" if ranks.rank else "g"], "2: R")
 
 
