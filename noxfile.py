@@ -286,10 +286,8 @@ def transformers(session: nox.Session) -> None:
     if not sdist.exists():  # the checks are in no wheel
         pip = ("python", "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation")
         session.run(*pip, release, "--dest", str(sdist.parent))
-    env = {"TRANSFORMERS_SDIST": str(sdist)}
-    planner = ["shard-spec"]  # asked by `auto_plan`
-    requirements = release, "accelerate==1.15.0"
-    _host(session, "tp-styles", "tests/transformers_host.py", *requirements, siblings=planner, env=env)
+    host = ("tp-styles", "tests/transformers_host.py", release, "accelerate==1.15.0")
+    _host(session, *host, siblings=["shard-spec"], env={"TRANSFORMERS_SDIST": str(sdist)})  # auto_plan asks its planner
 
 
 @nox.session(default=False)
