@@ -239,8 +239,6 @@ class Runner:
                 values, noted = program.run_noting_gradients(inputs)
                 gradients.update(noted)
         store_outputs(binding, program, values, call.leaves)
-        for scheduler, args, kwargs in program.capture.replayed:  # they compute in Python what a graph would burn in
-            scheduler.step(*args, **kwargs)
         return program.capture.returned.result(values)
 
     @contextmanager

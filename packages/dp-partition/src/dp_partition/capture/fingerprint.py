@@ -40,7 +40,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 PLAIN_TYPES = frozenset(PLAIN)  # without subclasses
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
-_BY_IDENTITY = (torch.Tensor, LRScheduler, *_FUNCTIONS)
+_BY_IDENTITY = (torch.Tensor, *_FUNCTIONS)
 _NO_SETTINGS = (torch.Tensor, Optimizer, types.ModuleType, type, *_FUNCTIONS)
 _DEPTH = 8
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -106,7 +106,9 @@ def fingerprint(
             tokens.append(frozenset([one if isinstance(one, PLAIN) else _key_token(one) for one in value]))
         elif _is_settings(value):
             attributes = vars(value)
-            counted = [key for key in attributes if names is None or key in names]
+            # A scheduler's own methods read its attributes, and torch's code is not looked at.
+            every = names is None or isinstance(value, LRScheduler)
+            counted = [key for key in attributes if every or key in names]  # type: ignore[operator]
             tokens += counted
             members = [attributes[key] for key in counted]
         tokens.append(len(members))
@@ -126,7 +128,7 @@ def is_array(value: Any) -> bool:
 
 def _is_settings(value: Any) -> bool:
     """Return True for objects like a dataclass, a namespace, a model's config or a loss."""
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | LRScheduler):
         return True
     if isinstance(value, _NO_SETTINGS) or type(value).__module__.startswith(("torch", "dp_partition.")):
         return False
