@@ -177,7 +177,7 @@ class CheckedCall:
             return
         if any(count for _, count in rows):
             mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
-        self.raise_mismatch(mismatches)
+            self.raise_mismatch(mismatches)
         self.program.note_checked(self.call.leaves)
         self.runner.num_checked += 1
 
