@@ -31,7 +31,6 @@ from dp_partition._torch_compat import (
     without_onednn,
 )
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
-from dp_partition.capture.fingerprint import attributes_restored
 from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
 from dp_partition.capture.lengths import Sizes, erase_full_slices, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
@@ -145,9 +144,9 @@ class _Tracing:
 
     def record(self) -> fx.GraphModule:
         """Run the step on the fakes, and record it."""
-        restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
+        no_draws = _no_other_draws(self.name)
         kernels, casts = _without_recurrent_kernels(self.step_state), _without_cast_cache()
-        with restored, no_draws, self.mode, kernels, casts, without_looks_at_values(), symbolic_math():
+        with no_draws, self.mode, kernels, casts, without_looks_at_values(), symbolic_math():
             try:
                 module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
             finally:
@@ -310,7 +309,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
             }
     hint = "draw with torch in the step, or pass the number in a tensor"
     problems = [
-        Problem("random-replay", name, found=f"the step uses {what}, once and for all", hint=hint)
+        Problem("random-replay", name, found=f"a graph would reuse the first value of {what} in every call", hint=hint)
         for what, used in touched.items()
         if used
     ]
