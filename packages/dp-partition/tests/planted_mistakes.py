@@ -22,13 +22,12 @@ import torch.nn.functional as F
 from dp_partition import runner
 from dp_partition._torch_compat import pytree
 from dp_partition.api import runner_of
-from dp_partition.capture import arguments, fingerprint, hyperparameters, random_replay
+from dp_partition.capture import arguments, fingerprint, hyperparameters
 from dp_partition.ops import aten, is_collective, is_op, is_wait, mutated_inputs
 from dp_partition.sharding.op_rules import pointwise
 from dp_partition.sharding.op_rules.table import R
 from torch import fx, nn
 from torch.distributed.tensor import Partial
-from torch.utils.checkpoint import checkpoint
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
@@ -77,11 +76,6 @@ class Batch:
 
 def of_object(model: nn.Module, optim: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
     return plain(model, optim, batch.x, batch.y)
-
-
-def recomputed(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    out = checkpoint(lambda value: F.dropout(model(value), 0.5), x, use_reentrant=False)
-    return finish(F.mse_loss(out, y), model, optim)
 
 
 def norms(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -184,9 +178,6 @@ MENDED: dict[str, Cause] = {
             patch.object(fingerprint, "leaf_key", lambda leaf, marked: 0),
         ),
         batch=lambda x, y: (Batch(x, y),),
-    ),
-    "3 recomputed dropout": Cause(
-        lambda: recomputed, lambda: patch.object(random_replay.RandomReplay, "installed", lambda self: nullcontext())
     ),
     "4 partial squares": Cause(
         lambda: norms,

@@ -28,7 +28,7 @@ def test_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_parameters_gathered_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*STEP, "fully_shard", "--json", "--reshard-after-forward", "always"]) == 0
+    assert main([*STEP, "fully_shard", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_messages"] == {"all_gather": 2, "reduce_scatter": 1}
 
 

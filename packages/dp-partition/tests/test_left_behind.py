@@ -16,6 +16,7 @@ from dp_partition.plan.settings import Style
 from ranktest import Ranks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
 
 CALLS = 7
 
@@ -164,6 +165,11 @@ def forks(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
     return update(o1, (one(x + noise) - x).square().mean())
 
 
+def recomputes_dropout(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    hidden = checkpoint(lambda rows: torch.dropout(one(rows), 0.5, True), x, use_reentrant=False)
+    return update(o1, (hidden - x).square().mean())
+
+
 def leaves_a_mode(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
     loss = update(o1, (one(x) - x).square().mean())
     torch.set_grad_enabled(False)
@@ -177,6 +183,7 @@ def test_what_a_graph_cannot_leave_is_refused(ranks: Ranks) -> None:
         clears_one_of_two: "check-mismatch",
         clips_what_it_never_clears: "check-mismatch",
         forks: "random-replay",
+        recomputes_dropout: "random-replay",
         leaves_a_mode: "check-error",
     }
     for function, code in refused.items():

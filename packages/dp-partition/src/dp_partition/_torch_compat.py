@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -103,8 +104,12 @@ def without_looks_at_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def symbolic_math() -> Iterator[None]:
-    """Let functions of ``math`` take symbols in the block, and text of a symbol be that of its value, by a guard."""
+    """Let functions of ``math`` take symbols in the block, and text of a symbol be that of its value, by a guard.
+
+    For other code they compute what they did: symbols exist in the tracing thread alone.
+    """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ONE_TRACE)  # two interleaved blocks would restore each other's functions
         for name in ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan", "log2"):
             plain, symbolic = getattr(math, name), getattr(torch, f"_sym_{name}")
 
@@ -150,6 +155,9 @@ def global_modes() -> tuple[Any, ...]:
     casts = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
     stack = [id(mode) for mode in _get_current_dispatch_mode_stack()]
     return *flags, *casts, torch.get_default_dtype(), torch.get_default_device(), *stack
+
+
+_ONE_TRACE = threading.RLock()
 
 
 class _Scalars(ShapeEnv):

@@ -38,6 +38,7 @@ def compile(
     check: str = "sampled",
     capture: Literal["auto", "always", "never"] = "auto",
     full: Literal["keep", "refuse"] = "keep",
+    observe: bool = True,
     mark_dynamic: int | Sequence[int] = (),
     share: Step | None = None,
 ) -> Step:
@@ -73,6 +74,8 @@ def compile(
             ranks, with the reason in a warning; ``"always"`` raises instead; ``"never"`` runs it eagerly at once.
             Eagerly parameters are replicated, or in FSDP2's shards under every style but ``"replicate"``.
         full: For an eager step in shards: ``"keep"`` leaves parameters beyond FSDP2 full, ``"refuse"`` raises.
+        observe: An eager step runs its first call on full parameters, to find those beyond FSDP2. ``False`` shards all
+            before it, for a model that does not fit full beside its gradients; uses beyond FSDP2 raise then.
         mark_dynamic: Dims of the tensor arguments with changing lengths: one trace then serves all lengths, and is
             compared with a trace for the second one. A trace in need of numbers is replaced, with a warning,
             by one for each length.
@@ -120,6 +123,7 @@ def compile(
         (mark_dynamic,) if isinstance(mark_dynamic, int) else tuple(mark_dynamic),
         capture,
         full,
+        observe,
     )
     problems += settings.problems()
     problems += _mesh_problems(mesh, parsed)

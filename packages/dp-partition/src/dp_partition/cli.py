@@ -18,7 +18,7 @@ _EPILOG = """the step:
                        arguments as a tuple, for example (model, optim, batch); it is called on the meta device, so that
                        weights take no memory. Default: step_arguments
 
-No GPU, no process group and no memory for weights is needed.
+No GPU, no process group and no memory for weights is needed. dp_partition.estimate takes every argument of compile.
 
 exit status: 0 good, 1 the step cannot be partitioned, 2 wrong usage"""
 
@@ -64,13 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--args", metavar="FACTORY", default="step_arguments", help="see below")
     estimate.add_argument("--world", "--world-size", type=int, required=True, help="number of data-parallel ranks")
     estimate.add_argument("--style", default="default", help="replicate, zero1, zero2, fully_shard or default")
-    estimate.add_argument("--semantics", default="local", choices=["local", "global"])
-    estimate.add_argument("--rank", type=int, default=0, help="the rank that numbers are of (default 0)")
-    estimate.add_argument("--bucket-mb", type=float, default=25, help="size of buckets, 0 for none (default 25)")
-    estimate.add_argument("--prefetch", type=int, default=1, help="buckets gathered ahead of compute (default 1)")
-    again = ["always", "never"]
-    estimate.add_argument("--reshard-after-forward", default="always", choices=again, help="gather twice (default)")
-    estimate.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (default 1)")
     estimate.add_argument("--device", help="where tensors seem to be, for example cuda (default cpu)")
     estimate.add_argument("--name", help="explain one parameter, by its full name")
     estimate.add_argument("--json", action="store_true", help="machine-readable output")
@@ -86,11 +79,9 @@ def _estimate(options: argparse.Namespace) -> Any:
     from dp_partition._shared.problems import PlanError
     from dp_partition.cost_estimate import estimate  # late: it imports torch
 
-    names = ("world", "style", "rank", "device", "semantics", "bucket_mb", "prefetch", "accumulate")
-    reshard = options.reshard_after_forward == "always"
-    settings = {name: getattr(options, name) for name in names}
+    arguments = _arguments(factory, where)
     try:
-        return estimate(step, *_arguments(factory, where), reshard_after_forward=reshard, **settings)
+        return estimate(step, *arguments, world=options.world, style=options.style, device=options.device)
     except PlanError as error:
         return error
 

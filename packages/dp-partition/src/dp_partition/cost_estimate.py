@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -80,11 +79,6 @@ class Estimate:
         return self.plan.world * self.plan.replicas  # replicas are ranks too
 
     @property
-    def problems(self) -> tuple[Problem, ...]:
-        """Problems of the plan."""
-        return self.plan.problems
-
-    @property
     def peak_bytes(self) -> int:
         """Largest number of live bytes on the rank during a step."""
         return self.memory.peak_bytes
@@ -119,11 +113,6 @@ class Estimate:
             "plan": json.loads(self.plan.to_json()),
         }
         return json.dumps(data, sort_keys=True)
-
-    @property
-    def digest(self) -> str:
-        """Hash of the estimate."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Write live memory over the graph's nodes as an SVG picture, coloured by kind of tensor."""
@@ -168,7 +157,7 @@ def estimate(
         style: As for `compile`.
         rank: The rank to estimate for.
         device: Device to estimate for, for example ``"cuda"``; default: the tensors' own, the CPU for meta tensors.
-            If torch is not built for it, the step is traced on the CPU and counted without the CPU's copies.
+            If it is not available here, the step is traced on the CPU and counted without the CPU's copies.
         settings: Other arguments of `compile`: ``semantics``, ``batch``, ``placements``, ``bucket_mb``, ``prefetch``,
             ``reshard_after_forward``, ``accumulate``, ...
 
@@ -183,7 +172,7 @@ def estimate(
     tensors = [*step_state.params.values(), *step_state.buffers.values()]
     on_meta = any(tensor.is_meta for tensor in tensors)
     # Meta tensors are traced as the CPU's: every operator has rules for it.
-    traced_on = device if device is not None and _is_built(device) else ("cpu" if on_meta or device else None)
+    traced_on = device if device is not None and _is_available(device) else ("cpu" if on_meta or device else None)
     kind = torch.device(traced_on or (tensors[0].device.type if tensors else "cpu")).type
     mesh = fake_mesh(world, rank, kind)  # it cannot communicate
     runner = runner_of(compile_step(train_step, mesh=mesh, style=style, **settings))
@@ -219,12 +208,10 @@ def _check_request(world: int | tuple[int, int], rank: int, device: str | None, 
         raise PlanError(problems, "dp_partition.estimate")
 
 
-def _is_built(device: str) -> bool:
-    """Return True if tensors on a device can be traced here; otherwise autograd would end the process."""
+def _is_available(device: str) -> bool:
+    """Return True if tensors on a device can be traced here: autograd needs the device, or ends with an error."""
     kind = device.split(":")[0]
-    if kind == "cuda":
-        return torch.version.cuda is not None or torch.version.hip is not None
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return kind == "cpu" or (accelerator is not None and accelerator.type == kind)
 
 

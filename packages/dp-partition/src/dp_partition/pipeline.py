@@ -28,7 +28,7 @@ from dp_partition.passes.local_shapes import local_inputs
 from dp_partition.passes.microbatch import repeat_for_microbatches
 from dp_partition.passes.moves import Mover
 from dp_partition.passes.normalize import normalize
-from dp_partition.passes.peephole import make_contiguous_for_fused, send_alone
+from dp_partition.passes.peephole import make_contiguous_for_fused
 from dp_partition.passes.reshard_after_forward import reshard_after_forward
 from dp_partition.passes.zero import update_own_rows
 from dp_partition.plan.placements import NodeType, RankLocal
@@ -178,8 +178,6 @@ def partition_for_rank(
     bucket_and_schedule(graph, inserter.moves, mover, comm)
     # Tags give way to notes: buckets needed them for the final values of gradients.
     erase_tags(graph)
-    # Needs a graph without tags. A gradient alone in its message is not packed.
-    send_alone(graph)
     graph.lint()
     return module
 

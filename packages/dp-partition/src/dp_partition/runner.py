@@ -24,7 +24,7 @@ from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.lengths import first_difference
 from dp_partition.capture.python_state import PythonState
 from dp_partition.capture.reach import Reach
-from dp_partition.capture.state import StepState, check_traceable, find_step_state
+from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves
 from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule
 from dp_partition.eager.step import EagerStep
@@ -73,7 +73,7 @@ class Runner:
         may_switch: No choice of the caller needs a graph.
         before_trace: Python values from before a trace in the present call.
         has_agreed: Errors of the present call are raised on all ranks.
-        numbers: Numbers among the arguments of the last trace, by structure of the arguments and position.
+        values: Python values among the arguments of the last trace, by structure of the arguments and position.
         live: Positions of those that are inputs of later graphs; None where no trace was possible with them.
         latest: The program of the last call.
         num_traces: How many programs were traced.
@@ -104,7 +104,7 @@ class Runner:
         self.reads = FunctionReads(function)
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
-        self.numbers: dict[Any, dict[int, float]] = {}
+        self.values: dict[Any, dict[int, Any]] = {}
         self.live: dict[Any, frozenset[int] | None] = {}
         self.agreed: list[Mapping[str, str]] = []
         self.shapes: set[str] = set()
@@ -192,7 +192,9 @@ class Runner:
             reason = f"{reason} ({style.name.lower()} runs as fully_shard)"
         bucket = self.settings.comm.bucket_bytes
         arguments = (self.original, self.mesh, self.name, bucket, reason)
-        eager = EagerStep(*arguments, is_sharded=is_sharded, full=self.settings.full, roots=roots)
+        settings = self.settings
+        choices: dict[str, Any] = {"is_sharded": is_sharded, "full": settings.full, "observes": settings.observe}
+        eager = EagerStep(*arguments, **choices, roots=roots)
         try:
             return eager(args, kwargs)
         finally:
@@ -239,8 +241,6 @@ class Runner:
                 values, noted = program.run_noting_gradients(inputs)
                 gradients.update(noted)
         store_outputs(binding, program, values, call.leaves)
-        for scheduler, args, kwargs in program.capture.replayed:  # they compute in Python what a graph would burn in
-            scheduler.step(*args, **kwargs)
         return program.capture.returned.result(values)
 
     @contextmanager
@@ -291,7 +291,7 @@ class Runner:
         release(self.bound())
         self.binding, self.latest = None, None
         self.programs.clear()
-        self.numbers.clear()
+        self.values.clear()
         self.agreed.clear()
 
     # ---- the first call ---------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Runner:
         else:
             self.check_shared(base, step_state)
             plan = base.plan
-        self.note_numbers(call)
+        self.note_values(call)
         program = self.build_compiled(step_state, plan, call)
         check_no_gradients(step_state, program.capture.cleared)
         facts = self.facts(plan, program, call.leaves)
@@ -386,7 +386,7 @@ class Runner:
         try:
             return self.trace(step_state, plan, call, device)
         except PlanError as error:
-            numbers = frozenset(self.numbers.get(call.spec, ()))
+            numbers = frozenset(at for at, one in self.values.get(call.spec, {}).items() if type(one) in (int, float))
             if call.live or not numbers or {one.code for one in error.problems} != {"hyperparameter-changed"}:
                 raise
             call.live = numbers  # the step may set a learning rate by its number of the call
@@ -442,13 +442,14 @@ class Runner:
         arguments = (self.function, call.args, call.kwargs, step_state, plan, self.mesh)
         try:
             program = build_program(*arguments, *settings)
-            self.check_python_state(before, self.python_state(step_state, call), contents.changes())
+            changes = contents.changes()
+            contents.restore_modules()  # before the key is computed again: a cache in an attribute is no state
+            self.check_python_state(before, self.python_state(step_state, call), changes)
         except Exception as error:
             contents.restore()
             if isinstance(error, PlanError) or marked or not asks_for_values(error):
                 raise
             raise PlanError(trace_problem(self.name, error), "a shape depends on values of tensors") from error
-        contents.restore_hooks()
         self.before_trace = contents
         return program
 
@@ -482,7 +483,7 @@ class Runner:
             if broken is not None and broken.free_symbols & set(program.capture.sizes.values()):
                 self.note_decision(broken, sizes)
         announce(self.trace_label, dist.get_rank())
-        self.note_numbers(call)
+        self.note_values(call)
         program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
         program.is_new = True
         # The key is computed here: a trace with symbols may have been replaced by one without.
@@ -498,14 +499,24 @@ class Runner:
             del self.programs[next(iter(self.programs))]  # the oldest
         return program
 
-    def note_numbers(self, call: CallArguments) -> None:
-        """Let numbers among the arguments be inputs of the graph from their second value on."""
-        numbers = {at: leaf for at, leaf in enumerate(call.leaves) if type(leaf) in (int, float)}
-        before, live = self.numbers.get(call.spec, {}), self.live.get(call.spec, frozenset())
-        self.numbers[call.spec] = numbers
+    def note_values(self, call: CallArguments) -> None:
+        """Let numbers among the arguments be inputs of the graph from their second value on; name a second text."""
+        values = {at: leaf for at, leaf in enumerate(call.leaves) if type(leaf) in (int, float, str)}
+        before, live = self.values.get(call.spec, {}), self.live.get(call.spec, frozenset())
+        self.values[call.spec] = values
+        changed = [at for at, one in values.items() if type(before.get(at)) is type(one) and before[at] != one]
+        numbers = [at for at in changed if type(values[at]) is not str]
         if live is not None and self.settings.accumulate == 1:  # a micro-batch's graph passes tensors alone
-            changed = [at for at, one in numbers.items() if type(before.get(at)) is type(one) and before[at] != one]
-            self.live[call.spec] = call.live = live | frozenset(changed)
+            self.live[call.spec] = call.live = live | frozenset(numbers)
+        texts = [at for at in changed if at not in numbers]
+        if texts and self.num_traces == 1:
+            old, new = before[texts[0]], values[texts[0]]
+            leaves = named_leaves(self.original, call.args, call.kwargs)  # in the order of the signature
+            name = next((name for name, leaf in leaves if leaf is new), "")
+            text = (
+                f"{self.name} is traced again for argument {name}, {old!r} and then {new!r}; each value takes a trace"
+            )
+            warnings.warn(f"{text}: keep a text that no line reads outside of the step", stacklevel=5)
 
     def note_decision(self, broken: Any, sizes: tuple[int, ...]) -> None:
         """Warn once about another trace for a decision on sizes; if it fixes a size, trace each length."""

@@ -367,3 +367,75 @@ def test_ranks_that_fail_in_different_ways_switch_together(ranks: Ranks) -> None
         for call in range(CALLS):
             step(model, own, *batch(2 * call + ranks.rank, 4), call)
     assert runner_of(step).eager is not None and counts == [3]
+
+
+class Slotted:
+    __slots__ = ("x", "y")
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+@pytest.mark.ranks(2)
+def test_tensors_in_slots_are_never_constants(ranks: Ranks) -> None:
+    def step(model: nn.Module, optim: Any, held: Slotted) -> Any:
+        return finish(optim, (model(held.x) - held.y).square().mean())
+
+    model, plain_model = models.seeded(mlp), models.seeded(mlp)
+    optim, plain_optim, held = ADAMW(model.parameters()), ADAMW(plain_model.parameters()), Slotted(*batch(0, 4))
+    mesh = ranks.mesh((2,), ("dp",))
+    with pytest.raises(dp.PlanError, match="unsupported-argument"):
+        dp.compile(step, mesh=mesh, style="replicate", capture="always", check="never")(model, optim, held)
+    compiled = dp.compile(step, mesh=mesh, style="replicate", check="never")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(3):
+            held.x, held.y = batch(call, 4)  # the same object, other tensors
+            assert torch.equal(compiled(model, optim, held), step(plain_model, plain_optim, held))
+
+
+@pytest.mark.ranks(2)
+def test_a_second_text_is_named_at_its_trace(ranks: Ranks) -> None:
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor, *, tag: str) -> Any:
+        return finish(optim, (model(x) - y).square().mean())
+
+    model = models.seeded(mlp)
+    optim = ADAMW(model.parameters())
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", capture="always", check="first")
+    compiled(model, optim, *batch(0, 4), tag="one")
+    with pytest.warns(UserWarning, match="traced again for argument tag, 'one' and then 'two'"):
+        compiled(model, optim, *batch(1, 4), tag="two")
+
+
+@pytest.mark.ranks(2)
+def test_shards_before_the_first_call(ranks: Ranks) -> None:
+    model, plain_model = models.seeded(mlp), models.seeded(mlp)
+    optim, plain_optim = ADAMW(model.parameters()), ADAMW(plain_model.parameters())
+    kinds: list[type] = []
+
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        kinds.append(type(next(model.parameters())))
+        loss = (model(x) - y).square().mean()
+        return finish(optim, loss) if torch.isfinite(loss) else loss
+
+    def reads_outside(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return finish(
+            optim, (model(x) - y).square().mean() + (model.get_parameter("0.weight") * torch.ones(8, WIDTH)).sum()
+        )
+
+    mesh = ranks.mesh((2,), ("dp",))
+    compiled = dp.compile(step, mesh=mesh, style="fully_shard", observe=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(3):
+            x, y = batch(call, 8)
+            compiled(model, optim, x[4 * ranks.rank :][:4], y[4 * ranks.rank :][:4])
+            step(plain_model, plain_optim, x, y)
+        assert kinds[0] is DTensor, "the first call runs on shards"
+        assert "sharded: 6 of 6" in compiled.plan.checks
+        compiled.release()
+        for got, want in zip(model.parameters(), plain_model.parameters(), strict=True):
+            torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-9, atol=1e-11)
+        refused = dp.compile(reads_outside, mesh=mesh, style="fully_shard", observe=False, capture="never")
+        with pytest.raises(RuntimeError, match="mixed torch"):
+            refused(model, optim, *batch(0, 8))

@@ -52,8 +52,8 @@ def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target is target]
 
 
-@pytest.mark.parametrize("style", ["replicate", "zero2", "fully_shard"])
-def test_what_travels_alone_is_not_packed(style: str) -> None:
+@pytest.mark.parametrize("style", ["zero2", "fully_shard"])
+def test_what_is_scattered_alone_is_not_packed(style: str) -> None:
     graph = graph_of(style, nn.Linear(16, 8, bias=False), bucket_bytes=1)
     assert not calls(graph, aten.cat.default) + calls(graph, aten._chunk_cat.default)
     assert not calls(graph, aten.new_empty.default)

@@ -76,5 +76,3 @@ def test_a_reshape_keeps_a_shard_only_if_the_chunks_are_the_same_elements() -> N
 def test_bad_settings_are_refused_together() -> None:
     with pytest.raises(dp.PlanError, match="missing-mesh"):
         dp.compile(lambda: None)
-    with pytest.raises(dp.PlanError, match="invalid-argument"):
-        dp.legacy.DataParallel("zero9")  # type: ignore[arg-type]

@@ -125,7 +125,8 @@ def _open(name: str, leaf: Any) -> Any:
     elif isinstance(leaf, Mapping) and hasattr(type(leaf), "__setitem__"):
         keys, values = tuple(leaf), list(leaf.values())
     else:
-        tokens = () if callable(leaf) else fingerprint([leaf])
+        slots = [getattr(leaf, name, None) for kind in type(leaf).__mro__ for name in vars(kind).get("__slots__", ())]
+        tokens = () if callable(leaf) else fingerprint([leaf, *slots])
         if any(isinstance(one, ById) and isinstance(one.held, torch.Tensor) for one in tokens):
             hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
             reason = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"

@@ -18,8 +18,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import global_hooks
 from dp_partition.capture.lengths import length_key
 
@@ -40,7 +38,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 PLAIN_TYPES = frozenset(PLAIN)  # without subclasses
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
-_BY_IDENTITY = (torch.Tensor, LRScheduler, *_FUNCTIONS)
+_BY_IDENTITY = (torch.Tensor, *_FUNCTIONS)
 _NO_SETTINGS = (torch.Tensor, Optimizer, types.ModuleType, type, *_FUNCTIONS)
 _DEPTH = 8
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -106,7 +104,9 @@ def fingerprint(
             tokens.append(frozenset([one if isinstance(one, PLAIN) else _key_token(one) for one in value]))
         elif _is_settings(value):
             attributes = vars(value)
-            counted = [key for key in attributes if names is None or key in names]
+            # A scheduler's own methods read its attributes, and torch's code is not looked at.
+            every = names is None or isinstance(value, LRScheduler)
+            counted = [key for key in attributes if every or key in names]  # type: ignore[operator]
             tokens += counted
             members = [attributes[key] for key in counted]
         tokens.append(len(members))
@@ -126,7 +126,7 @@ def is_array(value: Any) -> bool:
 
 def _is_settings(value: Any) -> bool:
     """Return True for objects like a dataclass, a namespace, a model's config or a loss."""
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | LRScheduler):
         return True
     if isinstance(value, _NO_SETTINGS) or type(value).__module__.startswith(("torch", "dp_partition.")):
         return False
@@ -323,40 +323,6 @@ class ModuleReads:
         values = [table.get(key) for table, key in self._places]
         hooks = tuple([hook.read() for hook in self._hooks]) if self._hooks else ()
         return self.structure, fingerprint(values, self._names), hooks
-
-
-@contextmanager
-def attributes_restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Put every attribute of the modules back after the block.
-
-    Raises:
-        PlanError: With every plain value or tensor replaced by the block (code ``python-state``). A value filled in,
-            such as a cache that was None, is no state.
-    """
-    tables = [
-        (".".join(part for part in (prefix, path) if part), vars(module), dict(vars(module)))
-        for prefix, root in modules
-        for path, module in root.named_modules()
-    ]
-    problems: list[Problem] = []
-    hint = "keep it in a buffer, or pass it to the step as an argument"
-    try:
-        yield
-    finally:
-        for base, table, before in tables:
-            for key in [key for key in (*table, *before) if table.get(key) is not before.get(key)]:
-                old, new = before.get(key), table.pop(key, None)
-                if key in before:
-                    table[key] = old
-                if key == "training":  # the step's graph sets it at every call
-                    continue
-                same = old is None or (isinstance(old, PLAIN) and old == new)
-                if not same and isinstance(old, (*PLAIN, torch.Tensor)):
-                    kind = "a tensor" if isinstance(old, torch.Tensor) else f"the Python value {old!r}"
-                    reason = f"the step replaces {kind}, and a graph would not"
-                    problems.append(Problem("python-state", f"{base}.{key}" if base else key, found=reason, hint=hint))
-    if problems:
-        raise PlanError(problems, "the step changes attributes of its modules")
 
 
 def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:

@@ -3,7 +3,6 @@
 Each becomes a symbol while the step is traced. Arithmetic on it is recorded with exactly the operations of eager mode,
 so results are the same bit for bit; a condition on it (``if weight_decay != 0``) becomes a guard, checked when the
 value changes. A number that the step computes from them, such as its own count of steps, is an output of the graph.
-A scheduler steps in Python, after the graph.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.capture.fingerprint import PLAIN, fingerprint
+from dp_partition.capture.fingerprint import fingerprint
 
 FUSED_ARGUMENTS = ("lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay")
 _OF_SCHEDULERS = frozenset(["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"])  # no step reads these
@@ -151,96 +149,35 @@ def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-class _AfterScheduler:
-    """Stands for a hyperparameter behind a scheduler's step: it has no operation, so any use ends the trace."""
+@contextmanager
+def changes_recorded(optimizers: list[Optimizer]) -> Iterator[dict[Hyperparameter, Any]]:
+    """Yield a table for the numbers of parameter groups computed by the block; they become outputs of the graph.
 
-
-class GroupChanges:
-    """Changes of parameter groups by a step: numbers computed in its graph, and schedulers stepped at its end.
-
-    Args:
-        optimizers: The step's optimizers, with symbols in their groups.
-        schedulers: The schedulers within its reach.
-
-    Attributes:
-        written: The new numbers.
-        replayed: Calls of schedulers, to be made after the graph.
+    Raises:
+        PlanError: With every other change of a group (code ``hyperparameter-changed``): a constant would be the same in
+            each call.
     """
-
-    _OF_SCHEDULERS = ("lr", "momentum", "betas")
-
-    def __init__(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
-        self.tables = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
-        self.groups = [
-            (number, index, group, dict(group))
-            for number, optimizer in enumerate(optimizers)
-            for index, group in enumerate(optimizer.param_groups)
-        ]
-        self.schedulers = schedulers
-        self.written: dict[Hyperparameter, Any] = {}
-        self.replayed: list[tuple[LRScheduler, tuple[Any, ...], dict[str, Any]]] = []
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the changes of the block.
-
-        Raises:
-            PlanError: With every other change (code ``hyperparameter-changed``), or for a value read from a scheduler
-                (``python-state``): each would be the same in all calls.
-        """
-        kinds = [type(scheduler) for scheduler in self.schedulers]
-        for scheduler, kind in zip(self.schedulers, kinds, strict=True):
-            read = {"__getattribute__": lambda scheduler, name: self._attribute(scheduler, name)}
-            scheduler.__class__ = type(kind.__name__, (kind,), read)
-        try:
-            yield
-        finally:
-            for scheduler, kind in zip(self.schedulers, kinds, strict=True):
-                scheduler.__class__ = kind
-        problems = [
-            self._changed(f"optim{number}.param_groups[{index}][{key!r}]", "the step changes it")
-            for number, index, group, old in self.groups
-            for key in sorted(old.keys() | group.keys())
-            if not self._may_change(Hyperparameter(number, index, key), group.get(key), old.get(key))
-        ]
-        for number, (optimizer, table) in enumerate(self.tables):
-            if [*map(id, optimizer.param_groups)] != [*map(id, table)]:
-                optimizer.param_groups[:] = table
-                problems.append(self._changed(f"optim{number}", "the step adds or removes a group"))
-        if problems:
-            raise PlanError(problems, "the step changes hyperparameters")
-
-    def _may_change(self, hyper: Hyperparameter, new: Any, old: Any) -> bool:
-        if new is old or isinstance(new, _AfterScheduler):
-            return True
-        # A constant would be the same in each call; a value that schedulers change as well would need their order.
-        is_number = isinstance(new, _SYMBOLS) and isinstance(old, _SYMBOLS)
-        if is_number and not (self.replayed and hyper.key in self._OF_SCHEDULERS):
-            self.written[hyper] = new
-        return hyper in self.written
-
-    def _attribute(self, scheduler: LRScheduler, name: str) -> Any:
-        own = object.__getattribute__(scheduler, "__dict__")
-        if name == "step":
-            return functools.partial(self._step, scheduler, own.get("optimizer"))
-        if name in ("__class__", "__dict__"):
-            return object.__getattribute__(scheduler, name)
-        hint = "read it outside of the step, behind its call"
-        raise PlanError(Problem("python-state", "scheduler", found=f"the step reads {name!r} of it", hint=hint))
-
-    def _step(self, scheduler: LRScheduler, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        if not all(isinstance(one, PLAIN) for one in (*args, *kwargs.values())):  # a plateau's loss
-            raise PlanError(self._changed("scheduler", "it steps by a value that the step computes"))
-        self.replayed.append((scheduler, args, kwargs))
-        stepped = [] if optimizer is None else [id(group) for group in optimizer.param_groups]
-        for number, index, group, old in self.groups:
-            for key in self._OF_SCHEDULERS if id(group) in stepped else ():
-                if group.get(key) is not old.get(key) and not isinstance(group[key], _AfterScheduler):
-                    name = f"optim{number}.param_groups[{index}][{key!r}]"
-                    raise PlanError(self._changed(name, "the step changes it, and a scheduler does"))
-                if key in group:
-                    group[key] = _AfterScheduler()
-
-    def _changed(self, name: str, found: str) -> Problem:
-        hint = "call the scheduler, or change the value, between steps: it is read again at every call"
-        return Problem("hyperparameter-changed", name, found=found, hint=hint)
+    tables = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
+    groups = [
+        (number, index, group, dict(group))
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    written: dict[Hyperparameter, Any] = {}
+    yield written
+    problems: list[Problem] = []
+    hint = "call the scheduler, or change the value, between steps: it is read again at every call"
+    for number, index, group, old in groups:
+        for key in sorted(key for key in old.keys() | group.keys() if group.get(key) is not old.get(key)):
+            if isinstance(group.get(key), _SYMBOLS) and isinstance(old.get(key), _SYMBOLS):
+                written[Hyperparameter(number, index, key)] = group[key]
+                continue
+            name = f"optim{number}.param_groups[{index}][{key!r}]"
+            problems.append(Problem("hyperparameter-changed", name, found="the step changes it", hint=hint))
+    for number, (optimizer, table) in enumerate(tables):
+        if [*map(id, optimizer.param_groups)] != [*map(id, table)]:
+            optimizer.param_groups[:] = table
+            reason = "the step adds or removes a group"
+            problems.append(Problem("hyperparameter-changed", f"optim{number}", found=reason, hint=hint))
+    if problems:
+        raise PlanError(problems, "the step changes hyperparameters")

@@ -33,11 +33,9 @@ class NodeMeta(TypedDict, total=False):
         reads: Averaged gradients among a node's leaves, read by no node before it: place, name, placement.
         node_type: Kind of tensor for data parallelism; the seed's functions leave it on a graph too.
         sharding: The strategy chosen by the seed's functions.
-        fallback: The node has no rule, and runs on gathered inputs.
         gather_again: The parameter's full copy is freed after forward.
         agrees: The copy that installs rank 0's random numbers.
         ranks: Number of a collective's ranks, if it is not on the graph's own axis.
-        packs: The node packs flat gradients for a reduction in place.
     """
 
     val: Any
@@ -48,11 +46,9 @@ class NodeMeta(TypedDict, total=False):
     reads: Sequence[tuple[int, str, Placement]]
     node_type: NodeType
     sharding: Any
-    fallback: bool
     gather_again: bool
     agrees: bool
     ranks: int
-    packs: bool
 
 
 def meta_of(node: fx.Node) -> NodeMeta:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from dp_partition.capture.fingerprint import PLAIN, names_used
@@ -34,12 +35,14 @@ class PythonState:
         tables: list[Any] = [table for table in reach.tables if isinstance(table, dict | list | set | deque)]
         self.placed: set[int] = set()  # ids of the tables changed by placing a model
         self.hooks: set[int] = set()  # ids of modules' tables of hooks
+        self.attributes: set[int] = set()  # ids of modules' own tables
         self.cells: list[tuple[str, types.CellType, Any]] = []
         self.globals: list[tuple[dict[str, Any], str, Any]] = []
         self.caches: list[tuple[Any, Any]] = []  # functions under lru_cache
         self.generators: list[tuple[Callable[[Any], Any], Any]] = []  # function to restore a state, and the state
         for value in reach.objects:
             if isinstance(value, nn.Module):
+                self.attributes.add(id(vars(value)))
                 own = {key: table for key, table in vars(value).items() if isinstance(table, dict)}
                 self.hooks |= {id(table) for key, table in own.items() if "_hooks" in key}
                 self.placed |= {id(value._parameters), id(value._buffers)}
@@ -64,20 +67,28 @@ class PythonState:
         now += [(name, before, table.get(name)) for table, name, before in self.globals]
         for table, before in self.tables:
             if isinstance(table, dict) and id(table) not in self.placed:
-                now += [(key, before.get(key), table.get(key)) for key in table]
+                now += [
+                    (key, before.get(key), table.get(key)) for key in table if key != "training"
+                ]  # the graph sets it
         # What was None, or not there, is filled in: a cache.
         others = [(n, a, b) for n, a, b in now if a is not b and a is not None and isinstance(a, PLAIN) and a != b]
-        return [f"{name} ({a!r} -> {b!r})" for name, a, b in others][:5]
+        names = [f"{name} ({a!r} -> {b!r})" for name, a, b in others]
+        for table, before in self.tables:
+            if id(table) in self.attributes:
+                replaced = [k for k, old in before.items() if isinstance(old, torch.Tensor) and table.get(k) is not old]
+                names += [f"{key} (another tensor)" for key in replaced]
+        return names[:5]
 
-    def restore_hooks(self) -> None:
-        """Remove hooks registered by a forward, and empty caches that may hold fake tensors.
+    def restore_modules(self) -> None:
+        """Restore attributes of modules, remove hooks registered by a forward, and empty caches with fake tensors.
 
         A successful trace is the first call's run of the step's Python: its counters and draws stay, or
-        the check would find the same values in each call. Attributes of modules are restored in any case, and hooks
-        with them: a library with an attribute for its registered hooks would register them twice.
+        the check would find the same values in each call. Attributes of modules may be caches of fake tensors, and
+        their hooks go with them: a library with an attribute for its registered hooks would register them twice.
         """
         for table, before in self.tables:
-            if id(table) in self.hooks and not _same([*table.values()], [*before.values()]):
+            is_own = id(table) in self.hooks or id(table) in self.attributes
+            if is_own and not _same([*table, *table.values()], [*before, *before.values()]):
                 table.clear()
                 table.update(before)
         for cached, size in self.caches:
@@ -90,7 +101,7 @@ class PythonState:
         Args:
             is_placed: Leave parameters, buffers and optimizers alone: they were placed since.
         """
-        self.restore_hooks()
+        self.restore_modules()
         for _, cell, before in self.cells:
             if _contents(cell) is not before and before is not _EMPTY:
                 cell.cell_contents = before

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition.capture.fingerprint import names_used
 
@@ -40,7 +39,6 @@ class Reach:
     Attributes:
         modules: Modules with parameters, none inside another; wrappers without parameters of their own are entered.
         optimizers: All optimizers.
-        schedulers: All schedulers of learning rates, those inside others, too.
         tables: Mutable containers, and ``vars`` of objects, modules and optimizers.
         iterators: Names of types of iterators: running them twice takes two batches.
         tensors: Tensors in containers and attributes, one or several times.
@@ -49,7 +47,6 @@ class Reach:
 
     def __init__(self, *roots: Any) -> None:
         self.optimizers: list[Optimizer] = []
-        self.schedulers: list[LRScheduler] = []
         self.tables: list[Any] = []
         self.iterators: list[str] = []
         self.tensors: list[torch.Tensor] = []
@@ -157,7 +154,6 @@ class Reach:
         if isinstance(value, Iterator):
             self.iterators.append(type(value).__name__)
             return []  # a look inside would consume it
-        self.schedulers += [value] if isinstance(value, LRScheduler) else []
         inside: list[Any] = [type(value).__call__] if callable(value) else []
         if isinstance(value, collections.abc.Mapping):
             inside += itertools.islice(value.values(), _MOST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -69,7 +69,7 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """
     modules: list[tuple[str, nn.Module]] = []
     optimizers: list[Optimizer] = []
-    for name, leaf in _named_leaves(function, args, kwargs):
+    for name, leaf in named_leaves(function, args, kwargs):
         if isinstance(leaf, torch.jit.ScriptModule):
             raise PlanError(Problem("not-traceable", name, found="is TorchScript", hint="pass the plain module"))
         if isinstance(leaf, nn.Module) and all(leaf is not seen for _, seen in modules):
@@ -94,9 +94,10 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return step_state
 
 
-def _named_leaves(
+def named_leaves(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of a call's arguments in order, named after its argument."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -219,19 +220,23 @@ def check_traceable(step_state: StepState) -> None:
         PlanError: For hooks on parameters (``parameter-hooks``), distributed parameters
             (``already-applied``) and tensors in one another's memory (``shared-memory``).
     """
-    problems = [
-        Problem("already-applied", name, found="is wrapped in DistributedDataParallel", hint=_UNWRAPPED_HINT)
-        for prefix, root in step_state.modules
-        for name, module in root.named_modules(prefix=prefix)
-        if isinstance(module, nn.parallel.DistributedDataParallel)
-    ]
+    problems = wrapped(step_state.modules, step_state.params)
     problems += hooked_parameters(step_state.params)
-    for name, param in step_state.params.items():
-        if isinstance(param, DTensor):
-            problems.append(Problem("already-applied", name, found="is a DTensor", hint=_UNWRAPPED_HINT))
     problems += shared_memory({**step_state.params, **step_state.buffers})
     if problems:
         raise PlanError(problems, "the model cannot be placed")
+
+
+def wrapped(modules: Iterable[tuple[str, nn.Module]], params: Mapping[str, nn.Parameter]) -> list[Problem]:
+    """Return problems of models that another library has distributed already."""
+    problems = [
+        Problem("already-applied", name, found="is wrapped in DistributedDataParallel", hint=_UNWRAPPED_HINT)
+        for prefix, root in modules
+        for name, module in root.named_modules(prefix=prefix)
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    ]
+    are_placed = [name for name, param in params.items() if isinstance(param, DTensor)]
+    return problems + [Problem("already-applied", n, found="is a DTensor", hint=_UNWRAPPED_HINT) for n in are_placed]
 
 
 def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._shared.execution_check import RandomState, random_state_restored
 from dp_partition._shared.problems import PlanError, Problem
@@ -32,14 +31,12 @@ from dp_partition._torch_compat import (
     without_onednn,
 )
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
-from dp_partition.capture.fingerprint import attributes_restored
-from dp_partition.capture.hyperparameters import GroupChanges, Hyperparameter
+from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
 from dp_partition.capture.lengths import Sizes, erase_full_slices, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
-from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, keyless_state
 
 
@@ -62,8 +59,6 @@ class Capture:
         trained: Parameters left with another `requires_grad`, and its value.
         left: Names of parameters with gradients left for the next call to clear.
         groups: Number of the optimizer and of the parameter group of a parameter, by its name.
-        schedulers: All schedulers within the step's reach.
-        replayed: Their steps, to be made after the graph.
     """
 
     module: fx.GraphModule
@@ -80,8 +75,6 @@ class Capture:
     trained: dict[str, bool] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
-    schedulers: list[LRScheduler] = field(default_factory=list)
-    replayed: list[tuple[LRScheduler, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
     @property
     def outputs(self) -> list[Output]:
@@ -117,10 +110,8 @@ class _Tracing:
         returned: Values returned by the step.
         symbols: The symbols of its hyperparameters.
         modes: Modes of modules changed by it.
-        changes: Its changes of hyperparameters.
     """
 
-    changes: GroupChanges
     returned: Returned
     symbols: dict[Hyperparameter, Any]
     modes: list[tuple[nn.Module, bool]]
@@ -145,7 +136,6 @@ class _Tracing:
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
         self.written = _WrittenTensors()  # restored after the trace
-        self.schedulers = Reach(function, *call).schedulers
 
     @property
     def name(self) -> str:
@@ -154,9 +144,9 @@ class _Tracing:
 
     def record(self) -> fx.GraphModule:
         """Run the step on the fakes, and record it."""
-        restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
+        no_draws = _no_other_draws(self.name)
         kernels, casts = _without_recurrent_kernels(self.step_state), _without_cast_cache()
-        with restored, no_draws, self.mode, kernels, casts, without_looks_at_values(), symbolic_math():
+        with no_draws, self.mode, kernels, casts, without_looks_at_values(), symbolic_math():
             try:
                 module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
             finally:
@@ -170,18 +160,16 @@ class _Tracing:
         recording = self.phases.recording(optimizers, modules)
         with installed(self.step_state, self.fakes) as self.symbols, recording:
             tagging = gradients_tagging(dict(self.fakes.params))
-            self.changes = GroupChanges(optimizers, self.schedulers)
             replay = RandomReplay(self.name).installed()
             memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key is reused
             modes = [(part, part.training) for module in modules for part in module.modules()]
-            with tagging, torch.enable_grad(), self.changes.recorded(), replay, self.written:
+            with tagging, torch.enable_grad(), changes_recorded(optimizers) as changes, replay, self.written:
                 result = self.function(*args, **kwargs)
             check_memory(self.inputs, self.flat, memory)
             if lost := keyless_state(optimizers):
                 raise PlanError(lost, "an optimizer keeps state under keys that are no parameters")
             self.modes = [(part, part.training) for part, mode in modes if part.training != mode]
-            written = self.changes.written
-            values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases, written)
+            values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases, changes)
         return values
 
     def _arguments(self, tensors: tuple[Any, ...]) -> Any:
@@ -265,7 +253,6 @@ def trace_step(
     capture = Capture(module, *parts, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
     capture.groups = _groups(step_state)  # for fused kernels, which take plain floats
     capture.numbers = tracing.numbers
-    capture.schedulers, capture.replayed = tracing.schedulers, tracing.changes.replayed
     for name, param in tracing.fakes.params.items():
         if param.requires_grad != step_state.params[name].requires_grad:
             capture.trained[name] = param.requires_grad
@@ -322,7 +309,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
             }
     hint = "draw with torch in the step, or pass the number in a tensor"
     problems = [
-        Problem("random-replay", name, found=f"the step uses {what}, once and for all", hint=hint)
+        Problem("random-replay", name, found=f"a graph would reuse the first value of {what} in every call", hint=hint)
         for what, used in touched.items()
         if used
     ]

@@ -91,7 +91,7 @@ class CheckedCall:
         if reason:
             return self.unchecked(reason)
         try:
-            self.before = Snapshot(self.binding, self.arguments, self.program.capture.schedulers)
+            self.before = Snapshot(self.binding, self.arguments)
             self.constants = [(t, t.detach().clone()) for t in self.program.constants()]
             self.random = self.random_state()
             copied, reason = self.copy(), ""
@@ -177,14 +177,14 @@ class CheckedCall:
             return
         if any(count for _, count in rows):
             mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
-        self.raise_mismatch(mismatches)
+            self.raise_mismatch(mismatches)
         self.program.note_checked(self.call.leaves)
         self.runner.num_checked += 1
 
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
         """Leave out differences found between right results as well."""
         noise = dict.fromkeys((one.name for one in found), 0.0)
-        post, after = Snapshot(self.binding, self.arguments, self.program.capture.schedulers), self.random_state()
+        post, after = Snapshot(self.binding, self.arguments), self.random_state()
         precision = Precision()
         with precision:
             self.variation(None)

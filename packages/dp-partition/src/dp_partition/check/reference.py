@@ -19,7 +19,7 @@ from dp_partition._torch_compat import FakeTensor, pytree
 from dp_partition.capture.fingerprint import ById, FunctionReads
 from dp_partition.capture.hyperparameters import states_by_id
 from dp_partition.capture.state import StepState, choose_foreach, index_tensors
-from dp_partition.check.copying import CannotCopyError, Copier, Transform
+from dp_partition.check.copying import Copier, Transform
 from dp_partition.check.gradients import (
     FAILED,
     FINISHED,
@@ -103,10 +103,7 @@ def copy_step(
     owned = {id(one) for one in (*(module for _, module in step_state.modules), *step_state.optimizers)}
     copier = Copier(replaced, transform, owned)
     parts = (function, args, kwargs, step_state.modules, step_state.optimizers)
-    try:
-        new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
-    except CannotCopyError as error:
-        raise CannotCopyError(f"{_first_uncopied(function, args, kwargs, replaced)}: {error}") from error
+    new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
     for optimizer in optimizers:
         choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
     copied_state = StepState(modules, optimizers)
@@ -118,17 +115,6 @@ def full_copy(placed: torch.Tensor) -> torch.Tensor:
     """Return a full tensor with its own memory and the original's strides: fused optimizers go by memory."""
     full = full_tensor(placed)
     return torch.empty_strided(full.shape, placed.stride(), dtype=full.dtype, device=full.device).copy_(full)
-
-
-def _first_uncopied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Any) -> str:
-    named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
-    for name, value in named.items():
-        for leaf in pytree.tree_leaves(value):
-            try:
-                Copier(replaced).copy(leaf)
-            except CannotCopyError:
-                return f"{name} ({type(leaf).__name__})"
-    return "the step's function, or what it holds"
 
 
 def run_reference(

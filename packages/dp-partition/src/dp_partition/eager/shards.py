@@ -27,6 +27,7 @@ from dp_partition._torch_compat import is_backward_unfinished, is_in_backward, p
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.eager.watch import Watch, is_written
+from dp_partition.runtime.state import place_loaded
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
@@ -239,7 +240,7 @@ def _retire(name: str, parameter: nn.Parameter) -> None:
 
 
 def _raise_retired(name: str) -> NoReturn:
-    reason = "shards have replaced it, where an object holds it that the step's arguments and globals do not name"
+    reason = "a shard has replaced it; an object outside of the step's arguments and globals holds the old one"
     hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
     raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
 
@@ -272,15 +273,6 @@ def _refuse_writes(unit: nn.Module) -> None:
         module.register_forward_hook(after, prepend=True)  # before FSDP2 frees it
 
 
-def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shard full plain tensors of a state dict for a module's shards; the same file is loaded on every rank."""
-    parameters: dict[str, Any] = module._parameters
-    for name, parameter in parameters.items():
-        value = state_dict.get(prefix + name)
-        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            state_dict[prefix + name] = _shard_like(value, parameter)
-
-
 def place_loaded_state(place: Place, optimizer: Optimizer) -> None:
     """Shard full plain state loaded into an optimizer, as its parameters are."""
     states: dict[Any, dict[Any, Any]] = optimizer.state
@@ -289,13 +281,6 @@ def place_loaded_state(place: Place, optimizer: Optimizer) -> None:
             is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
                 state[key] = place(value)
-
-
-def _shard_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    if value.shape != parameter.shape:
-        return value  # load_state_dict names the sizes
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value.detach().to(parameter.device), mesh, placements, src_data_rank=None)
 
 
 class ClosedTraps(TorchFunctionMode):

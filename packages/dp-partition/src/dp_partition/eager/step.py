@@ -32,6 +32,7 @@ from dp_partition._torch_compat import (
     without_hooks_of,
 )
 from dp_partition.capture.reach import Reach
+from dp_partition.capture.state import wrapped
 from dp_partition.eager import shards
 from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
 from dp_partition.eager.shards import (
@@ -44,6 +45,7 @@ from dp_partition.eager.shards import (
     shard,
 )
 from dp_partition.eager.watch import Watch
+from dp_partition.runtime import state
 from dp_partition.runtime.consensus import broadcast_from_first
 
 _WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
@@ -60,6 +62,7 @@ class EagerStep:
         reason: Why the step runs eagerly.
         is_sharded: Parameters are in FSDP2's shards after the first call.
         full: ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise.
+        observes: The first call runs on full parameters, and is watched.
         roots: Models and optimizers of earlier calls: the first eager call may lack them.
 
     Attributes:
@@ -78,11 +81,12 @@ class EagerStep:
         *,
         is_sharded: bool = False,
         full: str = "keep",
+        observes: bool = True,
         roots: tuple[Any, ...] = (),
     ) -> None:
         self.roots = roots
         self.function, self.mesh, self.name, self.reason = function, mesh, name, reason
-        self.is_sharded, self.full, self.units = is_sharded, full, Units((), {})
+        self.is_sharded, self.full, self.observes, self.units = is_sharded, full, observes, Units((), {})
         self.is_placed = False
         self.bucket_bytes, self.num_calls, self.num_compared = bucket_bytes, 0, 0
         self.parameters: dict[str, nn.Parameter] = {}
@@ -102,11 +106,19 @@ class EagerStep:
         if self.is_sharded and not self.is_placed:
             # A compiled module would hide its parameters' uses; it is compiled again from the next call on.
             watch = Watch(self.parameters, self.modules, Reach(self.function, args, kwargs, self.roots).states)
+            if not self.observes:
+                self.place(args, kwargs, watch)  # it has seen nothing: what is in a module is sharded
+                return self.run_placed(args, kwargs)
             with self.reducer.call(), torch.compiler.set_stance("force_eager"), watch:
                 result = self.function(*args, **kwargs)
             self.compare_ranks()
             self.place(args, kwargs, watch)
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return self.run_placed(args, kwargs)
+
+    def run_placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step on placed parameters."""
+        assert self.reducer is not None
         with self.reducer.call(), self._traps():
             result = self.function(*args, **kwargs)
         if not self.num_calls & (self.num_calls - 1):  # a power of two
@@ -187,7 +199,7 @@ class EagerStep:
 
         Raises:
             PlanError: On every rank, before any change: ``wrong-type`` without a parameter,
-                ``unsupported-wrapper`` for models in another wrapper, ``parameter-hooks``,
+                ``already-applied`` for models in another wrapper, ``parameter-hooks``,
                 ``ranks-disagree`` for other parameters on other ranks.
         """
         reach = Reach(self.function, args, kwargs, self.roots)
@@ -241,33 +253,11 @@ class EagerStep:
         """
         for unit in self.units.modules:
             unit.reshard()  # type: ignore[operator]  # an FSDPModule's
-        places: list[tuple[nn.Module, str, Any]] = [
-            (module, key, parameter)
-            for root in self.modules
-            for module in root.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None and isinstance(parameter.data, DTensor)
-        ]
-        full: dict[int, nn.Parameter] = {}
-        for module, key, parameter in places:  # collectives: in one order on all ranks; tied parameters stay one
-            if id(parameter) not in full:
-                plain: Any = parameter.detach()
-                full[id(parameter)] = parameter_like(plain.full_tensor(), parameter)
-            module._parameters[key] = full[id(parameter)]
         with ExitStack() as stack:
             for root in self.modules:  # FSDP2 would shard again for a state dict, and gather for a forward
                 stack.enter_context(without_hooks_of(root, FSDP_HOOKS))
-            try:
-                yield
-            finally:
-                values: dict[int, Any] = {id(p): module._parameters[key] for module, key, p in places}
-                for module, key, parameter in places:
-                    module._parameters[key] = parameter
-        if writeback:
-            place = placement_of(self.mesh)
-            with torch.no_grad():
-                for parameter in {id(p): p for _, _, p in places}.values():
-                    parameter.copy_(place(values[id(parameter)]))
+            stack.enter_context(state.full_parameters(self.modules, writeback))
+            yield
 
     def release(self) -> None:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
@@ -276,7 +266,7 @@ class EagerStep:
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
             parameter: Any
             for unit in self.units.modules:
-                remove_fsdp(unit, shards.__name__)
+                remove_fsdp(unit, shards.__name__, state.__name__)
             for module in (inner for root in self.modules for inner in root.modules()):
                 for key, parameter in module._parameters.items():
                     if isinstance(parameter, DTensor):
@@ -316,19 +306,12 @@ class EagerStep:
 
 
 def _problems(name: str, reach: Reach, parameters: dict[str, nn.Parameter], is_first: bool) -> list[Problem]:
-    problems: list[Problem] = []
+    problems = wrapped([(type(root).__name__, root) for root in reach.modules], parameters)
     if not parameters:
         reason, hint = "no model in its arguments, closure or globals", "pass the model to the step"
         problems.append(Problem("wrong-type", name, found=reason, hint=hint))
-    for module in (inner for root in reach.modules for inner in root.modules()):
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            hint = "pass the model inside it; the step averages gradients itself"
-            problems.append(Problem("unsupported-wrapper", name, found="a model is wrapped by DDP", hint=hint))
     for fqn, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
-            hint = "pass a model that is not sharded yet, or train it without this step"
-            problems.append(Problem("unsupported-wrapper", fqn, found="is a DTensor already", hint=hint))
-        elif is_first and hooks_after_accumulation(parameter):
+        if is_first and hooks_after_accumulation(parameter):
             problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
         if parameter.is_meta:
             hint = "materialize the model first"

@@ -15,7 +15,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.api import Step
 from dp_partition.api import compile as compile_step
-from dp_partition.plan.placements import DataParallelStyle, parse_style
+from dp_partition.plan.placements import DataParallelStyle
 from dp_partition.plan.settings import Style
 
 
@@ -24,11 +24,6 @@ class DataParallel:
     """Data parallelism over all ranks: ``"replicate"``, ``"fully_shard"``, ``"default"``, or a `DataParallelStyle`."""
 
     parallel_style: Style | DataParallelStyle = "replicate"
-
-    def __post_init__(self) -> None:
-        if parse_style(self.parallel_style) is DataParallelStyle.HYBRID:
-            hint = "use dp_partition.compile with a mesh of two axes"
-            raise PlanError(Problem("invalid-mesh", "parallel_style", found="hybrid on one axis", hint=hint))
 
 
 def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

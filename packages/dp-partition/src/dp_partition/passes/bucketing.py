@@ -205,7 +205,6 @@ def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None) -> Stage
 def _all_reduced(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
     like, sizes = moves[0].like, [math.prod(m.shape) for m in moves]
     node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
-    meta_of(node)["packs"] = True  # for `send_alone`
     flat = FlatBuffer(node, sum(sizes), like, kind.reduce_op, scatter=False)
     full = yield from reduce_flat(mover, flat, dtype)
     pieces = mover.call(aten.split_with_sizes.default, full, sizes)

@@ -231,7 +231,7 @@ class Inserter:
         return {placement: home, Replicate(): full}
 
     def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
-        reason = f"writes a copy of {source.name}, which is used later where it was"
+        reason = f"writes to a redistributed copy of {source.name}, and later operators read {source.name} itself"
         return PlanError(Problem("shared-memory", f"node {node.name} ({node.target})", found=reason))
 
     def take_again(self, view: fx.Node, before: fx.Node) -> fx.Node:

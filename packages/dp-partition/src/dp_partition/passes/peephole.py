@@ -1,50 +1,14 @@
-"""Local rewrites of a rank's graph: packing that is not needed, contiguous tensors for fused kernels."""
+"""Contiguous tensors for fused optimizer kernels, which go by memory and not by strides."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from dp_partition.capture.node_meta import copy_notes, meta_of
-from dp_partition.ops import arguments, aten, base_of, is_op, mutated_inputs, set_argument
-
-
-def send_alone(graph: fx.Graph) -> None:
-    """Send a gradient alone in its bucket without a copy, if nothing else uses its memory.
-
-    Args:
-        graph: A graph without gradient tags, which is changed. Reductions work in place, on the packed buffer.
-    """
-    for packing in [node for node in graph.nodes if meta_of(node).pop("packs", False)]:
-        rows: Any = packing.args[0]
-        if len(rows) == 1 and _only_source(rows[0]) is not None and _is_contiguous(_gradient(rows[0])):
-            packing.replace_all_uses_with(rows[0])
-            graph.erase_node(packing)
-
-
-def _only_source(row: fx.Node) -> fx.Node | None:
-    """Return the producer of a flat gradient, if nothing else uses its memory: views have one user each."""
-    node = row
-    while len(node.users) == 1:
-        base = base_of(node)
-        if base is None:
-            is_pure = (is_op(node) or node.target is operator.getitem) and not mutated_inputs(node)
-            return node if is_pure else None
-        node = base
-    return None
-
-
-def _gradient(row: fx.Node) -> fx.Node:
-    """Return the gradient before it was made flat."""
-    return row if "val" in row.meta else row.all_input_nodes[0]
-
-
-def _is_contiguous(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_contiguous()
+from dp_partition.capture.node_meta import copy_notes
+from dp_partition.ops import arguments, aten, is_op, set_argument
 
 
 def make_contiguous_for_fused(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.plan.placements import DataParallelStyle, describe, local_shape
 
@@ -98,7 +99,7 @@ class PartitionPlan:
             return _explain_one(self[name], self.world, self._notes())
         lines = [
             f"{self.style.name.lower()} over {self.world} ranks, {self.semantics} semantics, "
-            f"{self.param_bytes()} parameter bytes on rank 0",
+            f"{human_bytes(self.param_bytes())} of parameters on rank 0",
             *self._notes(),
         ]
         width = max((len(p.info.name) for p in self.params), default=0)

@@ -68,6 +68,7 @@ class Settings:
         dynamic: Dims of tensor arguments with symbolic sizes in a trace.
         capture: ``"auto"``, ``"always"`` or ``"never"``.
         full: ``"keep"`` or ``"refuse"``.
+        observe: An eager step in shards runs its first call on full parameters.
     """
 
     style: DataParallelStyle
@@ -82,6 +83,7 @@ class Settings:
     dynamic: tuple[int, ...] = ()
     capture: str = "auto"
     full: str = "keep"
+    observe: bool = True
 
     def text(self) -> str:
         """Return choices to compare between ranks, as they show neither in the plan nor in collectives."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,9 @@ class Snapshot:
     Args:
         binding: The placed model and optimizers.
         arguments: The step's arguments and keyword arguments; tensors among them may be written.
-        schedulers: Schedulers within its reach.
     """
 
-    def __init__(self, binding: Binding, arguments: Any, schedulers: Sequence[object] = ()) -> None:
+    def __init__(self, binding: Binding, arguments: Any) -> None:
         self.entries: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
         self.states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         for name, container, key, tensor in live_tensors(binding, arguments):
@@ -30,7 +29,7 @@ class Snapshot:
         for optimizer in binding.step_state.optimizers:
             self.states += [(state, dict(state)) for state in optimizer.state.values()]
         groups = [group for optimizer in binding.step_state.optimizers for group in optimizer.param_groups]
-        self.states += [(group, dict(group)) for group in (*groups, *map(vars, schedulers))]
+        self.states += [(group, dict(group)) for group in groups]
         self.modes = [(part, part.training) for _, root in binding.step_state.modules for part in root.modules()]
         self.trained = [(param, param.requires_grad) for param in binding.params.values()]
         leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]

@@ -7,16 +7,15 @@ becomes a DTensor as well. The graph works on the local tensors behind them, in 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
@@ -76,7 +75,7 @@ class Binding:
         self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
         self.state_shapes: dict[tuple[int, str], dict[Any, torch.Size]] = {}
         self.is_unsharded = False
-        self.hints: list[Any] = []  # handles of forward hooks
+        self.hints: list[Any] = []  # handles of hooks on modules
 
     def hold_storages(self) -> None:
         """Keep the storages of the placed parameters, to detect an assignment to ``.data``."""
@@ -103,10 +102,9 @@ class Binding:
             if fqn in self.step_state.buffers:
                 self.step_state.buffers[fqn].copy_(value)  # in place: graphs read them
         self.install(placed, states)
-        for prefix, root in self.step_state.modules:
+        for _, root in self.step_state.modules:
             self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
-            self.hints.append(root.register_load_state_dict_pre_hook(place_loaded))
-            _bindings[root] = self, f"{prefix}." if prefix else ""
+            self.hints += [one.register_load_state_dict_pre_hook(place_loaded) for one in root.modules()]
 
     def first_rank_values(self) -> dict[str, torch.Tensor]:
         """Return rank 0's values of parameters, buffers and existing state."""
@@ -243,32 +241,64 @@ class Binding:
 
 
 @contextmanager
-def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
-    """Hold full plain parameters in the modules within the block; with ``writeback`` keep their new values.
+def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[None]:
+    """Hold full plain parameters in place of DTensors within the block; with ``writeback`` keep their new values.
 
-    A nested block uses the parameters of the outer one, which keeps new values. Afterwards these parameters are stale:
-    reading a gradient of them (by an optimizer from within the block) raises an error.
+    Afterwards these parameters are stale: reading a gradient of them (by an optimizer from within the block) raises.
+
+    Raises:
+        PlanError: ``shape-mismatch`` for a written value of another shape.
     """
+    places = [
+        (f"{path}.{key}" if path else key, module, key, parameter)
+        for root in roots
+        for path, module in root.named_modules()
+        for key, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    full: dict[int, nn.Parameter] = {}
+    for _, module, key, parameter in places:  # collectives: in one order on all ranks; tied parameters stay one
+        if id(parameter) not in full:
+            full[id(parameter)] = parameter_like(full_tensor(parameter), parameter)
+        module._parameters[key] = full[id(parameter)]
+    try:
+        yield
+    finally:
+        values = dict(full)
+        for _, module, key, parameter in reversed(places):  # of a tied parameter the first name counts
+            if (present := module._parameters.get(key)) is not None:  # load_state_dict(assign=True) installs others
+                values[id(parameter)] = present
+        reason = "stood in the model within unsharded(), which is over"
+        hint = "rebuild lists of parameters, and other optimizers, from model.parameters()"
+        for name, module, key, parameter in places:
+            module._parameters[key] = parameter
+            mark_stale(full[id(parameter)], Problem("parameter-replaced", name, found=reason, hint=hint))
+    if writeback:
+        shapes = [(name, tuple(values[id(p)].shape), tuple(p.shape)) for name, _, _, p in places]
+        problems = [
+            Problem("shape-mismatch", n, found=f"{new} in place of {old}") for n, new, old in shapes if new != old
+        ]
+        if problems:
+            raise PlanError(problems)
+        with torch.no_grad():
+            for *_, parameter in places:
+                layout, value = (parameter.device_mesh, parameter.placements), values[id(parameter)].data
+                parameter.copy_(distribute_tensor(value.to(parameter.device), *layout, src_data_rank=None))
+
+
+@contextmanager
+def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
+    """Hold full plain parameters in the modules within the block; a nested block uses those of the outer one."""
     if binding.is_unsharded:
         yield
         return
     binding.check_in_place()
-    full = {fqn: parameter_like(full_tensor(p), p) for fqn, p in binding.params.items()}
-    pairs = list(full.items())  # before a load may replace some
-    binding.install_modules(full)
     binding.is_unsharded = True
     try:
-        yield
+        with full_parameters([root for _, root in binding.step_state.modules], writeback):
+            yield
     finally:
         binding.is_unsharded = False
-        full |= _module_params(binding)  # load_state_dict(assign=True) installs others
-        binding.install_modules(binding.params)
-        reason = "stood in the model within unsharded(), which is over"
-        hint = "rebuild lists of parameters, and other optimizers, from model.parameters()"
-        for fqn, parameter in pairs:
-            mark_stale(parameter, Problem("parameter-replaced", fqn, found=reason, hint=hint))
-    if writeback:
-        _write(binding, full)
 
 
 def release(binding: Binding) -> None:
@@ -286,8 +316,6 @@ def release(binding: Binding) -> None:
     binding.install(plain, states)
     for handle in binding.hints:
         handle.remove()
-    for _, root in binding.step_state.modules:
-        _bindings.pop(root, None)  # later loads are not sharded
 
 
 def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
@@ -301,53 +329,18 @@ def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-# Beside the modules, not in their hooks: a copy of a placed module must not copy the binding.
-_bindings: weakref.WeakKeyDictionary[nn.Module, tuple[Binding, str]] = weakref.WeakKeyDictionary()
-
-
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shard full plain tensors of a state dict for a placed module, as its parameters are."""
-    binding, root = _bindings.get(module, (None, ""))
-    if binding is None or binding.is_unsharded:  # full parameters take full tensors
-        return
-    for fqn, *_, name in binding.param_slots:
-        key, param = prefix + fqn.removeprefix(root), binding.params[name]
-        value = state_dict.get(key) if fqn.startswith(root) else None
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
-            placement = binding.plan[name].param
-            local = local_shard(value.detach().to(param.device), placement, binding.world, binding.rank)
-            state_dict[key] = as_dtensor(local, param, binding.mesh, placement)
+    """Shard full plain tensors of a state dict for a module's DTensors; the same file is loaded on every rank."""
+    parameters: dict[str, Any] = module._parameters
+    for name, parameter in parameters.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == parameter.shape:  # else load_state_dict names the sizes
+            layout, full = (parameter.device_mesh, parameter.placements), value.detach().to(parameter.device)
+            state_dict[prefix + name] = distribute_tensor(full, *layout, src_data_rank=None)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on every rank; a copy if it was sharded."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _module_params(binding: Binding) -> dict[str, nn.Parameter]:
-    """Return the modules' present parameters, by their placed names."""
-    params: dict[str, nn.Parameter] = {}
-    for fqn, module, attribute, is_param in binding.slots:
-        param = module._parameters.get(attribute) if is_param else None
-        if param is not None:
-            params.setdefault(binding.step_state.aliases.get(fqn, fqn), param)
-    return params
-
-
-def _write(binding: Binding, full: dict[str, nn.Parameter]) -> None:
-    """Write full values into the placed parameters.
-
-    Raises:
-        PlanError: ``shape-mismatch`` for a value of another shape.
-    """
-    problems = [
-        Problem("shape-mismatch", fqn, found=f"{tuple(full[fqn].shape)} in place of {tuple(param.shape)}")
-        for fqn, param in binding.params.items()
-        if full[fqn].shape != param.shape
-    ]
-    if problems:
-        raise PlanError(problems)
-    with torch.no_grad():
-        for fqn, param in binding.params.items():
-            part = local_shard(full[fqn].data, binding.plan[fqn].param, binding.world, binding.rank)
-            local_tensor(param.data).copy_(part)

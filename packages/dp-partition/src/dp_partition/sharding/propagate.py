@@ -41,14 +41,12 @@ class NodePlan:
         output: Placement of its value.
         inputs: Required placement of each tensor input.
         node_type: Its role in the step.
-        fallback: No rule shards it: it runs on replicated inputs, gathered for it.
         reduce_whole: An unreduced gradient, wanted in full: it is all-reduced, also for users of a shard.
     """
 
     output: OutputPlacement
     inputs: dict[fx.Node, Placement] = field(default_factory=dict)
     node_type: NodeType = NodeType.NON_TENSOR
-    fallback: bool = False
     reduce_whole: bool = False
 
 
@@ -142,10 +140,9 @@ class _Walk:
         output: OutputPlacement,
         inputs: dict[fx.Node, Placement],
         kind: NodeType | None,
-        fallback: bool = False,
     ) -> None:
         self.states[node], self.types[node] = output, kind
-        self.plans[node] = NodePlan(output, inputs, kind if kind is not None else NodeType.NON_TENSOR, fallback)
+        self.plans[node] = NodePlan(output, inputs, kind if kind is not None else NodeType.NON_TENSOR)
 
     def spread(self, node: fx.Node, placement: Placement) -> OutputPlacement:
         """Return the same placement for each of the node's outputs."""
@@ -253,10 +250,8 @@ class _Walk:
             self.complain("no-sharding-strategy", node, f"inputs lie as {placements}", hint)
             best = Candidate({n: self.placement_of(n) for n in sources}, self.spread(node, R))  # type: ignore[misc]
         inputs = {n: best.inputs.get(n, R) for n in sources}
-        gathered = any(isinstance(self.placement_of(n), Shard) and inputs[n] == R for n in sources)
-        fallback = gathered and rule is None
         self.commit(node, inputs)
-        self.record(node, best.output, inputs, self.join_types(sources), fallback)
+        self.record(node, best.output, inputs, self.join_types(sources))
         self.inherit_desired(node, sources)
 
     def forget_param_shards(self, node: fx.Node, sources: list[fx.Node]) -> None:
@@ -340,8 +335,6 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def mark_types(plans: dict[fx.Node, NodePlan]) -> None:
-    """Write type and fallback of every planned node to its meta."""
+    """Write the type of every planned node to its meta."""
     for node, plan in plans.items():
         meta_of(node)["node_type"] = plan.node_type
-        if plan.fallback:
-            meta_of(node)["fallback"] = True

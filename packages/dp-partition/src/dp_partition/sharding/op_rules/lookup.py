@@ -6,11 +6,11 @@ import torch
 from torch import fx
 
 from dp_partition.ops import base_name
-from dp_partition.sharding.op_rules import along, matmul, neural, reductions, views
+from dp_partition.sharding.op_rules import matmul, neural, reductions, views
 from dp_partition.sharding.op_rules.pointwise import EXTRA_POINTWISE, foreach, pointwise
 from dp_partition.sharding.op_rules.table import RULES, Rule
 
-_FAMILIES = (along, matmul, neural, reductions, views)
+_FAMILIES = (matmul, neural, reductions, views)
 
 
 def find_rule(node: fx.Node) -> Rule | None:

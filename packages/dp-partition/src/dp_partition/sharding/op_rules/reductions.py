@@ -105,3 +105,31 @@ def stack_scalars(call: Call) -> Iterator[Candidate]:
             yield Candidate(dict.fromkeys(nodes, kind), kind)
         if isinstance(kind, Shard):
             yield Candidate(dict.fromkeys(nodes, kind), Shard(kind.dim + (1 if position <= kind.dim else 0)))
+
+
+_ALONG = (
+    "_softmax",
+    "_log_softmax",
+    "_softmax_backward_data",
+    "_log_softmax_backward_data",
+    "sort",
+    "topk",
+    "cumsum",
+    "gather",
+    "scatter",
+    "scatter_add",
+)
+
+
+@rule(*_ALONG)
+def along(call: Call) -> Iterator[Candidate]:
+    """Shard every dim but the one that the operator works along."""
+    ndim = len(call.shape(call.arg(0)))
+    touched = call.named("dim", -1) % max(ndim, 1)
+    nodes = call.tensors()
+    if any(len(call.shape(node)) != ndim for node in nodes):
+        return
+    for dim in dict.fromkeys(d for _, d in call.shards(nodes)):
+        # Gather and scatter may use fewer rows of one operand than of another; then rows do not correspond.
+        if dim != touched and len({call.shape(node)[dim] for node in nodes}) == 1:
+            yield Candidate(dict.fromkeys(nodes, Shard(dim)), call.outputs(Shard(dim)))
