@@ -179,7 +179,9 @@ class EagerStep:
         full = {name: p for name, p in self.parameters.items() if name in self.units.full}
         self.reducer = GradientReducer(full, flat_group(self.mesh), self.bucket_bytes, self.name)
         take = partial(shards.place_loaded_state, layout)  # full state of a checkpoint
-        self.handles = [one.register_load_state_dict_post_hook(take) for one in self.optimizers]
+        # A wrapper that leaves out torch's own initialisation has no tables of hooks; the optimizer in it has them.
+        hooked = [one for one in self.optimizers if hasattr(one, "_optimizer_load_state_dict_post_hooks")]
+        self.handles = [one.register_load_state_dict_post_hook(take) for one in hooked]
         self.is_placed = True
 
     def _report_full(self) -> None:
