@@ -46,7 +46,7 @@ def test_keys_of_no_token() -> None:
     for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
         (problem,) = tp.plan_styles(
             nn.MultiheadAttention(12, 4, **options), tp.MultiheadAttentionParallel(), 2
-        ).problems  # type: ignore[arg-type]
+        ).problems
         assert problem.code == "unsupported-option"
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import dp_models as models
 import dp_partition as dp
-import pytest
 import torch
 from dp_partition.check import checked_call, gradients
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,10 +24,10 @@ _DEATHS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:This process")  # fork, in a process with threads: these children do little
 def test_a_rank_that_dies_is_reported_by_the_others(tmp_path: Path) -> None:
-    # Worlds of their own, so that the deaths are this test's and nobody else's.
-    context = multiprocessing.get_context("fork")
+    # Worlds of their own, so that the deaths are this test's; not forked from here, where autograd may have threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "dp_partition.runner"])
     reports = context.SimpleQueue()
     for how in _DEATHS:
         arguments = str(tmp_path / how), how, reports

@@ -99,7 +99,7 @@ def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> 
     Raises:
         PlanError: The model has no plan, or the plan has unsupported style names.
     """
-    if not isinstance(model, nn.Module):
+    if not hasattr(model, "named_modules"):
         hint = "pass the model; of a configuration AutoModelForCausalLM.from_config makes one, on the meta device too"
         raise PlanError(Problem("wrong-type", "model", found=type(model).__name__, hint=hint))
     if plan is None:
