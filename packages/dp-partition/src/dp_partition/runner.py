@@ -186,13 +186,11 @@ class Runner:
         if self.binding is not None:
             roots = (*(module for _, module in self.binding.step_state.modules), *self.binding.step_state.optimizers)
             self.release()
-        style = self.settings.style
+        settings, style = self.settings, self.settings.style
         is_sharded = style is not DataParallelStyle.REPLICATE
         if style in (DataParallelStyle.DEFAULT, DataParallelStyle.ZERO1, DataParallelStyle.ZERO2):
             reason = f"{reason} ({style.name.lower()} runs as fully_shard)"
-        bucket = self.settings.comm.bucket_bytes
-        arguments = (self.original, self.mesh, self.name, bucket, reason)
-        settings = self.settings
+        arguments = (self.original, self.mesh, self.name, settings.comm.bucket_bytes, reason)
         choices: dict[str, Any] = {"is_sharded": is_sharded, "full": settings.full, "observes": settings.observe}
         eager = EagerStep(*arguments, **choices, roots=roots)
         try:
@@ -505,10 +503,9 @@ class Runner:
         before, live = self.values.get(call.spec, {}), self.live.get(call.spec, frozenset())
         self.values[call.spec] = values
         changed = [at for at, one in values.items() if type(before.get(at)) is type(one) and before[at] != one]
-        numbers = [at for at in changed if type(values[at]) is not str]
+        texts = [at for at in changed if type(values[at]) is str]
         if live is not None and self.settings.accumulate == 1:  # a micro-batch's graph passes tensors alone
-            self.live[call.spec] = call.live = live | frozenset(numbers)
-        texts = [at for at in changed if at not in numbers]
+            self.live[call.spec] = call.live = live | frozenset(changed) - frozenset(texts)
         if texts and self.num_traces == 1:
             old, new = before[texts[0]], values[texts[0]]
             leaves = named_leaves(self.original, call.args, call.kwargs)  # in the order of the signature
