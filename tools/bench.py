@@ -14,6 +14,7 @@ runs at `x`; `see` is one sentence on what the plot shows.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -99,19 +100,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", nargs="*")
     arguments = parser.parse_args()
-    pages: dict[str, list[str]] = {}
-    plots: dict[str, list[str]] = {}
     OUT.mkdir(parents=True, exist_ok=True)
-    for name, script in scripts(arguments.package):
-        print(f"bench: {script.relative_to(repo.ROOT)}", flush=True)
-        result = run(script)
-        plots.setdefault(name, []).extend(draw(name, curve) for curve in result.get("curves", ()))
-        pages.setdefault(name, []).append(table(result))
-    for name, tables in pages.items():
-        repeat = f"Repeat: `nox -s bench -- {name}`."
-        head = f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. {repeat}\n\n"
-        (OUT / f"{name}.md").write_text(head + "\n".join([*plots[name], *tables]))
-        print(head + "\n".join(tables))
+    # A page is written when its package is done: a script of the next one may fail.
+    for name, group in itertools.groupby(scripts(arguments.package), key=lambda each: each[0]):
+        tables, plots = [], []
+        for _, script in group:
+            print(f"bench: {script.relative_to(repo.ROOT)}", flush=True)
+            result = run(script)
+            plots += [draw(name, curve) for curve in result.get("curves", ())]
+            tables.append(table(result))
+        head = f"# Benchmarks of {name}\n\n{machine()}; {date.today()}. Repeat: `nox -s bench -- {name}`.\n\n"
+        (OUT / f"{name}.md").write_text(head + "\n".join([*plots, *tables]))
+        print(head + "\n".join(tables), flush=True)
     return 0
 
 

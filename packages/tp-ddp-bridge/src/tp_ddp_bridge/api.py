@@ -1,4 +1,4 @@
-"""The two calls for DDP around tensor parallelism: bridge a module, or bridge and wrap it."""
+"""The two calls for DDP around tensor parallelism: bridge, or bridge and wrap."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _pre_dp_module_transform = pre_dp_module_transform  # its name in torch
 
 @contextmanager
 def dp_bridge(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = ()) -> Iterator[M]:
-    """Bridge ``module`` for the length of a ``with`` block, also one that raises; arguments as above."""
+    """Bridge ``module`` for a ``with`` block, also one that raises; arguments as above."""
     listed = as_list(optimizers)
     pre_dp_module_transform(module, optimizers=listed)
     try:
@@ -159,7 +159,7 @@ def _check_arguments(mesh: Any, group: Any, ddp_kwargs: dict[str, Any]) -> None:
 def _data_group(
     module: nn.Module, mesh: DeviceMesh | None, group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, list[Problem]]:
-    """Return the group of ranks with the same shards as this one, or problems; communicates nothing."""
+    """Return the group of ranks with this one's shards, or problems; communicates nothing."""
     rank, ranks_by_name = dist.get_rank(), tensor_ranks(module)
     if mesh is None:
         assert group is not None

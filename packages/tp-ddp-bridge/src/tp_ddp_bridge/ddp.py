@@ -37,7 +37,7 @@ from tp_ddp_bridge.layout import bridge_tag, is_replicated_tag, layout_of, tenso
 
 
 class BridgedDDP(DistributedDataParallel):
-    """Result of ``wrap_ddp``: torch's communication hooks run on its own group, those of users are tried."""
+    """Result of ``wrap_ddp``: torch's hooks run on its own group, others are tried."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook on the data-parallel group; a collective of all ranks.
@@ -92,9 +92,9 @@ def _hook_problems(group: dist.ProcessGroup, hook: Any, state: object) -> Iterat
 
 
 def _trial_problems(ddp: DistributedDataParallel, hook: Any, state: object) -> list[Problem]:
-    """Return deviations of a user's hook from the average over DDP's group, on a small bucket; a collective.
+    """Return how a hook deviates from the data group's average of a small bucket.
 
-    Only torch's reducer can make a bucket, so a small module gets its own DDP.
+    A collective. Only torch's reducer can make a bucket, so a small module gets its own DDP.
     """
     if _is_torchs(hook) or getattr(hook, "is_data_parallel", False):
         return []

@@ -1,4 +1,4 @@
-"""Data axes of a mesh, with the same shards along them. Pure: sets of global ranks."""
+"""Data axes of a mesh, with the same shards along them. Pure: global ranks alone."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tp_ddp_bridge.layout import is_replicated_tag, layout_of
 _CHUNK = 1 << 20
 
 Scope: TypeAlias = Sequence[DeviceMesh | dist.ProcessGroup]
-"""The ranks that raise together: those of a mesh, or all that groups connect, in an order that all ranks share."""
+"""Ranks that raise together: of a mesh, or all that groups connect, in one order."""
 
 
 def raise_on_all_ranks(scope: Scope, subject: str, problems: Sequence[Problem], lines: Sequence[str] = ()) -> None:
@@ -127,7 +127,7 @@ def _replicas_of(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> Itera
 
 
 def replica_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
-    """Compare names, shapes and dtypes, then values; a collective, the same problems on all ranks of ``group``."""
+    """Compare names, shapes, dtypes, then values; a collective with equal results on all ranks."""
     lines = [
         # Different shards may be uneven.
         f"{each.name} {tuple(each.local.shape) if len(set(each.shard)) == 1 else each.shard} {each.local.dtype}"
@@ -196,7 +196,7 @@ def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two int64 numbers that depend on every bit of a strided tensor and its place; computed where it is."""
+    """Return two int64 numbers, on its device, that depend on each bit and its place."""
     flat = tensor.detach().contiguous().flatten()
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat).flatten()

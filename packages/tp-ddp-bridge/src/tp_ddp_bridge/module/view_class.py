@@ -136,7 +136,7 @@ def as_module(instance: BridgedModule) -> nn.Module:
 
 
 def rebuild(base: type[nn.Module], names: tuple[str, ...], *args: Any) -> nn.Module:
-    """Return an empty instance of the view class of ``base``, for pickle and copy to fill."""
+    """Return an empty instance of ``base``'s view class, for pickle and copy to fill."""
     kind = view_class(base, names)
     instance: nn.Module = kind.__new__(kind, *args)
     instance.__dict__["_dp_views"] = {}  # for `__setattr__`
@@ -198,7 +198,7 @@ def tag_leaves(module: nn.Module) -> None:
 
 
 def tag_all(module: nn.Module, incompatible_keys: Any = None) -> None:
-    """Set the tags of one module again, and those of all plain parameters below a root; a load-state-dict hook too."""
+    """Set the tags of one module, and of plain parameters below a root, again. A load-state-dict hook."""
     tag_leaves(module)
     on: Layout | None = module.__dict__.get("_dp_replicated_on")
     if on is not None:

@@ -51,7 +51,7 @@ def shard_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tensor], bo
 
 @functools.cache
 def check_steps() -> None:
-    """From now on check each optimizer with local shards at its steps; installed once for the process."""
+    """Check each optimizer with local shards at its steps; installed once for the process."""
     register_optimizer_step_pre_hook(_before_step)
 
 

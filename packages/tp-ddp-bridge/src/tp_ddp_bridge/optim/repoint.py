@@ -64,7 +64,7 @@ def repoint(optimizer: Optimizer) -> None:
 
 
 def _state_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state value laid out as ``parameter``: a DTensor for a DTensor parameter, local for a leaf."""
+    """Return a state value laid out as ``parameter``: a DTensor, or local for a leaf."""
     if isinstance(parameter, DTensor):
         return as_global(parameter, value)
     return as_local(parameter, value, copies=False) if isinstance(value, DTensor) else value

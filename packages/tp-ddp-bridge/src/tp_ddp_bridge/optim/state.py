@@ -133,7 +133,7 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
 
 
 def as_global(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state value as a checkpoint wants it; scalars and replicated plain tensors as they are."""
+    """Return a state value for a checkpoint; scalars and replicated plain tensors stay."""
     layout = layout_of(parameter)
     if layout is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
@@ -144,7 +144,7 @@ def as_global(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def as_local(parameter: torch.Tensor, value: Any, copies: bool = True) -> Any:
-    """Return a state value as ``parameter``'s optimizer keeps it; by default no memory of ``value`` is shared."""
+    """Return a state value as ``parameter``'s optimizer keeps it, by default in memory of its own."""
     if not isinstance(value, torch.Tensor):
         return value
     layout = layout_of(parameter)
@@ -200,7 +200,7 @@ def _numbered(optimizer: Optimizer, saved: list[Mapping[str, Any]]) -> list[dict
 
 
 def _first_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the state of a first step for ``parameters``: of a twin's step, on zeros in their place."""
+    """Return the state that a first step of a twin, on zeros, gives ``parameters``."""
     zeros = {parameter: nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters}
     for each in zeros.values():
         each.grad = torch.zeros_like(each)
