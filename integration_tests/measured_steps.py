@@ -7,6 +7,7 @@ peak is that of torch's own record of memory, the collectives are those that pas
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -150,6 +151,7 @@ def measured(ranks: Ranks, model: Any, batch: dict[str, torch.Tensor]) -> dict[s
         optimizer.zero_grad()
     settled = Settled()
     intercept.add(settled)
+    gc.collect()  # freed in the measured step, an earlier model would lower its peak
     with ranks.record(allow_empty=True) as log:
         peak = peak_of(forward_and_backward, model)
     intercept.remove(settled)
