@@ -327,16 +327,6 @@ class ShardingPlan(PlanContent):
 
         return to_dcp(self, module, state_dict, rank)
 
-    def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
-        """Return the ``tp_plan`` of transformers along ``axis``: module name, ``*`` for layer numbers, to style.
-
-        Raises:
-            PlanError: ``not-expressible`` for each module that no style fits, and for layers that differ.
-        """
-        from shard_spec.convert.hf import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
-
-        return to_hf_tp_plan(self, module, axis)
-
     @classmethod
     def from_hf_tp_plan(
         cls,
@@ -367,22 +357,3 @@ class ShardingPlan(PlanContent):
         from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
 
         return cls._of(from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
-
-    @classmethod
-    def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
-        """Return the plan of a model loaded by transformers with a ``DistributedConfig``.
-
-        Its axes are ``dp_replicate``, ``fsdp`` and ``tp``, those of more than one rank. Experts are sharded over
-        ``tp``; for ``ep_size`` greater than ``tp_size``, over ``ep`` and ``tp``, and ``fsdp`` is ``efsdp`` and ``ep``.
-        Settings without layouts (offload, mixed precision, ``fsdp_plan``'s groups) are not in the plan.
-
-        Args:
-            config: A ``DistributedConfig`` or its ``to_dict()``; a plan of None means the model's own.
-            module: The model (on meta).
-
-        Raises:
-            PlanError: ``not-expressible`` for pipeline stages and unknown styles.
-        """
-        from shard_spec.convert.hf import from_distributed_config  # imports torch.distributed.tensor
-
-        return cls.from_layouts(from_distributed_config(config, module)).compact(module)
