@@ -119,7 +119,7 @@ def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
     for axis, length in mesh.axes.items():
         axes.update({f"{name}.part": size // copies, f"{name}.copy": copies} if axis == name else {axis: length})
     specs = [*layout.specs[: at + 1], REPLICATE, *layout.specs[at + 1 :]]
-    return Layout(MeshSpec(axes, mesh.ranks, mesh.ranks_per_host), specs), at
+    return Layout(MeshSpec(axes, mesh.ranks), specs), at
 
 
 def _spec_of(dim: int, sections: list[Section], count: int) -> PlacementSpec:
