@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from shard_spec.optimal import (
-    OptimalPlanner,
-    PairwiseBuilder,
-    PairwiseProblem,
-    Workload,
-    least_memory,
-    solve_capped,
-    solve_exact,
-)
+from shard_spec.optimal import OptimalPlanner, Workload
+from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem, least_memory, solve_capped, solve_exact
 from shard_spec.planners import MegatronPlanner
 from torch import nn
 

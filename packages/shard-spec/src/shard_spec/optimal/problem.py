@@ -37,9 +37,6 @@ class PairwiseProblem:
         edges: pairs ``(i, j)`` with ``i < j``, each once.
         edge_costs: one float64 tensor ``[num_strategies_i, num_strategies_j]`` per edge.
         memory: one int64 tensor ``[num_strategies_i]`` per node, in bytes; needed only under a memory cap.
-
-    Raises:
-        ValueError: shapes, dtypes or indices do not match, or a cost is NaN or minus infinity.
     """
 
     names: tuple[str, ...]
@@ -48,26 +45,6 @@ class PairwiseProblem:
     edge_costs: tuple[Tensor, ...]
     memory: tuple[Tensor, ...] = ()
 
-    def __post_init__(self) -> None:
-        if len(self.names) != len(self.costs):
-            raise ValueError(f"PairwiseProblem: {len(self.names)} names for {len(self.costs)} nodes.")
-        if len(self.edges) != len(self.edge_costs) or len(set(self.edges)) != len(self.edges):
-            raise ValueError("PairwiseProblem: each edge is given once, with one matrix.")
-        if self.memory and len(self.memory) != len(self.costs):
-            raise ValueError(f"PairwiseProblem: memory of {len(self.memory)} nodes, there are {len(self.costs)}.")
-        for name, cost in zip(self.names, self.costs, strict=True):
-            _require_costs(f"node {name!r}", cost, (cost.numel(),))
-            if cost.numel() == 0:
-                raise ValueError(f"PairwiseProblem: node {name!r} has no strategy.")
-        for (i, j), matrix in zip(self.edges, self.edge_costs, strict=True):
-            if not 0 <= i < j < len(self.names):
-                raise ValueError(f"PairwiseProblem: edge {(i, j)} is not an ascending pair of nodes.")
-            shape = (self.costs[i].numel(), self.costs[j].numel())
-            _require_costs(f"edge {self.names[i]!r} - {self.names[j]!r}", matrix, shape)
-        for name, cost, amount in zip(self.names, self.costs, self.memory, strict=False):
-            if amount.dtype != torch.int64 or amount.shape != cost.shape or bool((amount < 0).any()):
-                raise ValueError(f"PairwiseProblem: memory of {name!r} must be non-negative int64 {tuple(cost.shape)}.")
-
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
@@ -75,8 +52,6 @@ class PairwiseProblem:
 
     def evaluate(self, assignment: Sequence[int]) -> float:
         """Return the cost of `assignment`, one strategy index per node."""
-        if len(assignment) != self.num_nodes:
-            raise ValueError(f"evaluate: {len(assignment)} strategies for {self.num_nodes} nodes.")
         costs = [cost[choice] for cost, choice in zip(self.costs, assignment, strict=True)]
         pairs = zip(self.edges, self.edge_costs, strict=True)
         costs += [matrix[assignment[i], assignment[j]] for (i, j), matrix in pairs]
@@ -125,7 +100,7 @@ class PairwiseBuilder:
         self._edges[first, second] = matrix.contiguous() if edge is None else edge + matrix
 
     def build(self) -> PairwiseProblem:
-        """Return the validated problem."""
+        """Return the problem."""
         edges = tuple(sorted(self._edges))
         return PairwiseProblem(
             names=tuple(self.names),
@@ -137,18 +112,15 @@ class PairwiseBuilder:
 
 
 def quantised(costs: Sequence[float] | Sequence[Sequence[float]] | Tensor) -> Tensor:
-    """Convert `costs` to float64, rounded to multiples of `QUANTUM`."""
+    """Convert `costs` to float64, rounded to multiples of `QUANTUM`.
+
+    Raises:
+        ValueError: NaN or minus infinity, from a cost model.
+    """
     tensor = torch.as_tensor(costs, dtype=torch.float64)
+    if bool((tensor.isnan() | tensor.isneginf()).any()):  # would poison every sum
+        raise ValueError("a cost is NaN or minus infinity: correct the cost model")
     return torch.round(tensor / QUANTUM) * QUANTUM
-
-
-def _require_costs(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != torch.float64 or tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"PairwiseProblem: {what} needs float64 of shape {shape}, found {tensor.dtype} {tensor.shape}."
-        )
-    if bool(torch.isnan(tensor).any()) or bool((tensor == -torch.inf).any()):
-        raise ValueError(f"PairwiseProblem: {what} has NaN or minus infinity.")
 
 
 MAX_TABLE_ENTRIES = 2**27  # 1 GiB of float64
@@ -257,10 +229,18 @@ def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, i
         factors_of[i].add(index)
         factors_of[j].add(index)
 
-    queue = _DegreeQueue(num_strategies, adjacent)
+    def degree_of(node: int) -> tuple[int, int, int]:
+        size = num_strategies[node] * math.prod(num_strategies[other] for other in adjacent[node])
+        return len(adjacent[node]), size, node
+
+    degrees = {node: degree_of(node) for node in range(num_nodes)}  # of the nodes that are left
+    queue = sorted(degrees.values())
     steps = []
     for position in range(num_nodes):
-        node = queue.pop()
+        while (least := heapq.heappop(queue)) != degrees.get(least[2]):
+            pass  # stale: its node has gone, or has other neighbours now
+        node = least[2]
+        del degrees[node]
         neighbours = tuple(sorted(adjacent[node]))
         entries = num_strategies[node] * math.prod(num_strategies[other] for other in neighbours)
         if entries > MAX_TABLE_ENTRIES:  # before the allocation
@@ -278,37 +258,9 @@ def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, i
                 factors_of[other].add(result)
             adjacent[other].discard(node)
             adjacent[other].update(third for third in neighbours if third != other)  # its table couples all neighbours
-            queue.update(other)
+            degrees[other] = degree_of(other)
+            heapq.heappush(queue, degrees[other])
     return tuple(steps)
-
-
-class _DegreeQueue:
-    """Nodes by (degree, table size, index); stale entries are dropped when popped."""
-
-    def __init__(self, num_strategies: Sequence[int], adjacent: Sequence[set[int]]) -> None:
-        self._num_strategies = num_strategies
-        self._adjacent = adjacent
-        self._alive = set(range(len(num_strategies)))
-        self._heap: list[tuple[int, int, int]] = []
-        for node in range(len(num_strategies)):
-            self.update(node)
-
-    def update(self, node: int) -> None:
-        heapq.heappush(self._heap, self._key(node))
-
-    def pop(self) -> int:
-        while True:
-            key = heapq.heappop(self._heap)
-            node = key[2]
-            if node in self._alive and key == self._key(node):  # else stale
-                self._alive.remove(node)
-                return node
-
-    def _key(self, node: int) -> tuple[int, int, int]:
-        size = self._num_strategies[node]
-        for other in self._adjacent[node]:
-            size *= self._num_strategies[other]
-        return len(self._adjacent[node]), size, node
 
 
 def _aligned(values: Tensor, nodes: Sequence[int], scope: Sequence[int]) -> Tensor:
