@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shard_spec._shared.consensus import assert_consistent, mesh_order_problems
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.handle import (
+    Installed,
     ShardHandle,
     Transaction,
     install_module,
@@ -182,40 +183,40 @@ def apply_plan(
         PlanError: With every problem of every rank, before any change.
     """
     meeting = group_of(mesh, group)
-    call = _Call(module, mesh, meeting, source, src_rank, init, seed)
+    call = Call(module, meeting, lambda layout: mesh, source, src_rank, init, seed)
 
     def planned() -> tuple[ExecutionPlan, list[torch.Tensor] | None]:
-        actions = _plan(plan, call)
+        actions = _plan(plan, call, mesh)
         # Nothing is sent for other sources, but `init` is the caller's, and may fail on one rank.
-        return actions, None if source == "scatter" else _staged(call, actions)
+        return actions, None if source == "scatter" else stage(call, actions)
 
-    actions, staged = on_all_ranks(meeting, "apply", planned, lambda made: made[0].lines)
+    actions, staged = on_all_ranks(meeting, "apply", planned, lambda plan_and_shards: plan_and_shards[0].lines)
     with Transaction() as transaction:
-        staged = _staged(call, actions) if staged is None else staged
-        replaced = run_sharders(module, actions, meeting, transaction)  # before _install: they may raise
-        handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
+        staged = stage(call, actions) if staged is None else staged
+        replaced = run_sharders(module, actions, meeting, transaction)  # before install: they may raise
+        handle = ShardHandle(plan, actions, module, meeting, install(call, actions, staged, replaced, transaction))
     return mark_replaced_stale(handle)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Arguments of one call of `apply_plan`, and the group of its mesh."""
+class Call:
+    """Arguments of one call that shards a module, its group, and the mesh of each layout; see `apply_plan`."""
 
     module: nn.Module
-    mesh: DeviceMesh
     group: dist.ProcessGroup
-    source: Source
-    src_rank: int
-    init: Initializer | None
-    seed: int
+    mesh_of: Callable[[Layout], DeviceMesh]
+    source: Source = "scatter"
+    src_rank: int = 0
+    init: Initializer | None = None
+    seed: int = 0
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
 
 
-def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
+def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
     """Plan the action on each tensor, without changes or communication."""
-    module, mesh, source, src_rank, init = call.module, call.mesh, call.source, call.src_rank, call.init
+    module, source, src_rank, init = call.module, call.source, call.src_rank, call.init
     spec = MeshSpec.from_device_mesh(mesh)
     problems = argument_problems(source, src_rank, dist.get_world_size(call.group), init)
     problems += mesh_order_problems(mesh)
@@ -262,20 +263,18 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
 # ---- moving and installing ------------------------------------------------------------------------------------------
 
 
-def scatter_to_all(
-    full: torch.Tensor | None,
-    layout: Layout,
-    action: TensorAction,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    src: int,
-    mesh: DeviceMesh,
-) -> torch.Tensor:
-    """Return this rank's shard: from ``src`` to each first replica, then broadcast along replicating axes.
+def scatter_to_all(call: Call, tensor: torch.Tensor, action: TensorAction, device: torch.device) -> torch.Tensor:
+    """Return this rank's shard: from the source to each first replica, then broadcast along replicating axes.
 
-    ``src`` sends every element once, for any number of replicas.
+    The source sends every element once, for any number of replicas.
     """
-    local = scatter(full, layout, action.shape, action.dtype, device, group, src, primaries=True)
+    layout = action.layout
+    full = tensor.detach() if dist.get_rank(call.group) == call.src_rank else None  # other ranks' values are ignored
+    if layout is None:
+        whole = torch.empty(action.shape, dtype=action.dtype, device=device) if full is None else full.to(device)
+        return broadcast_(whole.contiguous(), call.group, call.src_rank)
+    local = scatter(full, layout, action.shape, action.dtype, device, call.group, call.src_rank, primaries=True)
+    mesh = call.mesh_of(layout)
     for axis, spec in enumerate(layout.specs):  # mesh order on all ranks
         if isinstance(spec, ReplicateSpec) and mesh.size(axis) > 1:
             broadcast_(local, mesh.get_group(axis), 0)
@@ -329,22 +328,24 @@ def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _staged(call: _Call, actions: ExecutionPlan) -> list[torch.Tensor]:
-    """Create this rank's shards, in one order on all ranks; only ``source="scatter"`` communicates."""
+def stage(call: Call, actions: ExecutionPlan) -> list[torch.Tensor]:
+    """Create this rank's tensors, in one order on all ranks; only ``source="scatter"`` communicates."""
     return [_shard(call, action, actions.device) for action in actions.tensors]
 
 
-def _shard(call: _Call, action: TensorAction, device: torch.device) -> torch.Tensor:
-    """Create this rank's shard, as a DTensor or a local parameter."""
-    tensor, layout, mesh, src = tensor_at(call.module, action.names[0]), action.layout, call.mesh, call.src_rank
-    assert layout is not None
+def _shard(call: Call, action: TensorAction, device: torch.device) -> torch.Tensor:
+    """Create this rank's shard, as a DTensor or a local parameter, or the whole tensor where it has no layout."""
+    tensor, layout = tensor_at(call.module, action.names[0]), action.layout
     if call.source == "scatter":
-        full = tensor if dist.get_rank(call.group) == src else None  # other ranks' values are ignored
-        local = scatter_to_all(full, layout, action, device, call.group, src, mesh)
+        local = scatter_to_all(call, tensor, action, device)
     elif tensor.is_meta:
         local = materialize(action, device, dist.get_rank(), call.init, call.seed)
     else:
+        assert layout is not None
         local = local_shard(tensor, layout, device, dist.get_rank())
+    if layout is None:
+        return local
+    mesh = call.mesh_of(layout)
     expression = choose_format(layout, action.shape, action.names[0], local=True, strided=True)
     assert isinstance(expression, ParameterFormat)  # planned
     if expression.kind == "local":
@@ -369,26 +370,28 @@ def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expressi
     return local
 
 
-def _install(
-    plan: PlanContent,
-    module: nn.Module,
+def install(
+    call: Call,
     actions: ExecutionPlan,
     staged: list[torch.Tensor],
     replaced: dict[str, nn.Module],
-    group: dist.ProcessGroup,
     transaction: Transaction,
-) -> ShardHandle:
-    placed = []
-    checks: list[Callable[[], Problem | None]] = []
+) -> Installed:
+    """Put everything in its place; local, and logged in ``transaction``."""
+    module, installed = call.module, Installed()
     for action, value in zip(actions.tensors, staged, strict=True):
-        placed.append(place(module, action, tensor_at(module, action.names[0]), value, transaction))
-    for path, new in replaced.items():
-        install_module(module, path, new, transaction)
-        checks.append(irreversible(path, actions.sharders[path]))
-    owners = {
-        id(owner): owner for each in placed for owner, _, _ in each.places if hasattr(each.value, "_sharding_info")
-    }
-    hooks = [owner.register_state_dict_post_hook(InfoOnSave()) for owner in owners.values()]
-    for hook in hooks:
-        transaction.on_rollback(hook.remove)
-    return ShardHandle(plan, actions, module, group, placed, [hook.remove for hook in hooks], checks)
+        old = tensor_at(module, action.names[0])
+        if action.layout is not None:
+            installed.placed.append(place(module, action, old, value, transaction))
+        elif old.is_meta:  # undo leaves it
+            new = nn.Parameter(value, requires_grad=action.requires_grad) if action.kind == "parameter" else value
+            place(module, action, old, new, transaction)
+        else:
+            transaction.overwrite(old, value.to(old.device))
+    for path, new_module in replaced.items():
+        install_module(module, path, new_module, transaction)
+        installed.checks.append(irreversible(path, actions.sharders[path]))
+    places = [(owner, each.value) for each in installed.placed for owner, _, _ in each.places]
+    for owner in {id(owner): owner for owner, value in places if hasattr(value, "_sharding_info")}.values():
+        installed.register(owner.register_state_dict_post_hook(InfoOnSave()), transaction)
+    return installed

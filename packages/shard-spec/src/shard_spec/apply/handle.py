@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -140,8 +140,8 @@ def run_sharders(
         _await_peers(group, ())
         return tensors
 
-    def lines(made: dict[str, nn.Module]) -> list[str]:
-        return [f"{path}: {type(new).__qualname__}" for path, new in made.items()]
+    def lines(sharded: dict[str, nn.Module]) -> list[str]:
+        return [f"{path}: {type(new).__qualname__}" for path, new in sharded.items()]
 
     return on_all_ranks(group, "a Sharder failed", run, lines)
 
@@ -181,6 +181,20 @@ class Placed:
         return self.places[0][2]
 
 
+@dataclass
+class Installed:
+    """What a call put in place: tensors, removals of its hooks, and checks before an undo."""
+
+    placed: list[Placed] = field(default_factory=list)
+    removals: list[Callable[[], None]] = field(default_factory=list)
+    checks: list[Callable[[], Problem | None]] = field(default_factory=list)
+
+    def register(self, hook: Any, transaction: Transaction) -> None:
+        """Remove a hook of torch at undo, or at a failure of this call."""
+        transaction.on_rollback(hook.remove)
+        self.removals.append(hook.remove)
+
+
 class ShardHandle:
     """Handle returned by ``shard_module``, ``shard_parameter`` and ``plan.apply``.
 
@@ -191,26 +205,17 @@ class ShardHandle:
     """
 
     def __init__(
-        self,
-        plan: Any,
-        actions: Any,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        placed: list[Placed],
-        removals: list[Callable[[], None]],
-        checks: list[Callable[[], Problem | None]],
+        self, plan: Any, actions: Any, module: nn.Module, group: dist.ProcessGroup, installed: Installed
     ) -> None:
         self.plan = plan
         self.actions = actions
         self.module = module
         self._group = group
-        self._placed = placed
-        self._removals = removals
-        self._checks = checks
+        self._installed = installed
         self._undone = False
 
     def __repr__(self) -> str:
-        state = "undone" if self._undone else f"{len(self._placed)} tensors"
+        state = "undone" if self._undone else f"{len(self._installed.placed)} tensors"
         return f"ShardHandle({type(self.module).__name__}, {state})"
 
     def undo(self) -> nn.Module:
@@ -224,10 +229,10 @@ class ShardHandle:
                 was replaced after the call (undo later calls first); ``sharder-nesting``.
         """
         on_all_ranks(self._group, "undo", lambda: raise_problems(self._undo_problems()), self._undo_lines)
-        full_tensors = [self._whole(placed) for placed in self._placed]
-        for removal in reversed(self._removals):
+        full_tensors = [self._whole(placed) for placed in self._installed.placed]
+        for removal in reversed(self._installed.removals):
             removal()
-        for placed, value in zip(self._placed, full_tensors, strict=True):
+        for placed, value in zip(self._installed.placed, full_tensors, strict=True):
             for module, name, _ in placed.places:
                 put_tensor(module, name, value)
             mark_current(value)
@@ -236,17 +241,17 @@ class ShardHandle:
                 hint = "build the optimizer again"
                 mark_stale(placed.value, Problem("parameter-replaced", placed.name, found=why, hint=hint))
         self._undone = True
-        self._placed, self._removals, self._checks = [], [], []  # frees the shards
+        self._installed = Installed()  # frees the shards
         return self.module
 
     def _undo_lines(self, _: None) -> list[str]:
-        return [f"undo {placed.name}: {_state(placed.value)}" for placed in self._placed]
+        return [f"undo {placed.name}: {_state(placed.value)}" for placed in self._installed.placed]
 
     def _undo_problems(self) -> list[Problem]:
         if self._undone:
             return [Problem("already-applied", found="this handle was undone before", hint="shard the module again")]
-        problems = [problem for check in self._checks if (problem := check()) is not None]
-        for placed in self._placed:
+        problems = [problem for check in self._installed.checks if (problem := check()) is not None]
+        for placed in self._installed.placed:
             for module, name, fqn in placed.places:
                 now = module._parameters.get(name, module._buffers.get(name))
                 if now is not placed.value:
@@ -307,7 +312,7 @@ def _state(value: torch.Tensor) -> str:
 
 def mark_replaced_stale(handle: ShardHandle) -> ShardHandle:
     """Mark replaced parameters as stale, so that an optimizer that still trains them raises."""
-    for placed in handle._placed:
+    for placed in handle._installed.placed:
         original = placed.before()
         if isinstance(original, nn.Parameter):
             reason = "an optimizer, or another module, still holds the full parameter; the module trains its shard"

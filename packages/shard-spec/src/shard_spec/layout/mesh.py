@@ -193,7 +193,7 @@ class MeshSpec:
             hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
             raise PlanError(Problem("missing-dependency", "ranks", found=reason, hint=hint))
         # Collective: every rank creates all groups, in the same order.
-        own_groups = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
+        own_groups = [_torch_compat.new_ordered_group(list(members)) for along in groups for members in along]
         own = [group for group in own_groups if group is not None]
         # from_group() needs a group of this rank.
         if dist.get_rank() not in self.ranks:  # it took part in the groups above

@@ -55,8 +55,8 @@ def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch
     default = tuple(Replicate() if placement.is_partial() else placement for placement in value.placements)
     gradient = default if gradient is None else tuple(gradient)
     meaning = _Meaning(value.device_mesh, value.shape, tuple(value.placements), gradient)
-    made: torch.Tensor = _Unwrap.apply(value, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return made
+    local: torch.Tensor = _Unwrap.apply(value, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return local
 
 
 def whole(value: DTensor, *, parts: bool) -> torch.Tensor:

@@ -23,8 +23,7 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.text import to_placement_spec
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
-from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.torch_specs import from_torch
+from shard_spec.specs.torch_specs import as_spec
 
 if TYPE_CHECKING:
     from shard_spec.plan.content import PlanContent  # a higher layer: its digest hashes this document
@@ -123,7 +122,7 @@ def _layout_text(value: Any, mesh: MeshSpec | None) -> str:
 
 
 def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
-    spec = value if isinstance(value, ShardingSpec) else from_torch(value)
+    spec = as_spec(value) or value
     name = f"{type(spec).__module__}.{type(spec).__qualname__}"
     hint = "write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))"
     problems.append(Problem("invalid-plan", key, found=f"a spec of type {name}", hint=hint))

@@ -7,10 +7,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
+from typing import Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.intervals import Box, chunk
@@ -27,10 +24,6 @@ from shard_spec.specs.shards import (
     grid_of,
     overlap_problems,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.tensor import DTensor
 
 
 class ShardingSpec(abc.ABC):
@@ -78,13 +71,6 @@ class ShardingSpec(abc.ABC):
             held[shard.rank] = (*held.get(shard.rank, ()), shard.box)
         return held
 
-    def equivalent_to(self, other: ShardingSpec, shape: Sequence[int]) -> bool:
-        """Return True if both put the same elements on the same ranks; -1 is 1 of two dims.
-
-        Torch compares dims as written, and takes -1 -> 1 for a change of layout.
-        """
-        return _nonempty(self.boxes(shape)) == _nonempty(other.boxes(shape))
-
     def to_layout(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a tensor of ``shape``: ranks on a mesh, and placements.
 
@@ -106,22 +92,6 @@ class ShardingSpec(abc.ABC):
         axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
         placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
         return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
-
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> DTensor:
-        """Scatter ``tensor`` from ``src_rank`` of the group; a collective. See ``shard_parameter``."""
-        # Deferred: it imports torch.distributed.tensor, a second or more, not needed for planning.
-        from shard_spec.distributed.parameter_format import shard_tensor
-
-        def place(shape: tuple[int, ...]) -> tuple[Layout, torch.device | None]:
-            own = [each.placement for each in self.shards_for(shape) if each.rank == dist.get_rank()]
-            return self.to_layout(shape), own[0].device() if own and own[0] is not None else None
-
-        return shard_tensor(tensor, place, src_rank, process_group)
-
-
-def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
-    nonempty = {rank: tuple(sorted((box for box in held if box.numel), key=str)) for rank, held in boxes.items()}
-    return {rank: held for rank, held in nonempty.items() if held}
 
 
 def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Box]:

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_shard
-from shard_spec.specs.shards import RemoteDevice, Sharder, ShardMetadata, TensorShards
-
-
-@dataclass(frozen=True)
-class TorchShardingSpec(ShardingSpec):
-    """A user's own subclass of torch's ``ShardingSpec``, as one of ours; built by ``from_torch``."""
-
-    spec: Any
-
-    def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
-        """Call the torch spec and convert its shards."""
-        answer = _torch_compat.build_torch_metadata(self.spec, tensor_sizes)
-        return TensorShards([as_shard(shard) for shard in answer.shards_metadata], tensor_sizes, tensor_properties)
+from shard_spec.specs.shards import RemoteDevice, Sharder, ShardMetadata
 
 
 def from_torch(value: object) -> Any:
     """Convert an object of ``torch.distributed._shard`` to ours.
 
     Args:
-        value: A chunk, enumerable or user-defined sharding spec, a shard metadata, or a remote device of torch.
+        value: A chunk or enumerable sharding spec, a shard metadata, or a remote device of torch.
 
     Returns:
         The equivalent object of this package.
 
     Raises:
-        PlanError: ``wrong-type`` for anything else.
+        PlanError: ``wrong-type`` for anything else, a subclass of torch's ``ShardingSpec`` of one's own included.
     """
     kind = _torch_compat.shard_kind(value)  # None before torch's module is imported
     spec: Any = value
@@ -42,8 +29,6 @@ def from_torch(value: object) -> Any:
         return ChunkShardingSpec(spec.dim, spec.placements)
     if kind == "enumerable":
         return EnumerableShardingSpec(spec.shards)
-    if kind == "spec":
-        return TorchShardingSpec(spec)
     if kind == "shard":
         return as_shard(spec)
     if kind == "device":
@@ -70,8 +55,6 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
         return _torch_compat.torch_class("chunk")(value.dim, [to_torch(device) for device in value.placements])
     if isinstance(value, EnumerableShardingSpec):
         return _torch_compat.torch_class("enumerable")([to_torch(shard) for shard in value.shards])
-    if isinstance(value, TorchShardingSpec):
-        return value.spec
     if isinstance(value, ShardingSpec):
         if shape is None:
             reason = f"a {type(value).__qualname__}, which torch does not know"
@@ -84,7 +67,7 @@ def as_spec(value: object) -> ShardingSpec | None:
     """Convert a spec, ours or torch's, to one of ours; None for other values."""
     if isinstance(value, ShardingSpec):
         return value
-    if _torch_compat.shard_kind(value) in ("chunk", "enumerable", "spec"):
+    if _torch_compat.shard_kind(value) in ("chunk", "enumerable"):
         spec: ShardingSpec = from_torch(value)
         return spec
     return None
@@ -102,5 +85,5 @@ def as_sharder(value: object) -> Sharder | None:
 
 def unknown_spec(name: str, value: object) -> Problem:
     """Return the problem of an object that is no spec."""
-    hint = "use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module"
+    hint = "use ChunkShardingSpec, EnumerableShardingSpec, a subclass of shard_spec.ShardingSpec, or a Sharder for a module"
     return Problem("wrong-type", name, found=f"{value!r} of type {type(value).__qualname__}", hint=hint)
