@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.estimate.activations import ActivationEstimate, StepOptions
     from shard_spec.estimate.communication import Communication
-    from shard_spec.estimate.cost import CostModel, Topology
+    from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
     from shard_spec.estimate.memory import Memory, OptimizerLike
     from shard_spec.estimate.roles import Batch
     from shard_spec.layout.layout import Layout
@@ -166,7 +166,7 @@ class ShardingPlan(PlanContent):
         batch: Batch | None = None,
         *,
         topology: Topology | None = None,
-        cost_model: CostModel | None = None,
+        cost_model: AlphaBetaCostModel | None = None,
         **step: Unpack[StepOptions],
     ) -> Communication:
         """Return the communication of one training step by axis.

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shard_spec.estimate.cost import CostModel, Link, Topology
+from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal.operations import Operation, Strategy, cuts, moving
 from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem
@@ -73,7 +73,7 @@ class StepModel:
     operations: tuple[Operation, ...]
     mesh: MeshSpec
     topology: Topology
-    cost_model: CostModel
+    cost_model: AlphaBetaCostModel
     workload: Workload
 
     @cached_property

@@ -11,7 +11,7 @@ from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, CostModel, Topology
+from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Topology
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal.model import StepModel, StrategyPerAxis, Workload
@@ -55,7 +55,7 @@ class OptimalPlanner(LayoutPlanner):
 
     def __init__(
         self,
-        cost_model: CostModel | None = None,
+        cost_model: AlphaBetaCostModel | None = None,
         topology: Topology | None = None,
         memory_limit: int | None = None,
         *,
@@ -63,7 +63,7 @@ class OptimalPlanner(LayoutPlanner):
         workload: Workload,
     ) -> None:
         super().__init__(mesh)
-        self.cost_model: CostModel = AlphaBetaCostModel() if cost_model is None else cost_model
+        self.cost_model = AlphaBetaCostModel() if cost_model is None else cost_model
         self.topology = PRESETS["h100-sxm"] if topology is None else topology
         self.memory_limit = self.topology.hbm_bytes if memory_limit is None else memory_limit
         self.workload = workload
