@@ -132,7 +132,7 @@ class ShardingPlan(PlanContent):
             module: The model, or its metadata.
             batch: As in :meth:`activations`. None: the state alone is counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
-                :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, a torch optimizer or its class, or None.
+                :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, or None.
             grads: True to count gradients, or their dtype if it is not the parameters'.
             step: How the step runs; see :class:`StepOptions`.
 
@@ -144,7 +144,7 @@ class ShardingPlan(PlanContent):
             return static
         if isinstance(module, ModelMetadata):
             raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-        return static.with_activations(self.activations(module, batch, **step), foreach=is_foreach(optimizer, module))
+        return static.with_activations(self.activations(module, batch, **step), foreach=is_foreach(module))
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
