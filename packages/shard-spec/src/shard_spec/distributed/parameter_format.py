@@ -255,4 +255,3 @@ def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
     """Convert a local shard to a DTensor of global ``shape``; from_local alone assumes equal shards."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-

@@ -1,4 +1,4 @@
-"""Sharding specs of single tensors. Their terms are those of ``torch.distributed._shard``. Torch's own are taken too."""
+"""Sharding specs of single tensors. Terms are those of ``torch.distributed._shard``. Torch's own are taken too."""
 
 from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shard_spec.specs.shards import DeviceLike, RemoteDevice, Sharder, ShardMetadata, TensorShards

@@ -85,5 +85,5 @@ def as_sharder(value: object) -> Sharder | None:
 
 def unknown_spec(name: str, value: object) -> Problem:
     """Return the problem of an object that is no spec."""
-    hint = "use ChunkShardingSpec, EnumerableShardingSpec, a subclass of shard_spec.ShardingSpec, or a Sharder for a module"
+    hint = "use ChunkShardingSpec, EnumerableShardingSpec, a subclass of shard_spec.ShardingSpec, or a Sharder"
     return Problem("wrong-type", name, found=f"{value!r} of type {type(value).__qualname__}", hint=hint)
