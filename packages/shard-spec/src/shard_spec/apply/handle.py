@@ -183,7 +183,7 @@ class Placed:
 
 @dataclass
 class Installed:
-    """What a call put in place: tensors, removals of its hooks, and checks before an undo."""
+    """Changes of one call: tensors in place, removals of its hooks, and checks before an undo."""
 
     placed: list[Placed] = field(default_factory=list)
     removals: list[Callable[[], None]] = field(default_factory=list)

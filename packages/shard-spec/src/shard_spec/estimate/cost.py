@@ -170,8 +170,8 @@ class AlphaBetaCostModel:
         flops_efficiency: achieved share of the peak rate for large matmuls.
 
     Both defaults are round numbers from reports of well tuned training; pass your own if you have measured. For other
-    formulas subclass it: times are seconds, and a link with one rank costs 0. ``num_bytes`` is always the full tensor of
-    one group: each rank's buffer after an all-gather, before a reduce-scatter, before and after the others.
+    formulas subclass it: times are seconds, and a link with one rank costs 0. ``num_bytes`` is the full tensor of a
+    group: each rank's buffer after an all-gather, before a reduce-scatter, before and after the others.
     """
 
     bw_efficiency: float = 0.8
