@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeAlias
 
 import torch
@@ -37,7 +38,14 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.distributed.exchange import broadcast_, fingerprint, group_or_default, on_all_ranks, scatter, take
+from shard_spec.distributed.exchange import (
+    as_bytes,
+    broadcast_,
+    fingerprint,
+    group_or_default,
+    on_all_ranks,
+    take,
+)
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
@@ -263,17 +271,31 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
 # ---- moving and installing ------------------------------------------------------------------------------------------
 
 
-def scatter_to_all(call: Call, tensor: torch.Tensor, action: TensorAction, device: torch.device) -> torch.Tensor:
-    """Return this rank's shard: from the source to each first replica, then broadcast along replicating axes.
+def scattered(call: Call, tensor: torch.Tensor, action: TensorAction, device: torch.device) -> torch.Tensor:
+    """Return this rank's shard, as exact bytes: from the source to each first replica, then along replicating axes.
 
     The source sends every element once, for any number of replicas.
     """
-    layout = action.layout
-    full = tensor.detach() if dist.get_rank(call.group) == call.src_rank else None  # other ranks' values are ignored
+    layout, group, src, me = action.layout, call.group, call.src_rank, dist.get_rank(call.group)
+    full = tensor.detach() if me == src else None  # other ranks' values are ignored
     if layout is None:
         whole = torch.empty(action.shape, dtype=action.dtype, device=device) if full is None else full.to(device)
-        return broadcast_(whole.contiguous(), call.group, call.src_rank)
-    local = scatter(full, layout, action.shape, action.dtype, device, call.group, call.src_rank, primaries=True)
+        return broadcast_(whole.contiguous(), group, src)
+    ranks = dist.get_process_group_ranks(group)
+    local = torch.empty(layout.local_shape(ranks[me], action.shape), dtype=action.dtype, device=device)
+    firsts = [layout.is_primary(rank) for rank in ranks]  # of their replicas
+    sizes = [
+        prod(layout.local_shape(rank, action.shape)) * local.element_size() if first else 0
+        for rank, first in zip(ranks, firsts, strict=True)
+    ]
+    packed = torch.empty(0, dtype=torch.uint8, device=device)
+    if full is not None:
+        shards = [take(full, layout, rank).reshape(-1) for rank, first in zip(ranks, firsts, strict=True) if first]
+        packed = as_bytes(torch.cat(shards).to(device))
+    if sum(sizes):
+        receives = [sizes[me] if rank == src else 0 for rank in range(len(ranks))]
+        sends = sizes if me == src else [0] * len(ranks)
+        dist.all_to_all_single(as_bytes(local)[: sum(receives)], packed, receives, sends, group=group)
     mesh = call.mesh_of(layout)
     for axis, spec in enumerate(layout.specs):  # mesh order on all ranks
         if isinstance(spec, ReplicateSpec) and mesh.size(axis) > 1:
@@ -337,7 +359,7 @@ def _shard(call: Call, action: TensorAction, device: torch.device) -> torch.Tens
     """Create this rank's shard, as a DTensor or a local parameter, or the whole tensor where it has no layout."""
     tensor, layout = tensor_at(call.module, action.names[0]), action.layout
     if call.source == "scatter":
-        local = scatter_to_all(call, tensor, action, device)
+        local = scattered(call, tensor, action, device)
     elif tensor.is_meta:
         local = materialize(action, device, dist.get_rank(), call.init, call.seed)
     else:

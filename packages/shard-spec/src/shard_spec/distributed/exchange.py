@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -75,56 +76,6 @@ def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     return shard
 
 
-def scatter(
-    full: torch.Tensor | None,
-    layout: Layout,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    src: int,
-    *,
-    primaries: bool = False,
-) -> torch.Tensor:
-    """This rank's shard of the tensor that rank ``src`` of the group has; one collective, exact bytes.
-
-    Args:
-        full: The tensor on ``src``; not looked at on other ranks.
-        layout: Where the shards lie; its ranks are those of the group.
-        shape: Global shape.
-        dtype: Any dtype; it travels as bytes.
-        device: Where the shard is to lie, and where the collective runs.
-        group: The ranks.
-        src: Rank in the group.
-        primaries: Whether only one rank of each set of replicas gets its shard; the others' is left empty.
-    """
-    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
-    local = torch.empty(layout.local_shape(ranks[me], shape), dtype=dtype, device=device)
-    if layout.is_replicated and not primaries:
-        if me == src:
-            assert full is not None
-            local.copy_(full.detach())
-        return broadcast_(local, group, src)
-    item = local.element_size()
-    receives_any = [not primaries or layout.is_primary(rank) for rank in ranks]
-    numels = [
-        _numel(layout.local_shape(rank, shape)) if any_ else 0 for rank, any_ in zip(ranks, receives_any, strict=True)
-    ]
-    packed = torch.empty(0, dtype=torch.uint8, device=device)
-    sends = [0] * len(ranks)
-    if me == src:
-        assert full is not None
-        receivers = [rank for rank, any_ in zip(ranks, receives_any, strict=True) if any_]
-        shards = [take(full, layout, rank).reshape(-1) for rank in receivers]
-        packed = as_bytes(torch.cat(shards).to(device))
-        sends = [numel * item for numel in numels]
-    receives = [numels[me] * item if rank == src else 0 for rank in range(len(ranks))]
-    if sum(numels):
-        received = as_bytes(local)[: sum(receives)]
-        dist.all_to_all_single(received, packed, receives, sends, group=group)
-    return local
-
-
 def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int) -> torch.Tensor:
     """Fill a contiguous tensor with what rank ``src`` of the group has in it."""
     if tensor.numel():
@@ -137,7 +88,7 @@ def gather_shards(
 ) -> torch.Tensor:
     """The whole tensor on every rank, from the shards of a layout without partial sums; one collective."""
     ranks = dist.get_process_group_ranks(group)
-    numels = [_numel(layout.local_shape(rank, shape)) for rank in ranks]
+    numels = [prod(layout.local_shape(rank, shape)) for rank in ranks]
     most = max(numels)
     mine = local.new_empty(most)
     mine[: local.numel()] = local.detach().reshape(-1)
@@ -160,10 +111,6 @@ def _put(whole: torch.Tensor, shard: torch.Tensor, intervals: Sequence[Sequence[
     for start, size in intervals[dim]:
         _put(whole.narrow(dim, start, size), shard.narrow(dim, position, size), intervals, dim + 1)
         position += size
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
