@@ -118,7 +118,7 @@ def pipeline_problems(mesh: DeviceMesh) -> list[Problem]:
 
 
 def frequency_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
-    """Sharded tables whose gradient DTensor's operator divides by the counts of a part of the ids, without an error."""
+    """Report sharded tables with ``scale_grad_by_freq``. DTensor divides by the counts of a part of the ids."""
     owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
     hint = "turn the option off, leave the table replicated, or use shard_module"
     reason = "a sharded table with scale_grad_by_freq"
@@ -208,7 +208,7 @@ def apply_plan(
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one call that shards a module, its group, and the mesh of each layout; see `apply_plan`."""
+    """Arguments of one call that shards a module, and its ranks; see `apply_plan`."""
 
     module: nn.Module
     group: dist.ProcessGroup
@@ -356,7 +356,7 @@ def stage(call: Call, actions: ExecutionPlan) -> list[torch.Tensor]:
 
 
 def _shard(call: Call, action: TensorAction, device: torch.device) -> torch.Tensor:
-    """Create this rank's shard, as a DTensor or a local parameter, or the whole tensor where it has no layout."""
+    """Create this rank's shard, or the whole tensor where it has no layout."""
     tensor, layout = tensor_at(call.module, action.names[0]), action.layout
     if call.source == "scatter":
         local = scattered(call, tensor, action, device)

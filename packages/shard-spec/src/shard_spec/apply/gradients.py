@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,21 +46,10 @@ def summed_over(parameter: torch.Tensor) -> list[GroupRef]:
     return [hook.group for hook in _torch_compat.tensor_hooks(parameter) if isinstance(hook, SumGradient)]
 
 
-def masked_identity(value: torch.Tensor, *, forward: bool, backward: bool) -> torch.Tensor:
-    """``value`` or zeros of its shape; its gradient is handed on or is zeros.
+def counted_on(here: bool, value: torch.Tensor, otherwise: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``value`` where ``here``, else ``otherwise`` (default: zeros), to which no gradient goes.
 
     Every rank keeps the value in its graph, so that hooks on it run everywhere, but only some ranks count.
     """
-    output: torch.Tensor = _Gate.apply(value, forward, backward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return output
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, forward: bool, backward: bool) -> torch.Tensor:
-        ctx.counts = backward
-        return value.view_as(value) if forward else torch.zeros_like(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grads[0] if ctx.counts else torch.zeros_like(grads[0]), None, None
+    other = torch.zeros_like(value) if otherwise is None else otherwise
+    return torch.where(value.new_full((), here, dtype=torch.bool), value, other.detach())  # filled there: no copy

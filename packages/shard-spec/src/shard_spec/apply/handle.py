@@ -21,7 +21,7 @@ from shard_spec.layout.layout import Layout
 
 
 class Transaction:
-    """A log of changes; leaving its block with an error undoes them, last first, and without one keeps them."""
+    """A log of changes. Leaving its block with an error undoes them, last first, and without one keeps them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -35,8 +35,11 @@ class Transaction:
         self._undo.clear()  # the old tensors can be freed
 
     def set_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """Install a parameter or buffer of ``module``."""
-        put_tensor(module, name, value, self._undo)
+        """Replace a registered parameter or buffer; order, kind and persistence of the entry are preserved."""
+        table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        old = table[name]
+        self._undo.append(lambda: table.__setitem__(name, old))
+        table[name] = value
 
     def set_module(self, parent: nn.Module, name: str, value: nn.Module) -> None:
         """Install a submodule."""
@@ -77,15 +80,6 @@ class Transaction:
         self._undo.append(undo)
 
 
-def put_tensor(module: nn.Module, name: str, value: torch.Tensor, log: list[Callable[[], None]] | None = None) -> None:
-    """Replace a registered parameter or buffer; order, kind and persistence of the entry are preserved."""
-    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    old = table[name]
-    if log is not None:
-        log.append(lambda: table.__setitem__(name, old))
-    table[name] = value
-
-
 class Snapshot:
     """Registered state of a module and its submodules, to restore if a Sharder fails."""
 
@@ -119,7 +113,7 @@ def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Tr
 def run_sharders(
     module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, transaction: Transaction
 ) -> dict[str, nn.Module]:
-    """Call the Sharders in the order of their FQNs; if one fails on a rank, all ranks raise."""
+    """Call the Sharders in the order of their FQNs. If one fails on a rank, all ranks raise."""
     if not actions.sharders:
         return {}
 
@@ -232,9 +226,10 @@ class ShardHandle:
         full_tensors = [self._whole(placed) for placed in self._installed.placed]
         for removal in reversed(self._installed.removals):
             removal()
+        changes = Transaction()
         for placed, value in zip(self._installed.placed, full_tensors, strict=True):
             for module, name, _ in placed.places:
-                put_tensor(module, name, value)
+                changes.set_tensor(module, name, value)
             mark_current(value)
             if isinstance(placed.value, nn.Parameter):
                 why = "undo() gave the module a full parameter; an optimizer still holds the shard"

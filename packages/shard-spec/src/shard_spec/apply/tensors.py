@@ -101,7 +101,7 @@ def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
 
 
 def replica_problems(owners: list[nn.Module], name: str) -> list[Problem]:
-    """Return options of a tensor's modules that use the ids of the full batch, which a rank does not have."""
+    """Return options of a tensor's modules that need the ids of the full batch."""
     problems = []
     if any(getattr(owner, "sparse", False) is True for owner in owners):
         hint = "turn sparse=True off: the gradients of replicated parameters are summed over the ranks"

@@ -37,7 +37,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def on_all_ranks(
     group: dist.ProcessGroup, subject: str, work: Callable[[], T], lines: Callable[[T], Sequence[str]] = lambda _: ()
 ) -> T:
-    """The value of ``work`` once it succeeded on every rank of the group, with equal lines; a collective.
+    """Return what ``work`` gives once it succeeded, with equal lines, on every rank. A collective.
 
     Args:
         group: The ranks; all of them call this.
@@ -68,7 +68,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """The shard of ``full`` that lies on global rank ``rank``; a view where it is one box."""
+    """The shard of ``full`` that lies on global rank ``rank``. A view where it is one box."""
     shard = full.detach()
     for dim, intervals in enumerate(layout.intervals(rank, tuple(full.shape))):
         parts = [shard.narrow(dim, start, size) for start, size in intervals]
@@ -86,7 +86,7 @@ def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int) -> torc
 def gather_shards(
     local: torch.Tensor, layout: Layout, shape: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The whole tensor on every rank, from the shards of a layout without partial sums; one collective."""
+    """The whole tensor on every rank, from the shards of a layout without partial sums. One collective."""
     ranks = dist.get_process_group_ranks(group)
     numels = [prod(layout.local_shape(rank, shape)) for rank in ranks]
     most = max(numels)
@@ -114,7 +114,7 @@ def _put(whole: torch.Tensor, shard: torch.Tensor, intervals: Sequence[Sequence[
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's bytes, formed on its device; equal on ranks that hold the same values."""
+    """A checksum of a tensor's bytes, formed on its device. Equal on ranks that hold the same values."""
     flat = as_bytes(tensor.contiguous())
     total = weighted = 0
     step = 1 << 24

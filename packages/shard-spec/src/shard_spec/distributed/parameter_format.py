@@ -67,7 +67,7 @@ class MeshCache:
     """Meshes of one call: one for each shape, order of ranks and axis names."""
 
     def __init__(self, group: GroupRef, device_type: str, layouts: Iterable[Layout]) -> None:
-        """Create the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group."""
+        """Create the meshes of ``layouts``, and the 1-D one in the order of the group. A collective of the group."""
         flat = MeshSpec({"shard": group.size}, group.ranks)
         self._meshes: dict[MeshSpec, DeviceMesh] = {}
         for key in dict.fromkeys([flat, *map(_key_of, layouts)]):
@@ -149,7 +149,7 @@ def choose_format(
 
 
 def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
-    """Return the format of axes in another order than the mesh's, as in FSDP over TP."""
+    """Return the format of axes in another order than the mesh's (FSDP over TP)."""
     hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
     specs, why = dtensor_specs(layout, shape)
     if why is None and not strided:

@@ -50,7 +50,7 @@ def forward_for(module: nn.Module) -> type[ShardedForward] | None:
 
 
 def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
-    """Return why the module that has the tensor ``fqn`` cannot run with it sharded; None when it can.
+    """Return why the module that has the tensor ``fqn`` cannot run with it sharded. None when it can.
 
     A sharded forward uses the parameters that it lists and no other tensor. Any other forward may compute with each
     tensor that it can reach, so a floating-point tensor there is refused. A table of integers or bools is taken: a
@@ -103,7 +103,7 @@ _MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is
 
 
 def output_layout(wanted: ShardingSpec | Layout) -> Layout:
-    """Return a layout on the mesh of an output, which has to exist before the forward.
+    """Return a layout on the mesh of an output: it has to exist before the forward.
 
     Raises:
         PlanError: No mesh can say what a spec says, or its ranks depend on the output's shape.
@@ -122,7 +122,7 @@ def output_layout(wanted: ShardingSpec | Layout) -> Layout:
 def device_of(
     module: nn.Module, plan: PlanContent, found: Resolution, group: dist.ProcessGroup
 ) -> tuple[torch.device, list[Problem]]:
-    """The device of this rank, and what is wrong with the devices that the specs name.
+    """Return the device of this rank, and problems of the devices that specs name.
 
     The specs name it; where there is none, it is the device of the module's tensors; where they are all on meta, the
     kind of device that the group communicates on.
@@ -151,7 +151,7 @@ def device_of(
 
 
 def rank_problems(name: str, mesh: MeshSpec, ranks: tuple[int, ...]) -> list[Problem]:
-    """Report ranks of the layout outside the group, the converse, ranks in another order, and groups to be made."""
+    """Report ranks that are not the group's, in its order, and groups to be made."""
     named = tuple(mesh.ranks)
     outside, missing = sorted(set(named) - set(ranks)), sorted(set(ranks) - set(named))
     problems = []
@@ -240,7 +240,7 @@ def plan_module(
 
 
 def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
-    """The plan as one of ours; where neither it nor its rules name ranks, on the ranks of the group."""
+    """The plan as one of ours. Where neither it nor its rules name ranks, on the ranks of the group."""
     if _torch_compat.shard_kind(plan) == "plan":
         plan = PlanContent(plan.plan, plan.output_plan, plan.return_local_tensor)
     if not isinstance(plan, PlanContent):
@@ -281,7 +281,7 @@ def _sharder_problems(found: Resolution, outputs: Mapping[str, object], local: t
 
 
 def _forwards(module: nn.Module, tensors: list[TensorAction]) -> dict[str, tuple[str, ...]]:
-    """The modules that get a sharded forward, each under one of its FQNs, and the names of what is sharded there."""
+    """Return the modules that get a sharded forward, with names of what is sharded."""
     forwards: dict[str, tuple[str, ...]] = {}
     path_of: dict[nn.Module, str] = {}
     for fqn in (fqn for action in tensors if action.layout is not None for fqn in action.names):

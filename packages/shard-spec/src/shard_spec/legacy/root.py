@@ -109,7 +109,7 @@ class CompareAndHook:
         self._summed = zlib.crc32(name.encode(), self._summed)
 
     def _is_new(self, fqn: str, owner: nn.Module, tensor: torch.Tensor) -> bool:
-        """Return whether the ranks never compared this tensor; a buffer may be replaced in its module."""
+        """Return whether the ranks never compared this tensor. A buffer may be replaced in its module."""
         before = self._known.get(fqn)
         return before is not tensor if isinstance(tensor, nn.Parameter) else before is not owner
 

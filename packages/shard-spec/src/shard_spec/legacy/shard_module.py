@@ -42,7 +42,7 @@ def install_hooks(
     installed: Installed,
     transaction: Transaction,
 ) -> None:
-    """Install sharded forwards, and the hooks of outputs and of the root; ``others`` are modules of Sharders."""
+    """Install sharded forwards, and the hooks of outputs and of the root. ``others`` are modules of Sharders."""
     for path, sharded in actions.forwards.items():
         owner = module.get_submodule(path)
         kind = forward_for(owner)
