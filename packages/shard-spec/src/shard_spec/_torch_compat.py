@@ -77,7 +77,7 @@ def can_order_groups() -> bool:
 
 
 def new_ordered_group(members: list[int]) -> Any:
-    """Create a process group in the order of ``members``, which torch would sort; None on a rank outside of it."""
+    """Create a process group in the order of ``members``, which torch would sort. None on a rank outside of it."""
     import torch.distributed as dist
 
     ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}

@@ -65,7 +65,7 @@ class ShardingPlan(PlanContent):
         )
 
     def __or__(self, other: PlanContent) -> ShardingPlan:
-        """Merge the rules of two plans; for one pattern in both, the rule of ``other`` is used."""
+        """Merge the rules of two plans. For one pattern in both, the rule of ``other`` is used."""
         if not isinstance(other, PlanContent):
             return NotImplemented
         output = {**(self.output_plan or {}), **(other.output_plan or {})}
@@ -106,7 +106,7 @@ class ShardingPlan(PlanContent):
         return resolve(self, module)
 
     def validate(self, module: nn.Module | ModelMetadata, *, world_size: int | None = None) -> tuple[Problem, ...]:
-        """Return every problem of this plan for ``module``, in one pass; empty if there is none. Changes nothing.
+        """Return every problem of this plan for ``module``, in one pass. Empty if there is none. Changes nothing.
 
         Args:
             module: The model, or its metadata.
@@ -123,7 +123,7 @@ class ShardingPlan(PlanContent):
         grads: bool | str = True,
         **step: Unpack[StepOptions],
     ) -> Memory:
-        """Count the bytes of parameters, buffers, gradients and optimizer state on each rank, exactly, without tensors.
+        """Count bytes of parameters, buffers, gradients and optimizer state on each rank, exactly.
 
         With a batch also the peak of a training step beside them: activations, logits and loss. Gradients count from
         the start of the step, as if several backwards accumulate.
@@ -186,7 +186,7 @@ class ShardingPlan(PlanContent):
         return communication(resolve(self, module), module, batch, topology=topology, cost_model=cost_model, **step)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
-        """Explain this plan in words; with ``name`` one tensor; with ``module`` also reasons and local shapes."""
+        """Explain this plan in words. With ``name`` one tensor; with ``module`` also reasons and local shapes."""
         return explain(self, name, module)
 
     def diff(self, other: ShardingPlan, module: nn.Module | ModelMetadata | None = None) -> PlanDiff:
@@ -204,7 +204,7 @@ class ShardingPlan(PlanContent):
         init: Initializer | None = None,
         seed: int = 0,
     ) -> ShardHandle:
-        """Replace the tensors of ``module`` by their shards on ``mesh``, all or nothing; every rank calls it.
+        """Replace the tensors of ``module`` by their shards on ``mesh``, all or nothing. Every rank calls it.
 
         Tensors become DTensors, fused weights local parameters with the sections in ``_sharding_info``. See
         :func:`shard_spec.apply_plan` for the arguments.

@@ -49,7 +49,7 @@ _READABLE: set[Any] = {
 
 
 class CheckpointShard(torch.Tensor):
-    """A local tensor with its boxes of the global tensor; only for DCP to save from and load into.
+    """A local tensor with its boxes of the global tensor. Only for DCP to save from and load into.
 
     It has the global shape and no data of its own: ``local`` is the tensor, which loading fills in place. Computing
     with it raises. It is created as ``CheckpointShard(local, layout, shape, rank)``: the local tensor, the layout and

@@ -153,7 +153,7 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
 def style_of_module(
     plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str
 ) -> tuple[str, str | None] | None:
-    """Return the style in `STYLES` of a module and its `output_of`; None if its parameters are replicated.
+    """Return the style in `STYLES` of a module and its `output_of`. None if its parameters are replicated.
 
     Args:
         plan: The plan, for output layouts.

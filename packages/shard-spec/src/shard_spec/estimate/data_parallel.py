@@ -62,7 +62,7 @@ def block_names(metadata: ModelMetadata) -> list[str]:
 
 
 def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, list[TensorMetadata]]:
-    """Return the parameters of each unit by the FQN of its module; ``""`` is the root.
+    """Return the parameters of each unit by the FQN of its module. ``""`` is the root.
 
     Args:
         metadata: The model.

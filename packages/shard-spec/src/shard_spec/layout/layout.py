@@ -123,7 +123,7 @@ class Layout:
     # ---- shards of ranks --------------------------------------------------------------------------------------
 
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
-        """Return the problems of this layout for a tensor of ``shape`` called ``name``; empty if it is valid."""
+        """Return the problems of this layout for a tensor of ``shape`` called ``name``. Empty if it is valid."""
         shape = tuple(shape)
         problems: list[Problem] = list(_dim_problems(self, shape, name))
         if not problems:  # the second check needs valid dims
@@ -144,7 +144,7 @@ class Layout:
         return tuple(local)
 
     def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the offsets of the local tensor of ``rank``; an empty dim begins at its end, as in DTensor.
+        """Return the offsets of the local tensor of ``rank``. An empty dim begins at its end, as in DTensor.
 
         Raises:
             PlanError: As :meth:`local_shape`, and ``not-a-grid`` if the local tensor is not one box.

@@ -281,7 +281,7 @@ def _redundant(strategies: StrategyPerAxis, sizes: Sequence[int]) -> bool:
 
 
 def _kept_by(strategies: StrategyPerAxis) -> tuple[bool, ...]:
-    """Return, per axis, True if a table or head is sharded; always by rows of the vocabulary."""
+    """Return, per axis, True if a table or head is sharded. Always by rows of the vocabulary."""
     return tuple(strategy.weight != "-" for strategy in strategies)
 
 

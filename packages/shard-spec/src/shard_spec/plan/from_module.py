@@ -47,7 +47,7 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
 
 
 def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
-    """Return the layout of a DTensor or of a local shard with `_sharding_info`; None for a plain tensor.
+    """Return the layout of a DTensor or of a local shard with `_sharding_info`. None for a plain tensor.
 
     Raises:
         PlanError: When a placement cannot be expressed.

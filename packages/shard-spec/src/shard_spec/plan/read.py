@@ -81,7 +81,7 @@ def from_document(document: Any) -> PlanContent:
 
 
 def _check_texts(items: dict[str, Any]) -> None:
-    """Refuse text that is no layout on any mesh; ``validate`` checks it against this mesh and a model."""
+    """Refuse text that is no layout on any mesh. ``validate`` checks it against this mesh and a model."""
     problems: list[Problem] = []
     for text, name in {value: name for name, value in items.items() if isinstance(value, str)}.items():
         placements = [item.rpartition(":")[2] for item in split_items(text.partition(";")[0])]

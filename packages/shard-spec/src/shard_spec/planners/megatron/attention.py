@@ -463,7 +463,7 @@ def kept_replicated(problem: Problem, *views: LinearView) -> Found:
 
 
 def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
-    """Return the cuts of a column linear; `pattern` is the placement with ``{dim}`` for the output dimension."""
+    """Return the cuts of a column linear. `pattern` is the placement with ``{dim}`` for the output dimension."""
     cuts = [Cut(view.weight_name, pattern.format(dim=view.out_dim))]
     if view.has_bias:
         cuts.append(Cut(view.bias_name, pattern.format(dim=0)))  # the bias has the output dimension only
