@@ -14,7 +14,7 @@ from torch import Tensor
 from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal.operations import Operation, Strategy, cuts, moving
-from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem
+from shard_spec.optimal.problem import PairwiseProblem
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class StepModel:
     @cached_property
     def problem(self) -> PairwiseProblem:
         """The pairwise problem: nodes are operations, edges their inputs."""
-        builder = PairwiseBuilder()
+        problem = PairwiseProblem()
         nodes: dict[object, tuple[list[float], list[int]]] = {}  # shared by equal layers
         edges: dict[object, Tensor] = {}
         key: object
@@ -101,7 +101,7 @@ class StepModel:
                     [self._seconds(operation, strategies) for strategies in choices],
                     [self._bytes(operation, strategies) for strategies in choices],
                 )
-            builder.add_node(operation.name, *nodes[key])
+            problem.add_node(*nodes[key])
         for index, operation in enumerate(self.operations):
             for source in {operation.source, operation.residual} - {-1}:
                 width = self.operations[source].width_out
@@ -109,10 +109,10 @@ class StepModel:
                 key = self.choices[source], self.choices[index], width, again
                 if key not in edges:
                     edges[key] = self._moving_table(self.choices[source], self.choices[index], width, 2 if again else 1)
-                builder.add_edge(source, index, edges[key])
+                problem.add_edge(source, index, edges[key])
             if operation.tied_to >= 0:
-                builder.add_edge(operation.tied_to, index, self._tied_table(operation.tied_to, index))
-        return builder.build()
+                problem.add_edge(operation.tied_to, index, self._tied_table(operation.tied_to, index))
+        return problem
 
     # ---- allowed strategies ----
 
