@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.gradients import counted_on
+from shard_spec.apply.tensors import counted_on
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.rows import BatchRows, on_mesh, unwrap, whole, wrap

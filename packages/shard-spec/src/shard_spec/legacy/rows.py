@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shard_spec._shared.consensus import all_gather_header, raise_joined
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.gradients import refuse_second_derivative
+from shard_spec.apply.tensors import refuse_second_derivative
 from shard_spec.distributed.parameter_format import GroupRef, MeshCache, choose_format, dtensor_of
 from shard_spec.layout.intervals import chunk
 from shard_spec.layout.layout import Layout

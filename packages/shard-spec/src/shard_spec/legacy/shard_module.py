@@ -12,7 +12,6 @@ from torch import nn
 from shard_spec._shared.consensus import problems_of
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.apply import Call, install, stage
-from shard_spec.apply.gradients import summed_over
 from shard_spec.apply.handle import (
     Installed,
     ShardHandle,
@@ -21,7 +20,7 @@ from shard_spec.apply.handle import (
     run_sharders,
     still_ours,
 )
-from shard_spec.apply.tensors import ExecutionPlan, is_sharded
+from shard_spec.apply.tensors import ExecutionPlan, is_sharded, summed_over
 from shard_spec.distributed.exchange import group_or_default, on_all_ranks
 from shard_spec.distributed.parameter_format import GroupRef, MeshCache
 from shard_spec.layout.layout import Layout
@@ -30,7 +29,7 @@ from shard_spec.legacy.root import CompareAndHook
 from shard_spec.legacy.rows import BatchRows, LocalRows, ReshardOutput
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
-from shard_spec.specs.torch_specs import unknown_spec
+from shard_spec.specs.base import unknown_spec
 
 
 def install_hooks(

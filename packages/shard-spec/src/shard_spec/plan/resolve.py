@@ -16,8 +16,7 @@ from shard_spec.plan.content import Rule
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.torch_specs import from_torch
+from shard_spec.specs.base import ShardingSpec, from_torch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,7 +23,7 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.text import to_placement_spec
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
-from shard_spec.specs.torch_specs import as_spec
+from shard_spec.specs.base import as_spec
 
 if TYPE_CHECKING:
     from shard_spec.plan.content import PlanContent  # a higher layer: its digest hashes this document
