@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -221,33 +221,6 @@ class StepModel:
             total += -(-self.workload.tokens * operation.width_out * value_bytes // cuts(written, self.mesh.shape))
         return total
 
-    # ---- hand-written plans ----
-
-    def assignment(self, recipe: Mapping[str, str]) -> tuple[int, ...]:
-        """Return the assignment of a hand-written recipe in this model.
-
-        Args:
-            recipe: axis to ``"data"`` (batch sharded, weights replicated), ``"fsdp"`` (batch and weights sharded),
-                ``"megatron"`` (columns and rows, stream replicated) or ``"megatron+sequence"`` (stream sharded along
-                the sequence between blocks).
-
-        Raises:
-            ValueError: an axis has no recipe, or a size does not divide.
-        """
-        unknown = set(recipe.values()) - set(RECIPES)
-        if set(recipe) != set(self.mesh.axis_names) or unknown:
-            raise ValueError(f"recipe {dict(recipe)}: one of {sorted(RECIPES)} for each of {self.mesh.axis_names}.")
-        chosen = []
-        for operation, choices in zip(self.operations, self.choices, strict=True):
-            names = [_first_of(RECIPES[recipe[axis]], operation) for axis in self.mesh.axis_names]
-            matching = [
-                at for at, strategies in enumerate(choices) if [strategy.name for strategy in strategies] == names
-            ]
-            if not matching:
-                raise ValueError(f"{operation.name} cannot be {' x '.join(names)}: its sizes do not divide.")
-            chosen.append(matching[0])
-        return tuple(chosen)
-
     def words(self, assignment: Sequence[int]) -> tuple[tuple[str, str], ...]:
         """Describe each operation and its strategies in words."""
         return tuple(
@@ -259,20 +232,6 @@ class StepModel:
             )
             for operation, choices, at in zip(self.operations, self.choices, assignment, strict=True)
         )
-
-
-# Names of strategies in order of preference; the first available one is used.
-RECIPES: dict[str, tuple[str, ...]] = {
-    "data": ("batch", "whole"),
-    "fsdp": ("batch+fsdp", "fsdp", "batch"),
-    "megatron": ("column", "row", "vocabulary", "heads", "whole"),
-    "megatron+sequence": ("column", "row", "vocabulary", "heads", "sequence", "whole"),
-}
-
-
-def _first_of(names: Sequence[str], operation: Operation) -> str:
-    have = {strategy.name for strategy in operation.strategies}
-    return next(name for name in names if name in have)
 
 
 def _redundant(strategies: StrategyPerAxis, sizes: Sequence[int]) -> bool:

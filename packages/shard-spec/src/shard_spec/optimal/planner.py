@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -23,15 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _SECTIONS = re.compile(r"I\((\d+), \[([\d, ]+)\]\)")
-
-
-@dataclass(frozen=True)
-class PlanCost:
-    """Cost of one plan in the model."""
-
-    seconds: float
-    memory_bytes: int
-    choices: tuple[tuple[str, str], ...]
 
 
 class OptimalPlanner(LayoutPlanner):
@@ -71,16 +61,6 @@ class OptimalPlanner(LayoutPlanner):
     def model(self, module: nn.Module) -> StepModel:
         """Return the pairwise model of one training step of `module`."""
         return self._model(self._structure(module))
-
-    def price(self, module: nn.Module, recipe: Mapping[str, str]) -> PlanCost:
-        """Return the cost of a hand-written plan in the same model; see `StepModel.assignment` for recipes.
-
-        For example ``planner.price(model, {"dp": "fsdp", "tp": "megatron"})``.
-        """
-        model = self.model(module)
-        assignment = model.assignment(recipe)
-        problem = model.problem
-        return PlanCost(problem.evaluate(assignment), problem.memory_of(assignment), model.words(assignment))
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         """Solve the model and derive the layouts."""
