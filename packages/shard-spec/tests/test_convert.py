@@ -165,8 +165,10 @@ def test_refusals_of_ties_sharders_outputs_and_unclear_axes() -> None:
     with pytest.raises(PlanError, match="output_plan"):
         ShardingPlan({"fc2.weight": "tp:S(1)"}, {"norm": "R"}, mesh={"tp": 2}).to_parallelize_plan(Block())
     rules = {"fc1.*": "tp:S(0)", "fc2.weight": "dp:S(0)"}
-    with pytest.raises(PlanError, match="missing-argument"):
+    with pytest.raises(PlanError, match="replicate along dp here"):
         ShardingPlan(rules, mesh={"dp": 2, "tp": 2}).to_parallelize_plan(Block())
+    with pytest.raises(PlanError, match="unknown-axis"):
+        ShardingPlan(rules, mesh={"dp": 2, "tp": 2}).to_parallelize_plan(Block(), "model")
 
 
 # ---- DCP ------------------------------------------------------------------------------------------------------------

@@ -284,16 +284,14 @@ class ShardingPlan(PlanContent):
 
         return to_dtensor_placements(self, module)
 
-    def to_parallelize_plan(
-        self, module: nn.Module | ModelMetadata, axis: str | None = None
-    ) -> dict[str, ParallelStyle]:
+    def to_parallelize_plan(self, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, ParallelStyle]:
         """Return the plan of torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
 
         ``output_plan`` sets the styles' output layouts: ``R`` or ``S(-1)`` along the axis.
 
         Args:
             module: The model.
-            axis: Mesh axis; may be left out if only one shards.
+            axis: The mesh axis of the styles; along others nothing may be sharded.
 
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which

@@ -26,26 +26,6 @@ def not_expressible(name: str, found: str, hint: str, dim: int | None = None, ax
     return Problem("not-expressible", name, dim, axis, found, hint)
 
 
-def the_axis(found: Resolution, axis: str | None) -> str:
-    """Return ``axis``, or else the plan's only sharding axis.
-
-    Raises:
-        PlanError: ``missing-argument`` if the plan does not have exactly one.
-    """
-    mesh = found.one_mesh
-    if axis is not None:
-        mesh.axis_index(axis)  # raises for an unknown axis
-        return axis
-    named = {name for layout in found.layouts.values() for name in layout.sharded_axes}
-    cutting = [name for name, size in mesh.axes.items() if size > 1 and name in named]
-    if len(cutting) == 1:  # unambiguous
-        return cutting[0]
-    if not cutting:
-        return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]  # nothing is sharded: any axis serves
-    hint = "pass axis=, one of them"
-    raise PlanError(Problem("missing-argument", "axis", found=f"the plan shards along {', '.join(cutting)}", hint=hint))
-
-
 def cut_elsewhere(found: Resolution, axis: str) -> list[Problem]:
     """Report tensors sharded along axes other than ``axis``: a parallelize_plan has one."""
     problems = []
@@ -92,11 +72,11 @@ STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
 
 
 def to_parallelize_plan(
-    plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None
+    plan: PlanContent, module: nn.Module | ModelMetadata, axis: str = "tp"
 ) -> dict[str, ParallelStyle]:
     """Map module FQNs to styles; see ``ShardingPlan.to_parallelize_plan``."""
     state = resolve(plan, module)
-    axis = the_axis(state, axis)
+    state.one_mesh.axis_index(axis)  # raises for an unknown axis
     problems = cut_elsewhere(state, axis) + sharder_problems(state, "a parallelize_plan")
     problems += _tied_problems(state, axis)
     styles: dict[str, ParallelStyle] = {}

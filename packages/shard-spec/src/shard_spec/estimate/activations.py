@@ -530,7 +530,11 @@ class _Flow:
             result = operator(*args, **kwargs)
         self._follow_values(operator, args, kwargs, result)
         # Views of weights and inputs are no new results.
-        results = [each for each in _tensors(result) if each.is_meta and not self._is_known(memory_of(each))]
+        results = [
+            each
+            for each in _tensors(result)
+            if each.is_meta and (memory := memory_of(each)) not in self.weights and memory not in self._given_memory
+        ]
         if not results:
             return result
         tensors = list(_tensors((args, kwargs)))
@@ -566,9 +570,6 @@ class _Flow:
             for axis, op, name in collectives:
                 self.communicate(axis, op, "activations", name, tensor)
         return result
-
-    def _is_known(self, memory: int) -> bool:
-        return memory in self.weights or memory in self._given_memory
 
     def communicate(self, axis: str, op: str, what: str, name: str, tensor: torch.Tensor) -> None:
         """Record a collective whose result is ``tensor``."""

@@ -52,14 +52,9 @@ class Topology:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _require_positive(
-            "Topology",
-            hbm_bytes=self.hbm_bytes,
-            ranks_per_host=self.ranks_per_host,
-            intra_bw=self.intra_bw,
-            inter_bw=self.inter_bw,
-            flops=self.flops,
-        )
+        for field in ("hbm_bytes", "ranks_per_host", "intra_bw", "inter_bw", "flops"):
+            if not (math.isfinite(getattr(self, field)) and getattr(self, field) > 0):
+                raise ValueError(f"Topology({field}={getattr(self, field)}): must be positive and finite.")
         for field, value in (("latency", self.latency), ("inter_latency", self.inter_latency)):
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"Topology({field}={value}): give seconds, zero or more.")
@@ -110,12 +105,6 @@ class Topology:
                     on_host[host] = on_host.get(host, 0) + 1
                 fewest = min(fewest, *on_host.values())
         return fewest
-
-
-def _require_positive(owner: str, **values: float) -> None:
-    for field, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{owner}({field}={value}): must be positive and finite.")
 
 
 # ---- common machines, from their makers' data sheets ----

@@ -38,15 +38,10 @@ def to_json(plan: PlanContent) -> str:
     Raises:
         PlanError: ``invalid-plan`` for each rule without a file form (a spec, a Sharder).
     """
-    return dump(document_of(plan))
-
-
-def document_of(plan: PlanContent) -> dict[str, Any]:
-    """Return the document of a plan, made of plain JSON types."""
     problems: list[Problem] = []  # all of them in one error
     document = _document(plan, problems)
     raise_problems(problems, "the plan cannot be written")
-    return document
+    return dump(document)
 
 
 def digest_text(plan: PlanContent) -> str:
