@@ -86,10 +86,10 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model.
         """
-        found = resolve(self, module)
-        values, mesh = compact_rules(found, self.mesh)
+        resolution = resolve(self, module)
+        values, mesh = compact_rules(resolution, self.mesh)
         plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
-        assert dict(resolve(plan, found.metadata)) == dict(found), "the compact plan differs from the original"
+        assert dict(resolve(plan, resolution.metadata)) == dict(resolution), "the compact plan differs"
         return plan
 
     # ---- with a model -----------------------------------------------------------------------------------------

@@ -279,8 +279,8 @@ def scattered(call: Call, tensor: torch.Tensor, action: TensorAction, device: to
     layout, group, src, me = action.layout, call.group, call.src_rank, dist.get_rank(call.group)
     full = tensor.detach() if me == src else None  # other ranks' values are ignored
     if layout is None:
-        whole = torch.empty(action.shape, dtype=action.dtype, device=device) if full is None else full.to(device)
-        return broadcast_(whole.contiguous(), group, src)
+        value = torch.empty(action.shape, dtype=action.dtype, device=device) if full is None else full.to(device)
+        return broadcast_(value.contiguous(), group, src)
     ranks = dist.get_process_group_ranks(group)
     local = torch.empty(layout.local_shape(ranks[me], action.shape), dtype=action.dtype, device=device)
     firsts = [layout.is_primary(rank) for rank in ranks]  # of their replicas

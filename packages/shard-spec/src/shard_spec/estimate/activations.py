@@ -633,14 +633,14 @@ class _Flow:
 
     def _follow_values(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute small results for real if all inputs are known: integers and constants."""
-        made = list(_tensors(result))
-        small = all(tensor.numel() <= _MAX_VALUES for tensor in made)
-        if not made or not small or torch.Tag.nondeterministic_seeded in operator.tags:  # random results are not known
+        results = list(_tensors(result))
+        small = all(tensor.numel() <= _MAX_VALUES for tensor in results)
+        if not results or not small or torch.Tag.nondeterministic_seeded in operator.tags:  # not known
             return
         if any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
             return
         real = operator(*self._real(args), **self._real(kwargs))
-        for tensor, values in zip(made, _tensors(real), strict=True):
+        for tensor, values in zip(results, _tensors(real), strict=True):
             self._values[tensor] = values
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:

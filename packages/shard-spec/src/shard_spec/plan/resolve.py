@@ -221,7 +221,7 @@ class _Layouts:
 
 
 def _decide(
-    tensor: TensorMetadata, rules: dict[str, list[Rule]], made: _Layouts, strict: bool, problems: list[Problem]
+    tensor: TensorMetadata, rules: dict[str, list[Rule]], checked: _Layouts, strict: bool, problems: list[Problem]
 ) -> tuple[Rule | None, Layout | None]:
     """Return the deciding rule of ``tensor`` and its layout; (None, None) without a rule."""
     if not rules:
@@ -232,7 +232,7 @@ def _decide(
     winners = {alias: _deciding(alias, found, problems) for alias, found in rules.items()}
     # An exact rule for one name of a tied tensor overrides globs for its other names.
     winners = {alias: rule for alias, rule in winners.items() if _is_exact(rule)} or winners
-    layouts = {alias: made.of(rule, tensor) for alias, rule in winners.items()}
+    layouts = {alias: checked.of(rule, tensor) for alias, rule in winners.items()}
     first = next(iter(winners))
     for alias, layout in layouts.items():
         both = layout is not None and layouts[first] is not None
