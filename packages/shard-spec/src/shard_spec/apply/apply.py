@@ -308,30 +308,19 @@ def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: 
     return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
 
 
-def materialize(
-    action: TensorAction,
-    device: torch.device,
-    rank: int,
-    init: Initializer | None,
-    seed: int,
-) -> torch.Tensor:
-    """Create this rank's shard of a meta tensor.
+def materialized(call: Call, action: TensorAction, device: torch.device) -> torch.Tensor:
+    """Return this rank's shard of a meta tensor: of what ``init`` writes, or NaN.
 
-    Args:
-        action: The tensor.
-        device: Device of the shard.
-        rank: Global rank.
-        init: Fills a full tensor, ``init(fqn, tensor)``; None: floating shards become NaN, others 0.
-        seed: Seed of the generators, with the FQN, for each tensor: the values depend neither on the layout nor on the
-            rank.
+    The random numbers depend on the seed and the FQN, neither on the layout nor on the rank.
     """
     assert action.layout is not None
-    if init is None:
+    rank = dist.get_rank()
+    if call.init is None:
         local = torch.empty(action.layout.local_shape(rank, action.shape), dtype=action.dtype, device=device)
         return fill_nan_(local)
     full = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))  # unwritten entries show
-    with seeded(seed, action.names[0], device), torch.no_grad():
-        init(action.names[0], full)
+    with seeded(call.seed, action.names[0], device), torch.no_grad():
+        call.init(action.names[0], full)
     return local_shard(full, action.layout, device, rank)
 
 
@@ -361,7 +350,7 @@ def _shard(call: Call, action: TensorAction, device: torch.device) -> torch.Tens
     if call.source == "scatter":
         local = scattered(call, tensor, action, device)
     elif tensor.is_meta:
-        local = materialize(action, device, dist.get_rank(), call.init, call.seed)
+        local = materialized(call, action, device)
     else:
         assert layout is not None
         local = local_shard(tensor, layout, device, dist.get_rank())
