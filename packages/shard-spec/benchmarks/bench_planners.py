@@ -14,20 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from shard_spec.optimal import (
-    OptimalPlanner,
-    PairwiseBuilder,
-    PairwiseProblem,
-    Workload,
-    least_memory,
-    solve_capped,
-    solve_exact,
-)
+from shard_spec.optimal import OptimalPlanner, Workload
+from shard_spec.optimal.problem import PairwiseProblem, least_memory, solve_capped, solve_exact
 from shard_spec.planners import MegatronPlanner
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from highs_referee import solve_highs
+from recipes import price
 
 T = TypeVar("T")
 Row = dict[str, str]
@@ -47,14 +41,14 @@ def timed(action: Callable[[], T], repeat: int = 3) -> tuple[T, str]:
 def untied_layers(num_layers: int, num_strategies: int) -> PairwiseProblem:
     """13 operations a layer, two residual connections, random costs: no two layers alike."""
     generator = torch.Generator().manual_seed(0)
-    builder = PairwiseBuilder()
+    problem = PairwiseProblem()
 
     def node(name: str, *sources: int) -> int:
         memory = torch.randint(0, 10**9, (num_strategies,), generator=generator)
-        index = builder.add_node(name, torch.rand(num_strategies, generator=generator, dtype=torch.float64), memory)
+        index = problem.add_node(torch.rand(num_strategies, generator=generator, dtype=torch.float64), memory)
         for source in sources:
             shape = (num_strategies, num_strategies)
-            builder.add_edge(source, index, torch.rand(shape, generator=generator, dtype=torch.float64))
+            problem.add_edge(source, index, torch.rand(shape, generator=generator, dtype=torch.float64))
         return index
 
     stream = node("embed")
@@ -65,7 +59,7 @@ def untied_layers(num_layers: int, num_strategies: int) -> PairwiseProblem:
         norm = node(f"{layer}.norm2", stream)
         product = node(f"{layer}.mul", node(f"{layer}.gate", norm), node(f"{layer}.up", norm))
         stream = node(f"{layer}.add2", node(f"{layer}.down", product), stream)
-    return builder.build()
+    return problem
 
 
 def exact_rows(peer_seconds: float) -> list[Row]:
@@ -80,11 +74,11 @@ def exact_rows(peer_seconds: float) -> list[Row]:
             took = time.perf_counter() - start
             said = f"HiGHS: {off} after {took:.0f} s (limit {peer_seconds:.0f} s, building included)"
         else:
-            variables = sum(matrix.numel() for matrix in problem.edge_costs)
+            variables = sum(matrix.numel() for matrix in problem.matrices.values())
             said = f"HiGHS not run: {variables / 1e6:.0f} million variables"
         rows.append(
             {
-                "what": f"exact plan, 126 untied layers ({problem.num_nodes:,} operations), {axes} mesh, "
+                "what": f"exact plan, 126 untied layers ({len(problem.costs):,} operations), {axes} mesh, "
                 f"{num_strategies} strategies each",
                 "target": f"<= {target} s",
                 "measured": seconds,
@@ -98,19 +92,19 @@ def brute_force_row(num_graphs: int = 1200) -> Row:
     equal = 0
     for seed in range(num_graphs):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        builder = PairwiseBuilder()
+        problem = PairwiseProblem()
         sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 7))]
         everything = torch.zeros(sizes, dtype=torch.float64)  # the cost of each assignment; sums of 2^-10 are exact
-        for at, size in enumerate(sizes):
+        for size in sizes:
             costs = torch.randint(0, 50, (size,), generator=generator).double() * 2.0**-10
-            builder.add_node(str(at), costs)
+            at = problem.add_node(costs)
             everything += costs.view([size if dim == at else 1 for dim in range(len(sizes))])
         for i, j in itertools.combinations(range(len(sizes)), 2):
             if rng.random() < 0.6:
                 costs = torch.randint(0, 50, (sizes[i], sizes[j]), generator=generator).double() * 2.0**-10
-                builder.add_edge(i, j, costs)
+                problem.add_edge(i, j, costs)
                 everything += costs.view([sizes[dim] if dim in (i, j) else 1 for dim in range(len(sizes))])
-        equal += solve_exact(builder.build()).objective == everything.min().item()
+        equal += solve_exact(problem).objective == everything.min().item()
     return {
         "what": "random graphs with up to 7 operations, objective bit for bit",
         "target": ">= 1,000, all equal",
@@ -179,7 +173,7 @@ def model_rows() -> list[Row]:
     for name, mesh, workload, recipe in cases:
         optimal = OptimalPlanner(mesh=mesh, workload=workload)
         best, seconds = timed(lambda optimal=optimal, name=name: optimal.build_plan(models[name]), 1)  # type: ignore[misc]  # bound per loop
-        by_hand = optimal.price(models[name], recipe)
+        by_hand = price(optimal, models[name], recipe)
         assert best.certificate is not None
         rows.append(
             {

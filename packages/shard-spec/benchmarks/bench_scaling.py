@@ -19,7 +19,7 @@ import torch
 from bench_plan import CONFIG, RULES, Llama, interleaved, torch_metadata
 from bench_planners import solve_highs, untied_layers
 from shard_spec import MeshSpec, ShardingPlan
-from shard_spec.optimal import solve_exact
+from shard_spec.optimal.problem import solve_exact
 
 REPEATS = 5
 TORCH_SAMPLE = 12  # of the tensors; torch's time is scaled to all

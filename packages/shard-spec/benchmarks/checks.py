@@ -53,7 +53,7 @@ CHECKS = (
         "equal on every rank of 2, 4 and 8: three plans (uneven and empty shards too) x SGD, momentum, AdamW, "
         "and AdamW on float32 copies of bfloat16 parameters",
         "the storages themselves",
-        ("test_apply.py::test_live_bytes_are_those_of_plan_memory",),
+        ("apply/test_apply.py::test_live_bytes_are_those_of_plan_memory",),
     ),
     Check(
         "activations",
@@ -69,7 +69,7 @@ CHECKS = (
         ">= 40 kinds in one pass",
         "{number} kinds, all reported",
         "torch `shard_module`: the first only, module half sharded",
-        ("test_plan_faults.py", "test_shard_module_faults.py"),
+        ("test_plan_faults.py", "legacy/test_plan_module.py"),
         "test_each_fault_is_reported",
     ),
     Check(

@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_planners import llama
+from bench_planners import llama  # puts tests/ on the path
+from recipes import price
 from shard_spec import topology_preset
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.optimal import OptimalPlanner, Workload
@@ -109,14 +110,14 @@ def section(case: Case, model: nn.Module) -> list[str]:
     ]
     for name, recipe in HAND.items():
         try:
-            price = planner.price(model, recipe)
+            cost = price(planner, model, recipe)
         except ValueError:
             lines.append(f"| {name} | - | - | the batch does not divide |")
             continue
-        memory = price.memory_bytes
-        more = f"{price.seconds / certificate.objective - 1:+.1%}"
+        memory = cost.memory_bytes
+        more = f"{cost.seconds / certificate.objective - 1:+.1%}"
         said = f"{more}, does not fit" if memory > planner.memory_limit else more
-        lines.append(f"| {name} | {price.seconds:.3f} s | {memory / 1e9:.1f} GB | {said} |")
+        lines.append(f"| {name} | {cost.seconds:.3f} s | {memory / 1e9:.1f} GB | {said} |")
     return [*lines, "", "What it chose:", "", *chosen(certificate.choices), "", f"Why: {case.why}", ""]
 
 

@@ -45,7 +45,7 @@ def solve_highs(problem: PairwiseProblem, limit: int | None = None, *, time_limi
             model.changeColBounds(variables[-1].index, 0.0, upper)
         model.addConstr(sum(variables) == 1)
         choose.append(variables)
-    for (i, j), matrix in zip(problem.edges, problem.edge_costs, strict=True):
+    for (i, j), matrix in problem.matrices.items():
         pairs = [
             [
                 model.addVariable(

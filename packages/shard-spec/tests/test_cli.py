@@ -82,8 +82,6 @@ def test_plan_check_explain_and_diff(factory: Any, tmp_path: Any, capsys: Any) -
     assert "blocks.*.fc1.weight" in dict(ShardingPlan.from_json(Path(plan).read_text()).plan)
     assert page.read_text().startswith("<!doctype html>")
     assert main(["check", factory, plan]) == 0
-    assert main(["check", factory, plan, "--world-size", "3"]) == 1
-    assert "mesh-too-large" in capsys.readouterr().out
     assert main(["check", factory, plan, "--memory-limit", "1KiB"]) == 1
     assert "does-not-fit" in capsys.readouterr().out
     assert main(["explain", plan, "blocks.0.fc1.weight", "--model", factory]) == 0
@@ -102,7 +100,7 @@ def test_a_factory_that_raises_is_wrong_usage(factory: Any, capsys: Any) -> None
 
 
 def test_json_is_json(factory: Any, tmp_path: Any, capsys: Any) -> None:
-    assert main(["plan", factory, "--world-size", "4", "--json", "--optimizer", "sgd"]) == 0
+    assert main(["plan", factory, "--mesh", "dp=4", "--json", "--optimizer", "sgd"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["problems"] == []
     assert document["memory"]["ranks"] == [0, 1, 2, 3]
@@ -120,23 +118,28 @@ def test_json_is_json(factory: Any, tmp_path: Any, capsys: Any) -> None:
 @pytest.mark.extra("safetensors")
 def test_safetensors_headers(tmp_path: Any, capsys: Any) -> None:
     file = safetensors_file(tmp_path / "model.safetensors")
-    assert main(["plan", file, "--mesh", "dp=4", "--planner", "fsdp", "--json"]) == 0
+    plan = tmp_path / "plan.json"
+    plan.write_text(ShardingPlan({"layers.*.w": "S(0)", "codes": "R"}, mesh={"dp": 4}).to_json())
+    assert main(["check", file, str(plan), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["memory"]["parts"]["parameters"][0] == 2 * 16 * 8 * 2 + 3
+    assert main(["plan", file, "--mesh", "dp=4"]) == 2
+    assert "a planner reads modules" in capsys.readouterr().err
+    assert document["memory"]["parts"]["parameters"][0] == 2 * 16 * 8 * 2 + 10
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"layers.0.w": "model.safetensors"}}))
-    assert main(["plan", str(index), "--mesh", "dp=4", "--planner", "fsdp"]) == 0
+    both = {"layers.0.w": "model.safetensors", "codes": "model.safetensors"}
+    index.write_text(json.dumps({"weight_map": both}))
+    assert main(["check", str(index), str(plan)]) == 0
     for wrong in ("../model.safetensors", "other.safetensors"):
         index.write_text(json.dumps({"weight_map": {"layers.0.w": wrong}}))
-        assert main(["plan", str(index), "--mesh", "dp=4"]) == 2
+        assert main(["check", str(index), str(plan)]) == 2
     index.write_text(json.dumps({"weight_map": {"layers.0.w": "model.safetensors", "absent": "model.safetensors"}}))
-    assert main(["plan", str(index), "--mesh", "dp=4"]) == 2
+    assert main(["check", str(index), str(plan)]) == 2
     for shape in ([10**30, 0], [2**62, 2**62, 0], [2**60]):
         text = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
         (tmp_path / "huge.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-        assert main(["plan", str(tmp_path / "huge.safetensors"), "--mesh", "dp=4"]) == 2
+        assert main(["check", str(tmp_path / "huge.safetensors"), str(plan)]) == 2
     (tmp_path / "bad.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-    assert main(["plan", str(tmp_path / "bad.safetensors"), "--mesh", "dp=4"]) == 2
+    assert main(["check", str(tmp_path / "bad.safetensors"), str(plan)]) == 2
 
 
 @pytest.mark.extra("transformers")
@@ -179,7 +182,6 @@ def test_a_hugging_face_config(tmp_path: Any, capsys: Any) -> None:
         ["plan", THIS, "--mesh", "dp=2", "--dtype", "float1"],
         ["plan", THIS, "--mesh", "dp"],
         ["plan", THIS, "--mesh", "dp=999999999"],
-        ["plan", THIS, "--mesh", "dp=2,tp=2", "--world-size", "8"],
         ["plan", THIS, "--mesh", "dp=2", "--out", "no/such/folder/plan.json"],
         ["plan", THIS, "--mesh", "dp=2", "--html", "/"],
         ["check", THIS, "no-such-file.json"],

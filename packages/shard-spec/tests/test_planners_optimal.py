@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from recipes import RECIPES, assignment, price
 from shard_spec import MeshSpec, PlanError
 from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.optimal import OptimalPlanner, Workload
-from shard_spec.optimal.model import RECIPES
 from shard_spec.optimal.operations import moving
 from torch import Tensor, nn
 
@@ -92,15 +92,17 @@ def test_megatron_costs_two_all_reduces_a_block() -> None:
     workload = Workload(batch=2, sequence=32, recompute=False)
     model = meta(num_layers=3)
     machine = replace(MACHINE, flops=1e30)  # communication alone
-    found = OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"tp": 8}, workload=workload).price(
-        model, {"tp": "megatron"}
+    found = price(
+        OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"tp": 8}, workload=workload),
+        model,
+        {"tp": "megatron"},
     )
     link = machine.link({"tp": 8}, "tp")
     one = AlphaBetaCostModel(1.0, 1.0).all_reduce(2 * 32 * 64 * 2, link)
     blocks = 3 * 2 * 2  # layers, blocks, forward and backward
     assert found.seconds == pytest.approx((blocks + 2) * one, rel=1e-6)  # and embedding forward, head backward
     sequence = OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"tp": 8}, workload=workload)
-    cut = sequence.price(model, {"tp": "megatron+sequence"})
+    cut = price(sequence, model, {"tp": "megatron+sequence"})
     assert cut.seconds == pytest.approx(found.seconds, rel=1e-6)  # an all-reduce in two halves
     assert cut.memory_bytes < found.memory_bytes
 
@@ -112,13 +114,13 @@ def test_data_parallel_costs_its_gradients_and_fsdp_three_halves() -> None:
     model = meta()
     weights = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name and "mlp.2.bias" not in name)
     link = machine.link({"dp": 8}, "dp")
-    data, fsdp = plan.price(model, {"dp": "data"}), plan.price(model, {"dp": "fsdp"})
+    data, fsdp = price(plan, model, {"dp": "data"}), price(plan, model, {"dp": "fsdp"})
     assert data.seconds == pytest.approx(AlphaBetaCostModel(1.0, 1.0).all_reduce(weights * 2, link), rel=1e-6)
     assert fsdp.seconds == pytest.approx(1.5 * data.seconds, rel=1e-6)
     assert data.memory_bytes - fsdp.memory_bytes == pytest.approx(weights * 16 * 7 / 8, abs=100)
     half = replace(plan.workload, overlap=0.5)
-    assert OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"dp": 8}, workload=half).price(
-        model, {"dp": "data"}
+    assert price(
+        OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"dp": 8}, workload=half), model, {"dp": "data"}
     ).seconds == pytest.approx(data.seconds / 2, rel=1e-6)
 
 
@@ -129,8 +131,10 @@ def test_compute_is_six_operations_per_weight_and_token_and_eight_when_recompute
     head = 64 * 128
     for recompute, passes in ((False, 6), (True, 8)):
         workload = Workload(batch=8, sequence=32, recompute=recompute, causal=False)
-        found = OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"dp": 8}, workload=workload).price(
-            model, {"dp": "data"}
+        found = price(
+            OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"dp": 8}, workload=workload),
+            model,
+            {"dp": "data"},
         )
         tokens, scores = 256 / 8, 2 * 4 * 32 * 64 * passes / 2
         assert found.seconds * 1e12 == pytest.approx(tokens * (weights * passes + head * 6 + scores), rel=1e-3)
@@ -145,7 +149,7 @@ def test_fsdp_over_two_axes_gathers_over_the_slow_one_what_the_fast_one_leaves()
     for axis, num_bytes in (("dp", weights * 2 / 8), ("tp", weights * 2)):
         link = machine.link({"dp": 4, "tp": 8}, axis)
         seconds += 3 * AlphaBetaCostModel(1.0, 1.0).all_gather(num_bytes, link)
-    assert plans.price(model, {"dp": "fsdp", "tp": "fsdp"}).seconds == pytest.approx(seconds, rel=1e-6)
+    assert price(plans, model, {"dp": "fsdp", "tp": "fsdp"}).seconds == pytest.approx(seconds, rel=1e-6)
 
 
 # ---- its plans ----
@@ -164,7 +168,7 @@ def test_certificate_proves_and_beats_every_hand_written_plan() -> None:
             for dp in RECIPES:
                 for tp in RECIPES:
                     try:
-                        by_hand = step.assignment({"dp": dp, "tp": tp})
+                        by_hand = assignment(step, {"dp": dp, "tp": tp})
                     except ValueError:
                         continue  # sizes do not divide
                     assert plan.certificate.objective <= step.problem.evaluate(by_hand)
@@ -237,8 +241,8 @@ def test_tied_weights_are_kept_once_and_alike() -> None:
     plans = planner({"dp": 2, "tp": 4}, Workload(8, 64))
     plan = plans.build_plan(tied)
     assert plan.validate(tied) == ()
-    difference = plans.price(untied, {"dp": "data", "tp": "megatron"}).memory_bytes
-    difference -= plans.price(tied, {"dp": "data", "tp": "megatron"}).memory_bytes
+    difference = price(plans, untied, {"dp": "data", "tp": "megatron"}).memory_bytes
+    difference -= price(plans, tied, {"dp": "data", "tp": "megatron"}).memory_bytes
     assert difference == 4096 * 64 * 16 // 4
 
 
@@ -302,14 +306,12 @@ def test_models_that_are_no_transformers_are_refused() -> None:
         planner({"dp": 2}, Workload(2, 2)).build_plan(nn.Linear(4, 4))
 
 
-def test_wrong_workloads_and_recipes_are_refused() -> None:
+def test_wrong_workloads_are_refused() -> None:
     with pytest.raises(ValueError, match="batch=0"):
         Workload(0, 1)
     with pytest.raises(ValueError, match="overlap=2"):
         Workload(1, 1, overlap=2)
-    with pytest.raises(ValueError, match="one of"):
-        planner({"dp": 2}, Workload(2, 2)).price(meta(), {"dp": "zero"})
-    assert math.isfinite(planner({"dp": 2}, Workload(2, 2)).price(meta(), {"dp": "data"}).seconds)
+    assert math.isfinite(price(planner({"dp": 2}, Workload(2, 2)), meta(), {"dp": "data"}).seconds)
 
 
 def test_ranks_out_of_order_make_a_slow_axis() -> None:
@@ -317,4 +319,4 @@ def test_ranks_out_of_order_make_a_slow_axis() -> None:
     scattered = [rank for pair in range(8) for rank in (pair, pair + 8)]
     far = OptimalPlanner(topology=MACHINE, mesh=MeshSpec({"dp": 2, "tp": 8}, scattered), workload=Workload(2, 4096))
     recipe = {"dp": "data", "tp": "megatron"}
-    assert near.price(meta(), recipe).seconds < far.price(meta(), recipe).seconds
+    assert price(near, meta(), recipe).seconds < price(far, meta(), recipe).seconds

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shard_spec import ShardingPlan
 from shard_spec._shared.problems import PlanError
 from shard_spec.layout.intervals import Box
 from shard_spec.specs import (
@@ -19,7 +20,6 @@ from shard_spec.specs import (
     ShardingSpec,
     ShardMetadata,
     TensorShards,
-    TorchShardingSpec,
     as_sharder,
     as_spec,
     from_torch,
@@ -135,9 +135,8 @@ def test_every_wrong_part_of_a_chunk_spec_is_reported_at_once() -> None:
 def test_negative_dims_are_compared_by_what_they_mean() -> None:
     # torch compares dims as written, so -1 -> 1 of a matrix is taken for a change of layout (and then fails).
     last, second, first = (ChunkShardingSpec(dim, cpu(0, 1)) for dim in (-1, 1, 0))
-    assert last.equivalent_to(second, (4, 6))
-    assert not last.equivalent_to(first, (4, 6))
-    assert last.equivalent_to(ChunkShardingSpec(2, cpu(0, 1)), (4, 6, 2))
+    assert last.to_layout((4, 6)) == second.to_layout((4, 6)) != first.to_layout((4, 6))
+    assert last.to_layout((4, 6, 2)) == ChunkShardingSpec(2, cpu(0, 1)).to_layout((4, 6, 2))
     assert last.normalized(2) == second
     assert last.normalized(3) == ChunkShardingSpec(2, cpu(0, 1))
 
@@ -316,7 +315,7 @@ class TorchHalves(TorchSpec):
 def test_a_users_own_spec() -> None:
     assert Halves().boxes((5, 2)) == {0: (Box((0, 0), (2, 2)),), 1: (Box((2, 0), (3, 2)),)}
     assert str(Halves().to_layout((5, 2))) == "shard0:U(0,[2,3])"
-    assert Halves().equivalent_to(ChunkShardingSpec(0, cpu(0, 1)), (6, 2))
+    assert Halves().boxes((6, 2)) == ChunkShardingSpec(0, cpu(0, 1)).boxes((6, 2))
     assert to_torch(Halves(), shape=(5, 2)).shards[1].shard_offsets == [2, 0]
     with pytest.raises(PlanError, match="missing-argument"):
         to_torch(Halves())
@@ -335,10 +334,11 @@ def test_torch_specs_both_ways() -> None:
     assert from_torch(listed) == EnumerableShardingSpec([shard])
     assert to_torch(EnumerableShardingSpec([shard])) == listed
     assert from_torch(_remote_device("rank:1/cuda:1")) == RemoteDevice("rank:1/cuda:1")
-    own = from_torch(TorchHalves())
-    assert isinstance(own, TorchShardingSpec)
-    assert own.boxes((5, 2)) == Halves().boxes((5, 2))
-    assert isinstance(to_torch(own), TorchHalves)
+    with pytest.raises(PlanError, match=r"wrong-type.*subclass of shard_spec.ShardingSpec"):
+        from_torch(TorchHalves())
+    plan = ShardingPlan({"weight": TorchHalves()})
+    assert [problem.code for problem in plan.validate(torch.nn.Linear(4, 4))] == ["wrong-type"]
+    assert plan.digest
 
 
 def test_torch_specs_are_taken_for_specs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 _SHARD_MODULES = (
     ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec", "chunk"),
     ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec", "enumerable"),
-    ("torch.distributed._shard.sharding_spec.api", "ShardingSpec", "spec"),
     ("torch.distributed._shard.metadata", "ShardMetadata", "shard"),
     ("torch.distributed._shard.sharder", "Sharder", "sharder"),
     ("torch.distributed._shard.sharding_plan.api", "ShardingPlan", "plan"),
@@ -52,14 +51,6 @@ def shard_kind(value: object) -> str | None:
         if loaded is not None and isinstance(value, getattr(loaded, name)):
             return kind
     return None
-
-
-def build_torch_metadata(spec: Any, shape: Sequence[int]) -> Any:
-    """Return the ``shards_metadata`` object of torch's spec for a contiguous float tensor of ``shape``."""
-    import torch
-    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-
-    return spec.build_metadata(torch.Size(shape), TensorProperties(dtype=torch.get_default_dtype()))
 
 
 def torch_class(kind: str) -> Any:
@@ -85,22 +76,12 @@ def can_order_groups() -> bool:
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
-def new_ordered_group(members: list[int], everybody: bool) -> Any:
-    """Create a process group in the order of ``members``; None on a rank outside of it.
-
-    Args:
-        members: Global ranks.
-        everybody: True if all ranks of the default group call this; else the members do, with equal ``num_groups``.
-    """
+def new_ordered_group(members: list[int]) -> Any:
+    """Create a process group in the order of ``members``, which torch would sort. None on a rank outside of it."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _world
 
-    ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}  # torch sorts by default
-    count = _world.group_count
-    # From 2.14 on torch names groups after this count, and those of members raise it on them alone: later ones hang.
-    _world.group_count = count if everybody else -num_groups()
-    group = dist.new_group(members, use_local_synchronization=not everybody, **ordered)
-    _world.group_count = _world.group_count if everybody else count
+    ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
+    group = dist.new_group(members, **ordered)
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -117,13 +98,6 @@ def computes_with_strided_shards() -> bool:
 
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
-
-
-def num_groups() -> int:
-    """Return the number of process groups of this rank; names of member-created groups contain it."""
-    from torch.distributed import distributed_c10d
-
-    return len(distributed_c10d._world.pg_names)
 
 
 def tensor_hooks(tensor: Any) -> list[Any]:

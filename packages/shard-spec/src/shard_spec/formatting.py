@@ -34,7 +34,7 @@ def human_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head; as text, columns have the width of their widest cell, right-aligned for ``right``."""
+    """Rows under a head. As text, columns have the width of their widest cell, right-aligned for ``right``."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]

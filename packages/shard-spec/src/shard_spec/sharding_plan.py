@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.estimate.activations import ActivationEstimate, StepOptions
     from shard_spec.estimate.communication import Communication
-    from shard_spec.estimate.cost import CostModel, Topology
+    from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
     from shard_spec.estimate.memory import Memory, OptimizerLike
     from shard_spec.estimate.roles import Batch
     from shard_spec.layout.layout import Layout
@@ -65,7 +65,7 @@ class ShardingPlan(PlanContent):
         )
 
     def __or__(self, other: PlanContent) -> ShardingPlan:
-        """Merge the rules of two plans; for one pattern in both, the rule of ``other`` is used."""
+        """Merge the rules of two plans. For one pattern in both, the rule of ``other`` is used."""
         if not isinstance(other, PlanContent):
             return NotImplemented
         output = {**(self.output_plan or {}), **(other.output_plan or {})}
@@ -86,10 +86,10 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model.
         """
-        found = resolve(self, module)
-        values, mesh = compact_rules(found, self.mesh)
+        resolution = resolve(self, module)
+        values, mesh = compact_rules(resolution, self.mesh)
         plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
-        assert dict(resolve(plan, found.metadata)) == dict(found), "the compact plan differs from the original"
+        assert dict(resolve(plan, resolution.metadata)) == dict(resolution), "the compact plan differs"
         return plan
 
     # ---- with a model -----------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class ShardingPlan(PlanContent):
         return resolve(self, module)
 
     def validate(self, module: nn.Module | ModelMetadata, *, world_size: int | None = None) -> tuple[Problem, ...]:
-        """Return every problem of this plan for ``module``, in one pass; empty if there is none. Changes nothing.
+        """Return every problem of this plan for ``module``, in one pass. Empty if there is none. Changes nothing.
 
         Args:
             module: The model, or its metadata.
@@ -123,7 +123,7 @@ class ShardingPlan(PlanContent):
         grads: bool | str = True,
         **step: Unpack[StepOptions],
     ) -> Memory:
-        """Count the bytes of parameters, buffers, gradients and optimizer state on each rank, exactly, without tensors.
+        """Count bytes of parameters, buffers, gradients and optimizer state on each rank, exactly.
 
         With a batch also the peak of a training step beside them: activations, logits and loss. Gradients count from
         the start of the step, as if several backwards accumulate.
@@ -132,7 +132,7 @@ class ShardingPlan(PlanContent):
             module: The model, or its metadata.
             batch: As in :meth:`activations`. None: the state alone is counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
-                :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, a torch optimizer or its class, or None.
+                :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, or None.
             grads: True to count gradients, or their dtype if it is not the parameters'.
             step: How the step runs; see :class:`StepOptions`.
 
@@ -144,7 +144,7 @@ class ShardingPlan(PlanContent):
             return static
         if isinstance(module, ModelMetadata):
             raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-        return static.with_activations(self.activations(module, batch, **step), foreach=is_foreach(optimizer, module))
+        return static.with_activations(self.activations(module, batch, **step), foreach=is_foreach(module))
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
@@ -166,7 +166,7 @@ class ShardingPlan(PlanContent):
         batch: Batch | None = None,
         *,
         topology: Topology | None = None,
-        cost_model: CostModel | None = None,
+        cost_model: AlphaBetaCostModel | None = None,
         **step: Unpack[StepOptions],
     ) -> Communication:
         """Return the communication of one training step by axis.
@@ -186,7 +186,7 @@ class ShardingPlan(PlanContent):
         return communication(resolve(self, module), module, batch, topology=topology, cost_model=cost_model, **step)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
-        """Explain this plan in words; with ``name`` one tensor; with ``module`` also reasons and local shapes."""
+        """Explain this plan in words. With ``name`` one tensor; with ``module`` also reasons and local shapes."""
         return explain(self, name, module)
 
     def diff(self, other: ShardingPlan, module: nn.Module | ModelMetadata | None = None) -> PlanDiff:
@@ -204,7 +204,7 @@ class ShardingPlan(PlanContent):
         init: Initializer | None = None,
         seed: int = 0,
     ) -> ShardHandle:
-        """Replace the tensors of ``module`` by their shards on ``mesh``, all or nothing; every rank calls it.
+        """Replace the tensors of ``module`` by their shards on ``mesh``, all or nothing. Every rank calls it.
 
         Tensors become DTensors, fused weights local parameters with the sections in ``_sharding_info``. See
         :func:`shard_spec.apply_plan` for the arguments.
@@ -274,38 +274,30 @@ class ShardingPlan(PlanContent):
 
     # ---- conversions ------------------------------------------------------------------------------------------
 
-    def to_dtensor_placements(
-        self, module: nn.Module | ModelMetadata | None = None
-    ) -> dict[str, tuple[Placement, ...]]:
-        """Return DTensor placements of each rule, or with ``module`` of each parameter and buffer.
+    def to_dtensor_placements(self, module: nn.Module | ModelMetadata) -> dict[str, tuple[Placement, ...]]:
+        """Return DTensor placements of each parameter and buffer.
 
         Raises:
             PlanError: ``not-expressible`` for each layout without DTensor placements.
         """
-        from shard_spec.convert.parallelize import (
-            to_dtensor_placements,  # imports torch.distributed.tensor: a second or more
-        )
+        from shard_spec.convert.parallelize import to_dtensor_placements  # imports torch.distributed.tensor
 
         return to_dtensor_placements(self, module)
 
-    def to_parallelize_plan(
-        self, module: nn.Module | ModelMetadata, axis: str | None = None
-    ) -> dict[str, ParallelStyle]:
+    def to_parallelize_plan(self, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, ParallelStyle]:
         """Return the plan of torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
 
         ``output_plan`` sets the styles' output layouts: ``R`` or ``S(-1)`` along the axis.
 
         Args:
             module: The model.
-            axis: Mesh axis; may be left out if only one shards.
+            axis: The mesh axis of the styles; along others nothing may be sharded.
 
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        from shard_spec.convert.parallelize import (
-            to_parallelize_plan,  # imports torch.distributed.tensor: a second or more
-        )
+        from shard_spec.convert.parallelize import to_parallelize_plan  # imports torch.distributed.tensor
 
         return to_parallelize_plan(self, module, axis)
 
@@ -326,16 +318,6 @@ class ShardingPlan(PlanContent):
         from shard_spec.convert.dcp import to_dcp  # imports torch.distributed.tensor: a second or more
 
         return to_dcp(self, module, state_dict, rank)
-
-    def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
-        """Return the ``tp_plan`` of transformers along ``axis``: module name, ``*`` for layer numbers, to style.
-
-        Raises:
-            PlanError: ``not-expressible`` for each module that no style fits, and for layers that differ.
-        """
-        from shard_spec.convert.hf import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
-
-        return to_hf_tp_plan(self, module, axis)
 
     @classmethod
     def from_hf_tp_plan(
@@ -367,22 +349,3 @@ class ShardingPlan(PlanContent):
         from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
 
         return cls._of(from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
-
-    @classmethod
-    def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
-        """Return the plan of a model loaded by transformers with a ``DistributedConfig``.
-
-        Its axes are ``dp_replicate``, ``fsdp`` and ``tp``, those of more than one rank. Experts are sharded over
-        ``tp``; for ``ep_size`` greater than ``tp_size``, over ``ep`` and ``tp``, and ``fsdp`` is ``efsdp`` and ``ep``.
-        Settings without layouts (offload, mixed precision, ``fsdp_plan``'s groups) are not in the plan.
-
-        Args:
-            config: A ``DistributedConfig`` or its ``to_dict()``; a plan of None means the model's own.
-            module: The model (on meta).
-
-        Raises:
-            PlanError: ``not-expressible`` for pipeline stages and unknown styles.
-        """
-        from shard_spec.convert.hf import from_distributed_config  # imports torch.distributed.tensor
-
-        return cls.from_layouts(from_distributed_config(config, module)).compact(module)

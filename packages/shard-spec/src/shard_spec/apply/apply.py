@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shard_spec._shared.consensus import assert_consistent, mesh_order_problems
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.handle import (
+    Installed,
     ShardHandle,
     Transaction,
     install_module,
@@ -36,7 +38,14 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.distributed.exchange import broadcast_, fingerprint, group_or_default, on_all_ranks, scatter, take
+from shard_spec.distributed.exchange import (
+    as_bytes,
+    broadcast_,
+    fingerprint,
+    group_or_default,
+    on_all_ranks,
+    take,
+)
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
@@ -109,7 +118,7 @@ def pipeline_problems(mesh: DeviceMesh) -> list[Problem]:
 
 
 def frequency_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
-    """Sharded tables whose gradient DTensor's operator divides by the counts of a part of the ids, without an error."""
+    """Report sharded tables with ``scale_grad_by_freq``. DTensor divides by the counts of a part of the ids."""
     owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
     hint = "turn the option off, leave the table replicated, or use shard_module"
     reason = "a sharded table with scale_grad_by_freq"
@@ -182,40 +191,40 @@ def apply_plan(
         PlanError: With every problem of every rank, before any change.
     """
     meeting = group_of(mesh, group)
-    call = _Call(module, mesh, meeting, source, src_rank, init, seed)
+    call = Call(module, meeting, lambda layout: mesh, source, src_rank, init, seed)
 
     def planned() -> tuple[ExecutionPlan, list[torch.Tensor] | None]:
-        actions = _plan(plan, call)
+        actions = _plan(plan, call, mesh)
         # Nothing is sent for other sources, but `init` is the caller's, and may fail on one rank.
-        return actions, None if source == "scatter" else _staged(call, actions)
+        return actions, None if source == "scatter" else stage(call, actions)
 
-    actions, staged = on_all_ranks(meeting, "apply", planned, lambda made: made[0].lines)
+    actions, staged = on_all_ranks(meeting, "apply", planned, lambda plan_and_shards: plan_and_shards[0].lines)
     with Transaction() as transaction:
-        staged = _staged(call, actions) if staged is None else staged
-        replaced = run_sharders(module, actions, meeting, transaction)  # before _install: they may raise
-        handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
+        staged = stage(call, actions) if staged is None else staged
+        replaced = run_sharders(module, actions, meeting, transaction)  # before install: they may raise
+        handle = ShardHandle(plan, actions, module, meeting, install(call, actions, staged, replaced, transaction))
     return mark_replaced_stale(handle)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Arguments of one call of `apply_plan`, and the group of its mesh."""
+class Call:
+    """Arguments of one call that shards a module, and its ranks; see `apply_plan`."""
 
     module: nn.Module
-    mesh: DeviceMesh
     group: dist.ProcessGroup
-    source: Source
-    src_rank: int
-    init: Initializer | None
-    seed: int
+    mesh_of: Callable[[Layout], DeviceMesh]
+    source: Source = "scatter"
+    src_rank: int = 0
+    init: Initializer | None = None
+    seed: int = 0
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
 
 
-def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
+def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
     """Plan the action on each tensor, without changes or communication."""
-    module, mesh, source, src_rank, init = call.module, call.mesh, call.source, call.src_rank, call.init
+    module, source, src_rank, init = call.module, call.source, call.src_rank, call.init
     spec = MeshSpec.from_device_mesh(mesh)
     problems = argument_problems(source, src_rank, dist.get_world_size(call.group), init)
     problems += mesh_order_problems(mesh)
@@ -262,20 +271,32 @@ def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
 # ---- moving and installing ------------------------------------------------------------------------------------------
 
 
-def scatter_to_all(
-    full: torch.Tensor | None,
-    layout: Layout,
-    action: TensorAction,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    src: int,
-    mesh: DeviceMesh,
-) -> torch.Tensor:
-    """Return this rank's shard: from ``src`` to each first replica, then broadcast along replicating axes.
+def scattered(call: Call, tensor: torch.Tensor, action: TensorAction, device: torch.device) -> torch.Tensor:
+    """Return this rank's shard, as exact bytes: from the source to each first replica, then along replicating axes.
 
-    ``src`` sends every element once, for any number of replicas.
+    The source sends every element once, for any number of replicas.
     """
-    local = scatter(full, layout, action.shape, action.dtype, device, group, src, primaries=True)
+    layout, group, src, me = action.layout, call.group, call.src_rank, dist.get_rank(call.group)
+    full = tensor.detach() if me == src else None  # other ranks' values are ignored
+    if layout is None:
+        value = torch.empty(action.shape, dtype=action.dtype, device=device) if full is None else full.to(device)
+        return broadcast_(value.contiguous(), group, src)
+    ranks = dist.get_process_group_ranks(group)
+    local = torch.empty(layout.local_shape(ranks[me], action.shape), dtype=action.dtype, device=device)
+    firsts = [layout.is_primary(rank) for rank in ranks]  # of their replicas
+    sizes = [
+        prod(layout.local_shape(rank, action.shape)) * local.element_size() if first else 0
+        for rank, first in zip(ranks, firsts, strict=True)
+    ]
+    packed = torch.empty(0, dtype=torch.uint8, device=device)
+    if full is not None:
+        shards = [take(full, layout, rank).reshape(-1) for rank, first in zip(ranks, firsts, strict=True) if first]
+        packed = as_bytes(torch.cat(shards).to(device))
+    if sum(sizes):
+        receives = [sizes[me] if rank == src else 0 for rank in range(len(ranks))]
+        sends = sizes if me == src else [0] * len(ranks)
+        dist.all_to_all_single(as_bytes(local)[: sum(receives)], packed, receives, sends, group=group)
+    mesh = call.mesh_of(layout)
     for axis, spec in enumerate(layout.specs):  # mesh order on all ranks
         if isinstance(spec, ReplicateSpec) and mesh.size(axis) > 1:
             broadcast_(local, mesh.get_group(axis), 0)
@@ -287,30 +308,19 @@ def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: 
     return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
 
 
-def materialize(
-    action: TensorAction,
-    device: torch.device,
-    rank: int,
-    init: Initializer | None,
-    seed: int,
-) -> torch.Tensor:
-    """Create this rank's shard of a meta tensor.
+def materialized(call: Call, action: TensorAction, device: torch.device) -> torch.Tensor:
+    """Return this rank's shard of a meta tensor: of what ``init`` writes, or NaN.
 
-    Args:
-        action: The tensor.
-        device: Device of the shard.
-        rank: Global rank.
-        init: Fills a full tensor, ``init(fqn, tensor)``; None: floating shards become NaN, others 0.
-        seed: Seed of the generators, with the FQN, for each tensor: the values depend neither on the layout nor on the
-            rank.
+    The random numbers depend on the seed and the FQN, neither on the layout nor on the rank.
     """
     assert action.layout is not None
-    if init is None:
+    rank = dist.get_rank()
+    if call.init is None:
         local = torch.empty(action.layout.local_shape(rank, action.shape), dtype=action.dtype, device=device)
         return fill_nan_(local)
     full = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))  # unwritten entries show
-    with seeded(seed, action.names[0], device), torch.no_grad():
-        init(action.names[0], full)
+    with seeded(call.seed, action.names[0], device), torch.no_grad():
+        call.init(action.names[0], full)
     return local_shard(full, action.layout, device, rank)
 
 
@@ -329,22 +339,24 @@ def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _staged(call: _Call, actions: ExecutionPlan) -> list[torch.Tensor]:
-    """Create this rank's shards, in one order on all ranks; only ``source="scatter"`` communicates."""
+def stage(call: Call, actions: ExecutionPlan) -> list[torch.Tensor]:
+    """Create this rank's tensors, in one order on all ranks; only ``source="scatter"`` communicates."""
     return [_shard(call, action, actions.device) for action in actions.tensors]
 
 
-def _shard(call: _Call, action: TensorAction, device: torch.device) -> torch.Tensor:
-    """Create this rank's shard, as a DTensor or a local parameter."""
-    tensor, layout, mesh, src = tensor_at(call.module, action.names[0]), action.layout, call.mesh, call.src_rank
-    assert layout is not None
+def _shard(call: Call, action: TensorAction, device: torch.device) -> torch.Tensor:
+    """Create this rank's shard, or the whole tensor where it has no layout."""
+    tensor, layout = tensor_at(call.module, action.names[0]), action.layout
     if call.source == "scatter":
-        full = tensor if dist.get_rank(call.group) == src else None  # other ranks' values are ignored
-        local = scatter_to_all(full, layout, action, device, call.group, src, mesh)
+        local = scattered(call, tensor, action, device)
     elif tensor.is_meta:
-        local = materialize(action, device, dist.get_rank(), call.init, call.seed)
+        local = materialized(call, action, device)
     else:
+        assert layout is not None
         local = local_shard(tensor, layout, device, dist.get_rank())
+    if layout is None:
+        return local
+    mesh = call.mesh_of(layout)
     expression = choose_format(layout, action.shape, action.names[0], local=True, strided=True)
     assert isinstance(expression, ParameterFormat)  # planned
     if expression.kind == "local":
@@ -369,26 +381,28 @@ def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expressi
     return local
 
 
-def _install(
-    plan: PlanContent,
-    module: nn.Module,
+def install(
+    call: Call,
     actions: ExecutionPlan,
     staged: list[torch.Tensor],
     replaced: dict[str, nn.Module],
-    group: dist.ProcessGroup,
     transaction: Transaction,
-) -> ShardHandle:
-    placed = []
-    checks: list[Callable[[], Problem | None]] = []
+) -> Installed:
+    """Put everything in its place; local, and logged in ``transaction``."""
+    module, installed = call.module, Installed()
     for action, value in zip(actions.tensors, staged, strict=True):
-        placed.append(place(module, action, tensor_at(module, action.names[0]), value, transaction))
-    for path, new in replaced.items():
-        install_module(module, path, new, transaction)
-        checks.append(irreversible(path, actions.sharders[path]))
-    owners = {
-        id(owner): owner for each in placed for owner, _, _ in each.places if hasattr(each.value, "_sharding_info")
-    }
-    hooks = [owner.register_state_dict_post_hook(InfoOnSave()) for owner in owners.values()]
-    for hook in hooks:
-        transaction.on_rollback(hook.remove)
-    return ShardHandle(plan, actions, module, group, placed, [hook.remove for hook in hooks], checks)
+        old = tensor_at(module, action.names[0])
+        if action.layout is not None:
+            installed.placed.append(place(module, action, old, value, transaction))
+        elif old.is_meta:  # undo leaves it
+            new = nn.Parameter(value, requires_grad=action.requires_grad) if action.kind == "parameter" else value
+            place(module, action, old, new, transaction)
+        else:
+            transaction.overwrite(old, value.to(old.device))
+    for path, new_module in replaced.items():
+        install_module(module, path, new_module, transaction)
+        installed.checks.append(irreversible(path, actions.sharders[path]))
+    places = [(owner, each.value) for each in installed.placed for owner, _, _ in each.places]
+    for owner in {id(owner): owner for owner, value in places if hasattr(value, "_sharding_info")}.values():
+        installed.register(owner.register_state_dict_post_hook(InfoOnSave()), transaction)
+    return installed

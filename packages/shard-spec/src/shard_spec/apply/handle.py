@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shard_spec.layout.layout import Layout
 
 
 class Transaction:
-    """A log of changes; leaving its block with an error undoes them, last first, and without one keeps them."""
+    """A log of changes. Leaving its block with an error undoes them, last first, and without one keeps them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -35,8 +35,11 @@ class Transaction:
         self._undo.clear()  # the old tensors can be freed
 
     def set_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """Install a parameter or buffer of ``module``."""
-        put_tensor(module, name, value, self._undo)
+        """Replace a registered parameter or buffer; order, kind and persistence of the entry are preserved."""
+        table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        old = table[name]
+        self._undo.append(lambda: table.__setitem__(name, old))
+        table[name] = value
 
     def set_module(self, parent: nn.Module, name: str, value: nn.Module) -> None:
         """Install a submodule."""
@@ -77,15 +80,6 @@ class Transaction:
         self._undo.append(undo)
 
 
-def put_tensor(module: nn.Module, name: str, value: torch.Tensor, log: list[Callable[[], None]] | None = None) -> None:
-    """Replace a registered parameter or buffer; order, kind and persistence of the entry are preserved."""
-    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    old = table[name]
-    if log is not None:
-        log.append(lambda: table.__setitem__(name, old))
-    table[name] = value
-
-
 class Snapshot:
     """Registered state of a module and its submodules, to restore if a Sharder fails."""
 
@@ -119,7 +113,7 @@ def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Tr
 def run_sharders(
     module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, transaction: Transaction
 ) -> dict[str, nn.Module]:
-    """Call the Sharders in the order of their FQNs; if one fails on a rank, all ranks raise."""
+    """Call the Sharders in the order of their FQNs. If one fails on a rank, all ranks raise."""
     if not actions.sharders:
         return {}
 
@@ -140,8 +134,8 @@ def run_sharders(
         _await_peers(group, ())
         return tensors
 
-    def lines(made: dict[str, nn.Module]) -> list[str]:
-        return [f"{path}: {type(new).__qualname__}" for path, new in made.items()]
+    def lines(sharded: dict[str, nn.Module]) -> list[str]:
+        return [f"{path}: {type(new).__qualname__}" for path, new in sharded.items()]
 
     return on_all_ranks(group, "a Sharder failed", run, lines)
 
@@ -181,6 +175,20 @@ class Placed:
         return self.places[0][2]
 
 
+@dataclass
+class Installed:
+    """Changes of one call: tensors in place, removals of its hooks, and checks before an undo."""
+
+    placed: list[Placed] = field(default_factory=list)
+    removals: list[Callable[[], None]] = field(default_factory=list)
+    checks: list[Callable[[], Problem | None]] = field(default_factory=list)
+
+    def register(self, hook: Any, transaction: Transaction) -> None:
+        """Remove a hook of torch at undo, or at a failure of this call."""
+        transaction.on_rollback(hook.remove)
+        self.removals.append(hook.remove)
+
+
 class ShardHandle:
     """Handle returned by ``shard_module``, ``shard_parameter`` and ``plan.apply``.
 
@@ -191,26 +199,17 @@ class ShardHandle:
     """
 
     def __init__(
-        self,
-        plan: Any,
-        actions: Any,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        placed: list[Placed],
-        removals: list[Callable[[], None]],
-        checks: list[Callable[[], Problem | None]],
+        self, plan: Any, actions: Any, module: nn.Module, group: dist.ProcessGroup, installed: Installed
     ) -> None:
         self.plan = plan
         self.actions = actions
         self.module = module
         self._group = group
-        self._placed = placed
-        self._removals = removals
-        self._checks = checks
+        self._installed = installed
         self._undone = False
 
     def __repr__(self) -> str:
-        state = "undone" if self._undone else f"{len(self._placed)} tensors"
+        state = "undone" if self._undone else f"{len(self._installed.placed)} tensors"
         return f"ShardHandle({type(self.module).__name__}, {state})"
 
     def undo(self) -> nn.Module:
@@ -224,29 +223,30 @@ class ShardHandle:
                 was replaced after the call (undo later calls first); ``sharder-nesting``.
         """
         on_all_ranks(self._group, "undo", lambda: raise_problems(self._undo_problems()), self._undo_lines)
-        full_tensors = [self._whole(placed) for placed in self._placed]
-        for removal in reversed(self._removals):
+        full_tensors = [self._whole(placed) for placed in self._installed.placed]
+        for removal in reversed(self._installed.removals):
             removal()
-        for placed, value in zip(self._placed, full_tensors, strict=True):
+        changes = Transaction()
+        for placed, value in zip(self._installed.placed, full_tensors, strict=True):
             for module, name, _ in placed.places:
-                put_tensor(module, name, value)
+                changes.set_tensor(module, name, value)
             mark_current(value)
             if isinstance(placed.value, nn.Parameter):
                 why = "undo() gave the module a full parameter; an optimizer still holds the shard"
                 hint = "build the optimizer again"
                 mark_stale(placed.value, Problem("parameter-replaced", placed.name, found=why, hint=hint))
         self._undone = True
-        self._placed, self._removals, self._checks = [], [], []  # frees the shards
+        self._installed = Installed()  # frees the shards
         return self.module
 
     def _undo_lines(self, _: None) -> list[str]:
-        return [f"undo {placed.name}: {_state(placed.value)}" for placed in self._placed]
+        return [f"undo {placed.name}: {_state(placed.value)}" for placed in self._installed.placed]
 
     def _undo_problems(self) -> list[Problem]:
         if self._undone:
             return [Problem("already-applied", found="this handle was undone before", hint="shard the module again")]
-        problems = [problem for check in self._checks if (problem := check()) is not None]
-        for placed in self._placed:
+        problems = [problem for check in self._installed.checks if (problem := check()) is not None]
+        for placed in self._installed.placed:
             for module, name, fqn in placed.places:
                 now = module._parameters.get(name, module._buffers.get(name))
                 if now is not placed.value:
@@ -307,7 +307,7 @@ def _state(value: torch.Tensor) -> str:
 
 def mark_replaced_stale(handle: ShardHandle) -> ShardHandle:
     """Mark replaced parameters as stale, so that an optimizer that still trains them raises."""
-    for placed in handle._placed:
+    for placed in handle._installed.placed:
         original = placed.before()
         if isinstance(original, nn.Parameter):
             reason = "an optimizer, or another module, still holds the full parameter; the module trains its shard"

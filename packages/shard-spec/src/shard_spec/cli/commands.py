@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.cli.sources import UsageError, load_model, read_text, skeleton
+from shard_spec.cli.sources import UsageError, load_model, read_text
 from shard_spec.estimate.cost import PRESETS, topology_preset
 from shard_spec.estimate.memory import STEP_PARTS, Memory
 from shard_spec.estimate.roles import DATA_AXIS_NAMES, PIPELINE_AXIS_NAMES
 from shard_spec.formatting import joined
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal import OptimalPlanner, Workload
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
 from shard_spec.plan.resolve import examine
-from shard_spec.plan.untrusted_input import MAX_BYTES
 from shard_spec.report.explain import explain_model
 from shard_spec.sharding_plan import ShardingPlan
 
@@ -39,14 +36,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
     plan = plans.compact(metadata)  # globs: a file for people
     if arguments.out:
         _write(arguments.out, plan.to_json())
-    return _report(plan, model, arguments, _problems(plan, metadata, arguments), notes)
+    return _report(plan, model, arguments, plan.validate(metadata), notes)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec check``: print every problem, or else the plan's costs."""
     plan = load_plan(arguments.plan)
     model = load_model(arguments.model)
-    return _report(plan, model, arguments, _problems(plan, metadata_of(model), arguments), [])
+    return _report(plan, model, arguments, plan.validate(metadata_of(model)), [])
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -72,29 +69,16 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 def load_plan(path: str) -> ShardingPlan:
     """Load the plan of a JSON file."""
-    return ShardingPlan.from_json(_read(path))
-
-
-def _read(path: str) -> str:
-    """Read a file, or stdin for ``-``, up to the maximum size of a plan."""
-    if path == "-":
-        try:
-            return sys.stdin.read(MAX_BYTES + 1)
-        except ValueError as error:
-            raise UsageError(f"cannot read what comes in: {error}") from None
-    return read_text(Path(path))  # bounded as well
+    return ShardingPlan.from_json(read_text(Path(path)))
 
 
 def _mesh(arguments: argparse.Namespace) -> MeshSpec:
-    if not (arguments.mesh or arguments.world_size):
-        raise UsageError("pass --mesh, for example --mesh dp=4,tp=2, or --world-size")
+    if not arguments.mesh:
+        raise UsageError("pass --mesh, for example --mesh dp=4,tp=2")
     try:
-        mesh = MeshSpec.parse(arguments.mesh) if arguments.mesh else MeshSpec({"dp": arguments.world_size})
+        return MeshSpec.parse(arguments.mesh)
     except PlanError as error:
         raise UsageError(str(error)) from None
-    if arguments.world_size and arguments.world_size != mesh.world_size:
-        raise UsageError(f"--mesh {arguments.mesh} has {mesh.world_size} ranks, --world-size is {arguments.world_size}")
-    return mesh
 
 
 def _planned(
@@ -102,7 +86,9 @@ def _planned(
 ) -> tuple[ShardingPlan, list[Problem]]:
     from shard_spec import planners
 
-    module = skeleton(model) if isinstance(model, ModelMetadata) else model  # planners walk modules
+    if isinstance(model, ModelMetadata):
+        hint = "name a config.json or MODULE:FACTORY, or write the rules and check them: shard-spec check FILE PLAN"
+        raise UsageError(f"a planner reads modules, a safetensors file has tensors alone: {hint}")
     names = arguments.planner.split("+")  # composed in this order
     if names == ["auto"]:
         names = [*(["megatron"] if "tp" in mesh.axis_names else []), *(["fsdp"] if _data_axis(mesh) else [])]
@@ -116,13 +102,11 @@ def _planned(
             plans.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
             plans.append(planners.FullyShardPlanner(mesh, _data_axis(mesh) or mesh.axis_names[0]))
-        elif name == "optimal":
-            plans.append(_optimal(arguments, mesh))
         else:
-            raise UsageError(f"no planner {name!r}: megatron, fsdp, optimal, or auto")
+            raise UsageError(f"no planner {name!r}: megatron, fsdp, or auto; OptimalPlanner is called from Python")
     planner = plans[0] if len(plans) == 1 else planners.compose(*plans)
-    plan = planner.build_plan(module)
-    sharding = {axis for layout in plan.resolve(module).values() for axis in layout.sharded_axes}  # axes with an effect
+    plan = planner.build_plan(model)
+    sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}  # axes with an effect
     idle = [axis for axis, size in mesh.axes.items() if size > 1 and axis not in (*sharding, *DATA_AXIS_NAMES)]
     if idle and arguments.planner == "auto" and idle[0] not in PIPELINE_AXIS_NAMES:  # stages are split outside the plan
         reasons = "; ".join(_grouped(list(plan.unrecognised.values()))[:3]) or "no tensor that it could shard"
@@ -132,14 +116,6 @@ def _planned(
 
 def _data_axis(mesh: MeshSpec) -> str | None:
     return next((axis for axis in ("fsdp", "dp_shard", "dp") if axis in mesh.axis_names), None)
-
-
-def _optimal(arguments: argparse.Namespace, mesh: MeshSpec) -> Any:
-    if not arguments.batch:
-        raise UsageError("--planner optimal needs --batch, for example --batch 512x8192")
-    sequences, length = _batch(arguments) or (1, 1)  # checked above
-    workload = Workload(batch=sequences, sequence=length)
-    return OptimalPlanner(topology=_topology(arguments), memory_limit=_limit(arguments), mesh=mesh, workload=workload)
 
 
 def _batch(arguments: argparse.Namespace) -> tuple[int, int] | None:
@@ -171,10 +147,6 @@ def _limit(arguments: argparse.Namespace) -> int | None:
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 
-def _problems(plan: ShardingPlan, metadata: ModelMetadata, arguments: argparse.Namespace) -> tuple[Problem, ...]:
-    return plan.validate(metadata, world_size=arguments.world_size)
-
-
 def _report(
     plan: ShardingPlan,
     model: nn.Module | ModelMetadata,
@@ -185,14 +157,13 @@ def _report(
     """Print the plan, its costs and the verdict; status 1 if there is a problem."""
     metadata, limit = metadata_of(model), _limit(arguments)
     memory = communication = None
-    if all(problem.code == "mesh-too-large" for problem in problems):  # a world size does not affect costs
+    if not problems:
         memory, communication, reason = _costs_of(plan, model, arguments)
         notes = [*notes, Problem("unverified", found=reason)] if reason else notes
         if limit is not None and memory.max_bytes > limit:  # a problem like others: status 1
             problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=_hint(memory, limit)))
         if arguments.html:
             _write_html(plan, metadata, arguments, memory, communication)
-            print(f"wrote {arguments.html}", file=sys.stderr)  # stdout holds the report only
     if arguments.json:
         document: dict[str, Any] = {
             "digest": plan.digest,
@@ -237,7 +208,6 @@ def _costs_of(
     batch, reason = _batch(arguments), ""
     options: dict[str, Any] = {"dtype": arguments.dtype, "checkpointing": arguments.checkpointing}
     options["loss"] = None if arguments.loss == "none" else arguments.loss
-    options["data_axes"] = arguments.data_axes.split(",") if arguments.data_axes else None
     memory = plan.memory(model, optimizer=arguments.optimizer, **options)
     if batch is not None and isinstance(model, ModelMetadata):
         reason = "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"

@@ -13,7 +13,7 @@ from shard_spec.cli.sources import UsageError
 _MODELS = """models:
   MODULE:FACTORY                 an importable function (or class) that makes the model, called on the meta device
   config.json, a folder with one a Hugging Face config; needs transformers
-  weights.safetensors            names, shapes and dtypes from the header; index files (.safetensors.index.json) too
+  weights.safetensors            names, shapes and dtypes of the header, to check; also .safetensors.index.json
 
 No GPU, no process group and no memory for weights is needed.
 
@@ -64,11 +64,11 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = _add(commands, "plan", "make a plan for a model and print its cost")
     plan.add_argument("model")
-    plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8; default: dp=WORLD_SIZE")
+    plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8")
     plan.add_argument(
         "--planner",
         default="auto",
-        help="megatron, fsdp, optimal, several joined by '+', or auto: megatron on axis tp, fsdp on fsdp or dp",
+        help="megatron, fsdp, megatron+fsdp, or auto: megatron on axis tp, fsdp on fsdp or dp",
     )
     plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     _costs(plan)
@@ -110,7 +110,6 @@ def _common(parser: argparse.ArgumentParser) -> None:
 def _costs(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures there")
-    parser.add_argument("--world-size", type=int, help="number of ranks there will be")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, momentum, mixed-adamw, none, ...")
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
     parser.add_argument("--memory-limit", metavar="SIZE", help="bytes one rank has, for example 80GiB")
@@ -118,4 +117,3 @@ def _costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", default="causal-lm", help="causal-lm (default), vocab-parallel or none")
     parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")
-    parser.add_argument("--data-axes", help="axes along which ranks see different samples, for example dp,cp")

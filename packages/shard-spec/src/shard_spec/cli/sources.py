@@ -187,33 +187,3 @@ def _read_json(path: Path) -> Any:
         return json_values(read_text(path), floats=True)
     except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
-
-
-def skeleton(metadata: ModelMetadata) -> nn.Module:
-    """Build an ``nn.Module`` on meta with the tensors of ``metadata``, for planners that walk modules."""
-    from torch import nn
-
-    root = nn.Module()
-    for tensor in metadata.tensors:
-        try:
-            _place(root, tensor)
-        except KeyError as error:  # add_module and register_parameter raise it
-            raise UsageError(f"{tensor.name[:200]!r} cannot be the name of a parameter: {error.args[0]}") from None
-    return root
-
-
-def _place(root: nn.Module, tensor: TensorMetadata) -> None:
-    """Register a tensor; KeyError for invalid names: empty, ``forward``, or one name of parameter and module."""
-    import torch
-    from torch import nn
-
-    *path, leaf = tensor.name.split(".")
-    module = root
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        child = module._modules[part]
-        assert child is not None
-        module = child
-    data = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-    module.register_parameter(leaf, nn.Parameter(data, requires_grad=tensor.requires_grad))

@@ -7,7 +7,7 @@ loaded, and read back under every other layout.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ _READABLE: set[Any] = {
 
 
 class CheckpointShard(torch.Tensor):
-    """A local tensor with its boxes of the global tensor; only for DCP to save from and load into.
+    """A local tensor with its boxes of the global tensor. Only for DCP to save from and load into.
 
     It has the global shape and no data of its own: ``local`` is the tensor, which loading fills in place. Computing
     with it raises. It is created as ``CheckpointShard(local, layout, shape, rank)``: the local tensor, the layout and
@@ -160,6 +160,7 @@ def dcp_state_dict(state: Mapping[str, Any], *, loading: bool = False) -> dict[s
             (``ranks-disagree``), and of each shard with inexpressible placements or sections.
     """
     problems: list[Problem] = []
+    plain: dict[str, torch.Tensor] = {}
 
     def convert(value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
@@ -169,27 +170,19 @@ def dcp_state_dict(state: Mapping[str, Any], *, loading: bool = False) -> dict[s
         if not isinstance(value, torch.Tensor) or isinstance(value, CheckpointShard):  # steps, lists
             return value
         try:
-            return _as_checkpoint_shard(value)
+            shard = _as_checkpoint_shard(value)
         except PlanError as error:
             problems.extend(replace(problem, name=name) for problem in error.problems)
             return value  # collect all; this rank still joins the collective
+        if shard is value and not isinstance(value, DTensor) and not value.is_meta:
+            plain[name] = value
+        return shard
 
     converted: dict[str, Any] = convert(state, "")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not loading:
-        problems += _replica_problems(dict(_plain_tensors(converted, "")), tuple(problems))
+        problems += _replica_problems(plain, tuple(problems))
     raise_problems(list(dict.fromkeys(problems)), "the state dict cannot be saved as it is")
     return converted
-
-
-def _plain_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _plain_tensors(each, f"{name}.{key}" if name else str(key))
-    elif type(value) in (list, tuple):
-        for at, each in enumerate(value):
-            yield from _plain_tensors(each, f"{name}.{at}")
-    elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor | CheckpointShard) and not value.is_meta:
-        yield name, value
 
 
 def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem, ...]) -> list[Problem]:

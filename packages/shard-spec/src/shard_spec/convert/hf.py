@@ -1,13 +1,8 @@
-"""Hugging Face's ``tp_plan``s and ``DistributedConfig``s, written for transformers 5.23.
+"""Hugging Face's ``tp_plan``s, written for transformers 5.23.
 
 A ``tp_plan`` maps module names, with ``*`` for layer numbers, to the names of styles. It fixes two things at once:
 layouts of parameters and the behaviour of forward. A sharding plan fixes the first. Styles with a forward beyond their
 parameters' layout cannot be expressed and are refused by name, unless ``forward="drop"`` is passed.
-
-The dense mesh of a ``DistributedConfig`` is ``(dp_replicate, fsdp, tp)``, that of experts ``(dp_replicate, efsdp, ep)``
-over the same ranks, with ``efsdp * ep == fsdp * tp``. Both are views of one finer mesh, since ``tp`` divides ``ep``:
-``(dp_replicate, efsdp, ep, tp)``. There ``fsdp`` is ``(efsdp, ep)``, and an expert group is ``(ep, tp)``. If
-``ep_size`` is ``tp_size`` or 1 it is ``(dp_replicate, fsdp, tp)``. Axes of one rank are left out.
 """
 
 from __future__ import annotations
@@ -16,25 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.convert.parallelize import (
-    STYLES,
-    cut_elsewhere,
-    not_expressible,
-    sharder_problems,
-    style_of_module,
-    tensors_by_module,
-    the_axis,
-)
+from shard_spec.convert.parallelize import STYLES, not_expressible
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec
+from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ShardSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
-from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.plan.metadata import ModelMetadata, metadata_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +27,8 @@ if TYPE_CHECKING:
 _STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
     **STYLES,
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), STYLES["colwise"]),
+    "packed_colwise": (ShardSpec(-1), InterleavedShard(-2, 2)),  # two weights in one
+    "packed_rowwise": (REPLICATE, InterleavedShard(-1, 2)),
     "replicate": (REPLICATE, REPLICATE),
 }
 # Styles with a forward that no layout of parameters expresses, and the placements of their parameters.
@@ -107,64 +93,6 @@ def from_hf_tp_plan(
     return PlanContent(glob_rules(values, (), buffers), output or None, mesh=mesh)
 
 
-def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
-    """Derive generic module names and styles; see ``ShardingPlan.to_hf_tp_plan``."""
-    resolution = resolve(plan, module)
-    axis = the_axis(resolution, axis)
-    problems = cut_elsewhere(resolution, axis, "a tp_plan") + sharder_problems(resolution, "a tp_plan")
-    by_name: dict[str, dict[str, str]] = {}
-    for path, tensors in tensors_by_module(resolution.metadata).items():
-        try:
-            style = _module_style(plan, path, tensors, resolution, axis)
-        except PlanError as error:
-            problems.extend(error.problems)
-            style = ""
-        by_name.setdefault(generic_name(path), {})[path] = style
-    styles = {}
-    for name, style_names in by_name.items():
-        if len(set(style_names.values())) > 1:  # layers differ
-            text = ", ".join(f"{path}: {style or 'whole'}" for path, style in style_names.items())
-            problems.append(not_expressible(name, text, "a tp_plan has one style for all layer numbers"))
-        elif "" not in style_names.values():
-            styles[name] = next(iter(style_names.values()))
-    styles |= _tied_styles(resolution, styles)
-    raise_problems(problems, "a tp_plan cannot express this plan")
-    return styles
-
-
-def _module_style(plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str) -> str:
-    """Return the style of the module's own parameters, ``""`` if they are replicated."""
-    style_and_output = style_of_module(plan, path, tensors, found, axis, packed=True)
-    if style_and_output is None:
-        return ""
-    style, output = style_and_output
-    if style == "colwise" and output == "whole":
-        return "colwise_gather_output"
-    by_itself = {"colwise": "last", "rowwise": "whole", "embedding_rowwise": "whole", "embedding_colwise": "whole"}
-    if output in (None, by_itself.get(style)):
-        return style
-    text = f"the output layout {output} of style {style}"
-    raise PlanError(not_expressible(path, text, "leave the output layout out"))
-
-
-def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return styles of modules with further names of tied tensors only: an embedding's rows are a head's rows."""
-    same = {"embedding_rowwise": "colwise_gather_output", "colwise": "embedding_rowwise"}
-    added = {}
-    for tensor in found.metadata.parameters:
-        style = styles.get(generic_name(tensor.name.rpartition(".")[0]))
-        for alias in tensor.aliases[1:]:  # the first name has its style
-            path = alias.rpartition(".")[0]
-            if style is not None and generic_name(path) not in styles:
-                other = same.get(style, style)
-                added[generic_name(path)] = style if _same_kind(found, tensor, path) else other
-    return added
-
-
-def _same_kind(found: Resolution, tensor: TensorMetadata, path: str) -> bool:
-    return found.metadata.modules.get(path) == found.metadata.modules.get(tensor.name.rpartition(".")[0])
-
-
 def _key_of(name: str, styles: Mapping[str, str]) -> str | None:
     """Return the deciding entry of a parameter: its own, else that of its module."""
     if name in styles:
@@ -194,77 +122,3 @@ def _style_problems(styles: Mapping[str, Any], forward: str) -> list[Problem]:
 def _unused(key: str) -> Problem:
     hint = "config.base_model_tp_plan is about the base model: pass prefix='model.'"
     return Problem("unmatched-pattern", key, found="no module or parameter has this name", hint=hint)
-
-
-_SIZES = ("pp_size", "dp_replicate_size", "fsdp_size", "tp_size", "ep_size")
-
-
-def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layout]:
-    """Derive the layouts of a model's parameters; see ``ShardingPlan.from_distributed_config``."""
-    settings: Any = config if isinstance(config, Mapping) else vars(config)
-    pp, replicas, fsdp, tp, ep = (int(settings.get(name) or 1) for name in _SIZES)
-    if pp > 1:
-        hint = "import the plan of one stage"
-        raise PlanError(not_expressible("pp_size", f"{pp} stages; which layers each holds is not in it", hint))
-    if ep > 1 and (ep % tp or (fsdp * tp) % ep):
-        hint = "ep_size is a multiple of tp_size and divides fsdp_size * tp_size"
-        raise PlanError(Problem("invalid-mesh", "ep_size", found=f"ep {ep}, tp {tp}, fsdp {fsdp}", hint=hint))
-    inner = max(ep // tp, 1)  # ranks of an expert group beside tp
-    sizes = {"dp_replicate": replicas, "efsdp" if inner > 1 else "fsdp": fsdp // inner, "ep": inner, "tp": tp}
-    mesh = MeshSpec({name: size for name, size in sizes.items() if size > 1} or {"tp": 1})  # a mesh needs an axis
-    dense = MeshSpec({"dp_replicate": replicas, "fsdp": fsdp, "tp": tp})
-    data = [name for name in ("fsdp", "efsdp", "ep") if name in mesh.axis_names]
-    expert_styles = _plan_of(module, settings, "ep_plan") if ep > 1 else {}
-    styles = _plan_of(module, settings, "tp_plan") if tp > 1 else {}
-    is_expert = re.compile("|".join(rf"{re.escape(name)}(\..+)?" for name in expert_styles) or "(?!)").fullmatch
-    styles = {name: style for name, style in styles.items() if not is_expert(name)}  # expert rules take precedence
-    along_tp = _layouts_along_tp(styles, module, MeshSpec({"tp": tp}))
-    layouts, problems = {}, []
-    for tensor in metadata_of(module).parameters:
-        shape, names = tensor.shape, [generic_name(alias) for alias in tensor.aliases]
-        if any(expert_styles.get(name) == "grouped_gemm" for name in names):
-            # The expert group first, then FSDP2 over the copies of the group.
-            axes = [name for name in ("ep", "tp", "efsdp", "fsdp") if name in mesh.axis_names]
-            layouts[tensor.name] = Layout(mesh, dict.fromkeys(axes, "S(0)"), axes if len(axes) > 1 else None)
-            continue
-        spec = along_tp.get(tensor.name, REPLICATE)
-        sharded = data if shape else []  # FSDP2 does not shard scalars
-        placements: dict[str, PlacementSpec] = {"tp": spec} if tp > 1 else {}
-        placements.update(dict.fromkeys(sharded, ShardSpec(0)))  # FSDP2 shards dim 0
-        order = [name for name in ("tp", *sharded) if name in placements and placements[name].dim is not None]
-        layouts[tensor.name] = Layout(mesh, placements, order if len(order) > 1 else None)
-        wanted = Layout(
-            dense,
-            {"tp": spec, **({"fsdp": "S(0)"} if sharded else {})},
-            ["tp", "fsdp"] if spec.dim is not None and sharded else None,
-        )
-        if len(sharded) > 1 and not layouts[tensor.name].equivalent_to(wanted, shape):
-            reason = f"{shape[0]} rows over fsdp={fsdp}, of which expert parallelism takes {inner}, do not divide"
-            problems.append(not_expressible(tensor.name, reason, "choose sizes that divide its rows"))
-    raise_problems(problems, "one mesh cannot express both views of the ranks")
-    return layouts
-
-
-def _plan_of(module: nn.Module, config: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the model's own plan merged with the rules of the config, as in transformers."""
-    own, configured = dict(getattr(module, name, None) or {}), config.get(name)
-    if not isinstance(configured, Mapping):
-        return own
-    metadata = metadata_of(module)
-    names = {*map(generic_name, metadata.modules), *own}
-    names |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
-    hint = "use the names of modules and parameters, '*' for layer numbers"
-    unknown = [
-        Problem("unmatched-pattern", str(key), found=f"in {name}", hint=hint) for key in configured if key not in names
-    ]
-    raise_problems(unknown, "the config does not fit the model")  # a typo would replicate silently
-    return {} if name == "tp_plan" and not configured else {**own, **configured}  # an empty tp_plan turns it off
-
-
-def _layouts_along_tp(styles: Mapping[str, str], module: nn.Module, mesh: MeshSpec) -> dict[str, PlacementSpec]:
-    metadata = metadata_of(module)
-    names = {generic_name(path) for path in metadata.modules}
-    names |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
-    used = {name: style for name, style in styles.items() if name in names}  # a model's own plan may have more names
-    content = from_hf_tp_plan(used, metadata, mesh, forward="drop")
-    return {name: layout.specs[0] for name, layout in resolve(content, metadata).parameters.items()}

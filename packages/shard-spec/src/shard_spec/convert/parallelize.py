@@ -1,4 +1,4 @@
-"""Conversions to DTensor placements and ``parallelize_module``, with refusals shared by all conversions."""
+"""Conversions to DTensor placements and to ``parallelize_module``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_specs
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ReplicateSpec, ShardSpec
+from shard_spec.layout.placements import REPLICATE, PlacementSpec, ReplicateSpec, ShardSpec
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.values import is_spec, to_layout
@@ -26,33 +26,13 @@ def not_expressible(name: str, found: str, hint: str, dim: int | None = None, ax
     return Problem("not-expressible", name, dim, axis, found, hint)
 
 
-def the_axis(found: Resolution, axis: str | None) -> str:
-    """Return ``axis``, or else the plan's only sharding axis.
-
-    Raises:
-        PlanError: ``missing-argument`` if the plan does not have exactly one.
-    """
-    mesh = found.one_mesh
-    if axis is not None:
-        mesh.axis_index(axis)  # raises for an unknown axis
-        return axis
-    named = {name for layout in found.layouts.values() for name in layout.sharded_axes}
-    cutting = [name for name, size in mesh.axes.items() if size > 1 and name in named]
-    if len(cutting) == 1:  # unambiguous
-        return cutting[0]
-    if not cutting:
-        return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]  # nothing is sharded: any axis serves
-    hint = "pass axis=, one of them"
-    raise PlanError(Problem("missing-argument", "axis", found=f"the plan shards along {', '.join(cutting)}", hint=hint))
-
-
-def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
-    """Report tensors sharded along axes other than ``axis``, for targets with one axis."""
+def cut_elsewhere(found: Resolution, axis: str) -> list[Problem]:
+    """Report tensors sharded along axes other than ``axis``: a parallelize_plan has one."""
     problems = []
     for name, layout in found.layouts.items():
         for other in layout.sharded_axes:
             if other != axis and layout.mesh.axis_size(other) > 1:
-                reason = f"{layout}: {target} is about one axis, here {axis}"
+                reason = f"{layout}: a parallelize_plan is about one axis, here {axis}"
                 hint = f"replicate along {other} here, and shard along it by other means (fully_shard, ...)"
                 problems.append(not_expressible(name, reason, hint, axis=other))
     return problems
@@ -64,38 +44,22 @@ def sharder_problems(found: Resolution, target: str) -> list[Problem]:
     return [not_expressible(path, f"a Sharder shards it; {target} cannot express how", hint) for path in found.sharders]
 
 
-def to_dtensor_placements(
-    plan: PlanContent, module: nn.Module | ModelMetadata | None = None
-) -> dict[str, tuple[Placement, ...]]:
-    """Return placements of each rule, or with ``module`` of each tensor; see ``ShardingPlan``."""
-    problems: list[Problem] = []
+def to_dtensor_placements(plan: PlanContent, module: nn.Module | ModelMetadata) -> dict[str, tuple[Placement, ...]]:
+    """Return placements of each tensor; see ``ShardingPlan``."""
+    resolved = resolve(plan, module)
+    problems = sharder_problems(resolved, "a DTensor")  # all in one error
     placements: dict[str, tuple[Placement, ...]] = {}
-    if module is None:
-        problems += plan.problems  # all problems in one error
-        for rule in plan.rules:
-            if rule.layout is not None:
-                placements[rule.key] = _said(rule.key, rule.layout, None, problems)
-            elif not rule.problems:
-                hint = "pass the model: placements of specs depend on shapes"
-                problems.append(not_expressible(rule.key, f"a {rule.kind}, not placements", hint))
-    else:
-        resolved = resolve(plan, module)
-        problems += sharder_problems(resolved, "a DTensor")
-        for tensor in resolved.metadata.tensors:
-            layout = resolved.layouts.get(tensor.name)
-            if layout is not None:
-                placements[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
+    for tensor in resolved.metadata.tensors:
+        layout = resolved.layouts.get(tensor.name)
+        if layout is None:
+            continue
+        specs, why = dtensor_specs(layout, tensor.shape)
+        placements[tensor.name] = tuple(dtensor_placement(spec) for spec in specs)
+        if why is not None:
+            hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
+            problems.append(not_expressible(tensor.name, f"{layout}: {why}", hint))
     raise_problems(problems, "DTensor placements cannot express this plan")
     return placements
-
-
-def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: list[Problem]) -> tuple[Placement, ...]:
-    specs, why = dtensor_specs(layout, shape)  # shape decides: some orders need it
-    if why is not None:
-        hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
-        problems.append(not_expressible(name, f"{layout}: {why}", hint))
-        return ()  # a placeholder: the problem is raised at the end
-    return tuple(dtensor_placement(spec) for spec in specs)
 
 
 # Style -> placement of a tensor of 1 dim and of one of 2 or more. "-2" is the dim of output features, "-1" of input.
@@ -104,18 +68,16 @@ STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
     "rowwise": (REPLICATE, ShardSpec(-1)),
     "embedding_rowwise": (ShardSpec(0), ShardSpec(0)),
     "embedding_colwise": (ShardSpec(0), ShardSpec(1)),
-    "packed_colwise": (ShardSpec(-1), InterleavedShard(-2, 2)),
-    "packed_rowwise": (REPLICATE, InterleavedShard(-1, 2)),
 }
 
 
 def to_parallelize_plan(
-    plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None
+    plan: PlanContent, module: nn.Module | ModelMetadata, axis: str = "tp"
 ) -> dict[str, ParallelStyle]:
     """Map module FQNs to styles; see ``ShardingPlan.to_parallelize_plan``."""
     state = resolve(plan, module)
-    axis = the_axis(state, axis)
-    problems = cut_elsewhere(state, axis, "a parallelize_plan") + sharder_problems(state, "a parallelize_plan")
+    state.one_mesh.axis_index(axis)  # raises for an unknown axis
+    problems = cut_elsewhere(state, axis) + sharder_problems(state, "a parallelize_plan")
     problems += _tied_problems(state, axis)
     styles: dict[str, ParallelStyle] = {}
     for path, tensors in tensors_by_module(state.metadata).items():
@@ -169,9 +131,9 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
 
 
 def style_of_module(
-    plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str, *, packed: bool = False
+    plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str
 ) -> tuple[str, str | None] | None:
-    """Return the style in `STYLES` of a module and its `output_of`; None if its parameters are replicated.
+    """Return the style in `STYLES` of a module and its `output_of`. None if its parameters are replicated.
 
     Args:
         plan: The plan, for output layouts.
@@ -179,7 +141,6 @@ def style_of_module(
         tensors: Its own tensors.
         found: Their layouts.
         axis: The axis of the style.
-        packed: True to allow the styles of two weights in one.
 
     Raises:
         PlanError: ``not-expressible`` if no style fits.
@@ -188,8 +149,8 @@ def style_of_module(
     if all(cut_dim(layouts[tensor.name], tensor, axis) is None for tensor in tensors):
         return None
     kind = found.metadata.modules.get(path, "")
-    linear = ["colwise", "rowwise", *(["packed_colwise", "packed_rowwise"] if packed else [])]  # plain ones first
-    for style in {"Linear": linear, "Embedding": ["embedding_rowwise", "embedding_colwise"]}.get(kind, []):
+    styles = {"Linear": ("colwise", "rowwise"), "Embedding": ("embedding_rowwise", "embedding_colwise")}
+    for style in styles.get(kind, ()):
         if all(_lies_as(style, layouts[tensor.name], tensor, axis) for tensor in tensors):
             return style, output_of(plan, path, axis)
     text = ", ".join(f"{tensor.name.rsplit('.', 1)[-1]} {layouts[tensor.name]}" for tensor in tensors)

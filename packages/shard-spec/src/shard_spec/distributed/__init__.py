@@ -1,1 +1,1 @@
-"""Movement of tensors between ranks. `mesh_cache` has groups and meshes. `exchange` scatters and gathers."""
+"""Movement of tensors between ranks. `exchange` scatters and gathers. `parameter_format` has meshes and formats."""

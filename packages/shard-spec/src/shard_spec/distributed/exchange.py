@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -36,7 +37,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def on_all_ranks(
     group: dist.ProcessGroup, subject: str, work: Callable[[], T], lines: Callable[[T], Sequence[str]] = lambda _: ()
 ) -> T:
-    """The value of ``work`` once it succeeded on every rank of the group, with equal lines; a collective.
+    """Return what ``work`` gives once it succeeded, with equal lines, on every rank. A collective.
 
     Args:
         group: The ranks; all of them call this.
@@ -67,62 +68,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """The shard of ``full`` that lies on global rank ``rank``; a view where it is one box."""
+    """The shard of ``full`` that lies on global rank ``rank``. A view where it is one box."""
     shard = full.detach()
     for dim, intervals in enumerate(layout.intervals(rank, tuple(full.shape))):
         parts = [shard.narrow(dim, start, size) for start, size in intervals]
         shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return shard
-
-
-def scatter(
-    full: torch.Tensor | None,
-    layout: Layout,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    src: int,
-    *,
-    primaries: bool = False,
-) -> torch.Tensor:
-    """This rank's shard of the tensor that rank ``src`` of the group has; one collective, exact bytes.
-
-    Args:
-        full: The tensor on ``src``; not looked at on other ranks.
-        layout: Where the shards lie; its ranks are those of the group.
-        shape: Global shape.
-        dtype: Any dtype; it travels as bytes.
-        device: Where the shard is to lie, and where the collective runs.
-        group: The ranks.
-        src: Rank in the group.
-        primaries: Whether only one rank of each set of replicas gets its shard; the others' is left empty.
-    """
-    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
-    local = torch.empty(layout.local_shape(ranks[me], shape), dtype=dtype, device=device)
-    if layout.is_replicated and not primaries:
-        if me == src:
-            assert full is not None
-            local.copy_(full.detach())
-        return broadcast_(local, group, src)
-    item = local.element_size()
-    receives_any = [not primaries or layout.is_primary(rank) for rank in ranks]
-    numels = [
-        _numel(layout.local_shape(rank, shape)) if any_ else 0 for rank, any_ in zip(ranks, receives_any, strict=True)
-    ]
-    packed = torch.empty(0, dtype=torch.uint8, device=device)
-    sends = [0] * len(ranks)
-    if me == src:
-        assert full is not None
-        receivers = [rank for rank, any_ in zip(ranks, receives_any, strict=True) if any_]
-        shards = [take(full, layout, rank).reshape(-1) for rank in receivers]
-        packed = as_bytes(torch.cat(shards).to(device))
-        sends = [numel * item for numel in numels]
-    receives = [numels[me] * item if rank == src else 0 for rank in range(len(ranks))]
-    if sum(numels):
-        received = as_bytes(local)[: sum(receives)]
-        dist.all_to_all_single(received, packed, receives, sends, group=group)
-    return local
 
 
 def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int) -> torch.Tensor:
@@ -135,9 +86,9 @@ def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int) -> torc
 def gather_shards(
     local: torch.Tensor, layout: Layout, shape: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The whole tensor on every rank, from the shards of a layout without partial sums; one collective."""
+    """The whole tensor on every rank, from the shards of a layout without partial sums. One collective."""
     ranks = dist.get_process_group_ranks(group)
-    numels = [_numel(layout.local_shape(rank, shape)) for rank in ranks]
+    numels = [prod(layout.local_shape(rank, shape)) for rank in ranks]
     most = max(numels)
     mine = local.new_empty(most)
     mine[: local.numel()] = local.detach().reshape(-1)
@@ -162,12 +113,8 @@ def _put(whole: torch.Tensor, shard: torch.Tensor, intervals: Sequence[Sequence[
         position += size
 
 
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
 def fingerprint(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's bytes, formed on its device; equal on ranks that hold the same values."""
+    """A checksum of a tensor's bytes, formed on its device. Equal on ranks that hold the same values."""
     flat = as_bytes(tensor.contiguous())
     total = weighted = 0
     step = 1 << 24

@@ -5,7 +5,7 @@ else a local one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
-from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.distributed.exchange import group_or_default, on_all_ranks, scatter
+from shard_spec._shared.problems import Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import (
@@ -67,73 +66,20 @@ class GroupRef:
 class MeshCache:
     """Meshes of one call: one for each shape, order of ranks and axis names."""
 
-    def __init__(self, group: GroupRef, device_type: str) -> None:
-        self.group = group
-        self.device_type = device_type
+    def __init__(self, group: GroupRef, device_type: str, layouts: Iterable[Layout]) -> None:
+        """Create the meshes of ``layouts``, and the 1-D one in the order of the group. A collective of the group."""
+        flat = MeshSpec({"shard": group.size}, group.ranks)
         self._meshes: dict[MeshSpec, DeviceMesh] = {}
-
-    def prepare(self, layouts: Iterable[Layout]) -> None:
-        """Create the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group.
-
-        Raises:
-            PlanError: On every rank, before anything else: ``no-process-group``.
-        """
-        keys = list(dict.fromkeys([self._flat_key(), *map(_key_of, layouts)]))
-        wanted = [members for key in keys if key.ndim > 1 for groups in _groups(key) for members in groups]
-        if wanted:  # new groups are needed
-            self._check(wanted)
-        for key in keys:
-            self._meshes[key] = self._make(key)
+        for key in dict.fromkeys([flat, *map(_key_of, layouts)]):
+            if key.ndim == 1:  # its ranks are those of the group, in order
+                self._meshes[key] = DeviceMesh.from_group(group.group, device_type, mesh_dim_names=key.axis_names)
+            else:  # over the default group: others were refused
+                self._meshes[key] = key.to_device_mesh(device_type)
+        self.flat = self._meshes[flat]
 
     def mesh_of(self, layout: Layout) -> DeviceMesh:
-        """Return the mesh of ``layout``.
-
-        Raises:
-            PlanError: ``mesh-mismatch`` for an output with a spec that fixes its layout at run time only.
-        """
-        key = _key_of(layout)
-        if key not in self._meshes:
-            reason = f"a mesh of shape {key.shape} over ranks {list(key.ranks)}, which was not known before the forward"
-            hint = "shard outputs with a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
-            raise PlanError(Problem("mesh-mismatch", found=reason, hint=hint))
-        return self._meshes[key]
-
-    def flat_mesh(self) -> DeviceMesh:
-        """Return the 1-D mesh in the order of the group."""
-        return self._meshes[self._flat_key()]
-
-    def _flat_key(self) -> MeshSpec:
-        return MeshSpec({"shard": self.group.size}, self.group.ranks)
-
-    def _check(self, wanted: list[tuple[int, ...]]) -> None:
-        if self.group.size == dist.get_world_size():  # all ranks of the job take part
-            return
-        counts: list[int] = [0] * self.group.size
-        dist.all_gather_object(counts, _torch_compat.num_groups(), group=self.group.group)
-        if len(set(counts)) > 1:
-            # Torch names a group created by its members only after their number of groups.
-            reason = f"new groups are needed, {list(wanted[0])} first, and the ranks know {counts} groups"
-            hint = "use the default group, or shard along one axis"
-            raise PlanError(Problem("no-process-group", "process_group", found=reason, hint=hint))
-
-    def _make(self, key: MeshSpec) -> DeviceMesh:
-        if key.ndim == 1:  # its ranks are those of the group, in order
-            return DeviceMesh.from_group(self.group.group, self.device_type, mesh_dim_names=key.axis_names)
-        own = [self._own_group(groups) for groups in _groups(key)]
-        grid = torch.tensor(list(key.ranks), dtype=torch.int, device="cpu").view(key.shape)
-        return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=key.axis_names)
-
-    def _own_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-        """Return this rank's group of one axis; every rank creates the groups in one order."""
-        everybody, me = self.group.size == dist.get_world_size(), dist.get_rank()
-        mine = [_torch_compat.new_ordered_group(list(each), everybody) for each in groups if everybody or me in each]
-        (own,) = [each for each in mine if each is not None]
-        assert isinstance(own, dist.ProcessGroup)
-        return own
-
-
-def _groups(mesh: MeshSpec) -> list[tuple[tuple[int, ...], ...]]:
-    return [mesh.axis_groups(axis) for axis in mesh.axis_names]
+        """Return the mesh of ``layout``."""
+        return self._meshes[_key_of(layout)]
 
 
 def _key_of(layout: Layout) -> MeshSpec:
@@ -203,7 +149,7 @@ def choose_format(
 
 
 def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
-    """Return the format of axes in another order than the mesh's, as in FSDP over TP."""
+    """Return the format of axes in another order than the mesh's (FSDP over TP)."""
     hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
     specs, why = dtensor_specs(layout, shape)
     if why is None and not strided:
@@ -234,25 +180,19 @@ def _hint(spec: PlacementSpec, local: bool) -> str:
 # ---- specs with DTensor placements ----
 
 
-def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[PlacementSpec, ...], str | None]:
-    """Return specs with DTensor placements (R, P, S, I by number), or a reason against.
-
-    Without a shape the result holds for every shape.
-    """
-    if shape is not None:
-        plain = layout.canonical(shape)
-        pairs = zip(layout.specs, plain.specs, strict=True)
-        # Axes of one rank keep their shard as written: canonical() replicates them.
-        specs_written = [spec.from_front(len(shape)) if isinstance(spec, ShardSpec) else canon for spec, canon in pairs]
-        layout = Layout(layout.mesh, specs_written, plain.order)
+def dtensor_specs(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[PlacementSpec, ...], str | None]:
+    """Return specs with DTensor placements (R, P, S, I by number), or a reason against."""
+    plain = layout.canonical(shape)
+    pairs = zip(layout.specs, plain.specs, strict=True)
+    # Axes of one rank keep their shard as written: canonical() replicates them.
+    specs_written = [spec.from_front(len(shape)) if isinstance(spec, ShardSpec) else canon for spec, canon in pairs]
+    layout = Layout(layout.mesh, specs_written, plain.order)
     specs = [_equal_sections(spec) for spec in layout.specs]
     for spec in specs:
         if isinstance(spec, SpecialShard) and not isinstance(getattr(spec, "sections", None), int):
             return (), _WHY[type(spec)]
     if not layout.order:  # mesh order is DTensor's own
         return tuple(specs), None
-    if shape is None:  # equivalence needs one
-        return (), "this order depends on the shape in a DTensor; pass the model"
     strided = _strided(layout, specs)
     if strided is not None and Layout(layout.mesh, strided).equivalent_to(layout, shape):
         return strided, None
@@ -297,70 +237,6 @@ def dtensor_placement(spec: PlacementSpec) -> Any:
     return to_placement(spec)
 
 
-def shard_tensor(
-    tensor: torch.Tensor,
-    place: Callable[[tuple[int, ...]], tuple[Layout, torch.device | None]],
-    src_rank: int = 0,
-    process_group: dist.ProcessGroup | None = None,
-) -> DTensor:
-    """Scatter one tensor from ``src_rank`` of the group, without changing it; a collective.
-
-    Args:
-        tensor: The full tensor on the source; shape and dtype are used on every rank.
-        place: Global shape -> layout over the ranks of the group, and this rank's device, if named.
-        src_rank: Rank in the group with the values.
-        process_group: Default: the default group.
-
-    Raises:
-        PlanError: Before any transfer, on every rank.
-    """
-    group = group_or_default(process_group)
-
-    def lines(planned: tuple[Layout, torch.device]) -> list[str]:
-        frozen = "" if tensor.requires_grad else ", frozen"
-        where = f"{planned[0]} on ranks {list(planned[0].mesh.ranks)}, source {src_rank}, on {planned[1].type}"
-        return [f"tensor {tensor.dtype} {list(tensor.shape)}{frozen} -> {where}"]
-
-    layout, device = on_all_ranks(group, "shard", lambda: _planned(tensor, place, src_rank, group), lines)
-    shape = tuple(tensor.shape)
-    meshes = MeshCache(GroupRef(group), device.type)
-    meshes.prepare([layout])
-    full = tensor.detach() if dist.get_rank(group) == src_rank else None  # other ranks may pass meta tensors
-    local = scatter(full, layout, shape, tensor.dtype, device, group, src_rank)
-    value = as_dtensor(local, layout, shape, "tensor", meshes)
-    value.requires_grad_(tensor.requires_grad)
-    return value
-
-
-def _planned(
-    tensor: object,
-    place: Callable[[tuple[int, ...]], tuple[Layout, torch.device | None]],
-    src_rank: int,
-    group: dist.ProcessGroup,
-) -> tuple[Layout, torch.device]:
-    """Return layout and device of the shards, without communication."""
-    if not isinstance(tensor, torch.Tensor):
-        reason = f"{tensor!r:.200} of type {type(tensor).__qualname__}"
-        raise PlanError(Problem("wrong-type", "tensor", found=reason, hint="give the full tensor"))
-    shape, ranks = tuple(tensor.shape), tuple(dist.get_process_group_ranks(group))
-    layout, device = place(shape)
-    problems = [*source_problems(src_rank, len(ranks)), *rank_problems("tensor", tuple(layout.mesh.ranks), ranks)]
-    expression = choose_format(layout, shape, "tensor")
-    problems += [expression] if isinstance(expression, Problem) else []
-    if tensor.is_meta and dist.get_rank(group) == src_rank:
-        hint = "give the source rank real values; only the other ranks may have meta tensors"
-        problems.append(Problem("no-data", "tensor", found="a meta tensor on src_rank", hint=hint))
-    raise_problems(problems)
-    return layout, device or (group_device(group) if tensor.is_meta else tensor.device)
-
-
-def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the kind of device of the group's communication."""
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def source_problems(src_rank: object, size: int) -> list[Problem]:
     """Report a source that is no rank of the group."""
     if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
@@ -369,33 +245,7 @@ def source_problems(src_rank: object, size: int) -> list[Problem]:
     return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint)]
 
 
-def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name: str, meshes: MeshCache) -> DTensor:
-    """Convert this rank's shard to a DTensor."""
-    expression = choose_format(layout, shape, name)
-    assert isinstance(expression, ParameterFormat)  # planned
-    return dtensor_of(local, meshes.mesh_of(layout), expression.placements, shape)
-
-
 def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """Convert a local shard to a DTensor of global ``shape``; from_local alone assumes equal shards."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> list[Problem]:
-    """Report ranks of the layout outside the group, the converse, and ranks in another order than the group's."""
-    outside = sorted(set(named) - set(ranks))
-    missing = sorted(set(ranks) - set(named))
-    problems = []
-    if outside:
-        reason, hint = f"ranks {outside} are not in the group {list(ranks)}", "name global ranks of the group"
-        problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
-    if missing:
-        reason = f"ranks {missing} of the group hold nothing"
-        hint = "name every rank of the group once, or pass a smaller process_group"
-        problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
-    if not problems and named != ranks:
-        # Torch sorts the ranks of new groups, and would gather shards in that order without an error.
-        reason, hint = f"ranks in the order {list(named)}", f"name them in the order of the group, {list(ranks)}"
-        problems.append(Problem("mesh-mismatch", name, found=reason, hint=hint))
-    return problems

@@ -1,4 +1,1 @@
-"""Costs of a plan, bytes and seconds, computed without a tensor.
-
-Units everywhere in this folder: bytes, seconds, bytes per second, floating point operations per second.
-"""
+"""Costs of a plan. They are computed without a tensor. Units: bytes, seconds, bytes or operations a second."""

@@ -278,7 +278,7 @@ class _Timeline:
         self._events.append((allocation, -1))
 
     def peak(self, logits: int | None) -> tuple[int, str, tuple[int, int]]:
-        """Return the most live bytes, their moment, and the shares of logits and loss and of gathered layers.
+        """Return the most live bytes, their moment, and shares: loss with logits, and gathered layers.
 
         Args:
             logits: Allocation of the logits; later allocations until backward passes it belong to the loss.
@@ -388,7 +388,7 @@ class _FullyShard:
 
 
 class _TorchFunctions(TorchFunctionMode):
-    """Attention without dropout as a fused kernel; it saves queries, keys, values, output and one sum a row.
+    """Attention without dropout as a fused kernel. It saves queries, keys, values, output and one sum a row.
 
     Integer lists that index a tensor keep their values.
     """
@@ -430,6 +430,7 @@ class _TorchFunctions(TorchFunctionMode):
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,  # the kernel reads shared heads in place
     ) -> torch.Tensor | None:
@@ -529,7 +530,11 @@ class _Flow:
             result = operator(*args, **kwargs)
         self._follow_values(operator, args, kwargs, result)
         # Views of weights and inputs are no new results.
-        results = [each for each in _tensors(result) if each.is_meta and not self._is_known(memory_of(each))]
+        results = [
+            each
+            for each in _tensors(result)
+            if each.is_meta and (memory := memory_of(each)) not in self.weights and memory not in self._given_memory
+        ]
         if not results:
             return result
         tensors = list(_tensors((args, kwargs)))
@@ -566,16 +571,13 @@ class _Flow:
                 self.communicate(axis, op, "activations", name, tensor)
         return result
 
-    def _is_known(self, memory: int) -> bool:
-        return memory in self.weights or memory in self._given_memory
-
     def communicate(self, axis: str, op: str, what: str, name: str, tensor: torch.Tensor) -> None:
         """Record a collective whose result is ``tensor``."""
         size = self.local_bytes(memory_of(tensor), tensor.untyped_storage())
         self.collectives.append((axis, op, what, name, size))
 
     def sum_experts(self, module: nn.Module, resolution: Resolution) -> list[Any]:
-        """Sum outputs, and gradients of inputs, of modules with several experts in one parameter; return the hooks."""
+        """Sum outputs, and gradients of inputs, of modules with several experts in one parameter. Return the hooks."""
         handles = []
         axes: dict[str, frozenset[str]] = {}  # FQN of the module -> axes that shard its weights
         for weight in self.weights.values():
@@ -603,7 +605,7 @@ class _Flow:
         return handles
 
     def gradient(self, parameter: torch.Tensor) -> None:
-        """Leave a parameter's gradient to the exact count, or to its unit until it is scattered."""
+        """Leave a gradient to the exact count, or to its unit until it is scattered."""
         assert parameter.grad is not None
         memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
         allocation = self.alive.get(memory, -1)
@@ -631,18 +633,18 @@ class _Flow:
 
     def _follow_values(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute small results for real if all inputs are known: integers and constants."""
-        made = list(_tensors(result))
-        small = all(tensor.numel() <= _MAX_VALUES for tensor in made)
-        if not made or not small or torch.Tag.nondeterministic_seeded in operator.tags:  # random results are not known
+        results = list(_tensors(result))
+        small = all(tensor.numel() <= _MAX_VALUES for tensor in results)
+        if not results or not small or torch.Tag.nondeterministic_seeded in operator.tags:  # not known
             return
         if any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
             return
         real = operator(*self._real(args), **self._real(kwargs))
-        for tensor, values in zip(made, _tensors(real), strict=True):
+        for tensor, values in zip(results, _tensors(real), strict=True):
             self._values[tensor] = values
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor; tensors off meta are constants of the forward, such as index lists."""
+        """Return the values of a tensor. Tensors off meta are constants of the forward, such as index lists."""
         return self._values.get(tensor) if tensor.is_meta else tensor
 
     def _real(self, value: Any) -> Any:

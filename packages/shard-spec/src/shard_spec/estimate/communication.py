@@ -30,7 +30,7 @@ from shard_spec.plan.metadata import ModelMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
-    from shard_spec.estimate.cost import CostModel, Topology
+    from shard_spec.estimate.cost import Topology
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ def communication(
     batch: Batch | None = None,
     *,
     topology: Topology | None = None,
-    cost_model: CostModel | None = None,
+    cost_model: AlphaBetaCostModel | None = None,
     **options: Unpack[StepOptions],
 ) -> Communication:
     """Return the communication of a step of a resolved plan; see ``ShardingPlan.communication``."""
@@ -123,7 +123,7 @@ def communication(
 
 
 def _seconds(
-    mesh: MeshSpec, transfers: list[Transfer], topology: Topology, cost_model: CostModel | None
+    mesh: MeshSpec, transfers: list[Transfer], topology: Topology, cost_model: AlphaBetaCostModel | None
 ) -> dict[str, float]:
     model: Any = cost_model or AlphaBetaCostModel()
     ranks = None if mesh.rank_list is None else mesh.rank_list

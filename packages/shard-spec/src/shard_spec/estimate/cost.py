@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,6 @@ class Link:
     bytes_per_second: float
     latency_seconds: float
     crosses_hosts: bool = False
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"Link(size={self.size}): a group has at least one rank.")
-        _require_positive("Link", bytes_per_second=self.bytes_per_second)
-        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
-            raise ValueError(f"Link(latency_seconds={self.latency_seconds}): give zero or more.")
 
 
 @dataclass(frozen=True)
@@ -60,14 +52,9 @@ class Topology:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _require_positive(
-            "Topology",
-            hbm_bytes=self.hbm_bytes,
-            ranks_per_host=self.ranks_per_host,
-            intra_bw=self.intra_bw,
-            inter_bw=self.inter_bw,
-            flops=self.flops,
-        )
+        for field in ("hbm_bytes", "ranks_per_host", "intra_bw", "inter_bw", "flops"):
+            if not (math.isfinite(getattr(self, field)) and getattr(self, field) > 0):
+                raise ValueError(f"Topology({field}={getattr(self, field)}): must be positive and finite.")
         for field, value in (("latency", self.latency), ("inter_latency", self.inter_latency)):
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"Topology({field}={value}): give seconds, zero or more.")
@@ -120,12 +107,6 @@ class Topology:
         return fewest
 
 
-def _require_positive(owner: str, **values: float) -> None:
-    for field, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{owner}({field}={value}): must be positive and finite.")
-
-
 # ---- common machines, from their makers' data sheets ----
 #
 # Peak numbers: `AlphaBetaCostModel` scales them to expected rates. Bandwidths are per rank and per direction, so
@@ -169,39 +150,6 @@ def topology_preset(name: str) -> Topology:
     return PRESETS[name]
 
 
-@runtime_checkable
-class CostModel(Protocol):
-    """Times of compute and collectives, in seconds; implement these six methods for your own measurements.
-
-    A link with one rank must cost 0. `num_bytes` is always the full tensor of one group: each rank's buffer after an
-    all-gather, before a reduce-scatter, before and after an all-reduce, before and after an all-to-all.
-    """
-
-    def all_reduce(self, num_bytes: float, link: Link) -> float:
-        """Time to sum a buffer of `num_bytes` on every rank."""
-        ...
-
-    def all_gather(self, num_bytes: float, link: Link) -> float:
-        """Time to gather shards of ``num_bytes / size`` to `num_bytes` on every rank."""
-        ...
-
-    def reduce_scatter(self, num_bytes: float, link: Link) -> float:
-        """Time to reduce buffers of `num_bytes` to summed shards of ``num_bytes / size``."""
-        ...
-
-    def all_to_all(self, num_bytes: float, link: Link) -> float:
-        """Time to send ``num_bytes / size`` of each rank's `num_bytes` to each rank."""
-        ...
-
-    def p2p(self, num_bytes: float, link: Link) -> float:
-        """Time to send `num_bytes` from one rank to another."""
-        ...
-
-    def compute(self, num_flops: float, topology: Topology) -> float:
-        """Time of `num_flops` floating point operations of dense matmul on one rank."""
-        ...
-
-
 @dataclass(frozen=True)
 class AlphaBetaCostModel:
     """Ring collectives with a latency (alpha) and a byte time (beta) for each axis.
@@ -210,7 +158,9 @@ class AlphaBetaCostModel:
         bw_efficiency: achieved share of a link's bandwidth for large collectives.
         flops_efficiency: achieved share of the peak rate for large matmuls.
 
-    Both defaults are round numbers from reports of well tuned training; pass your own if you have measured.
+    Both defaults are round numbers from reports of well tuned training; pass your own if you have measured. For other
+    formulas subclass it: times are seconds, and a link with one rank costs 0. ``num_bytes`` is the full tensor of a
+    group: each rank's buffer after an all-gather, before a reduce-scatter, before and after the others.
     """
 
     bw_efficiency: float = 0.8

@@ -62,7 +62,7 @@ def block_names(metadata: ModelMetadata) -> list[str]:
 
 
 def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, list[TensorMetadata]]:
-    """Return the parameters of each unit by the FQN of its module; ``""`` is the root.
+    """Return the parameters of each unit by the FQN of its module. ``""`` is the root.
 
     Args:
         metadata: The model.
@@ -79,11 +79,11 @@ def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, 
         if unused:
             hint = "FQNs of modules that fully_shard wraps, or patterns of them"
             raise PlanError([Problem("unmatched-pattern", text, found="no module", hint=hint) for text in unused])
-    found: dict[str, list[TensorMetadata]] = {name: [] for name in (*names, "")}
+    members: dict[str, list[TensorMetadata]] = {name: [] for name in (*names, "")}
     for tensor in metadata.parameters:
         above = [name for name in names if tensor.name.startswith(f"{name}.")]
-        found[max(above, key=len, default="")].append(tensor)
-    return found
+        members[max(above, key=len, default="")].append(tensor)
+    return members
 
 
 def unit_transfers(

@@ -18,7 +18,6 @@ from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floatin
 from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -44,7 +43,7 @@ class OptimizerState:
     step_slots: int = 0
 
 
-OptimizerLike: TypeAlias = "str | OptimizerState | torch.optim.Optimizer | type[torch.optim.Optimizer] | None"
+OptimizerLike: TypeAlias = "str | OptimizerState | None"
 
 # From torch.optim 2.13: state tensors under the default arguments.
 OPTIMIZERS = {
@@ -66,71 +65,23 @@ OPTIMIZERS = {
 
 
 def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
-    """Return the state of ``optimizer``: by name, as stated, or from a torch optimizer's class and settings.
+    """Return the state of ``optimizer``: by name, or as stated.
 
     Raises:
         PlanError: ``invalid-argument``, with the known names.
     """
     if isinstance(optimizer, OptimizerState):
         return optimizer
-    if optimizer is None:
-        return OPTIMIZERS["none"]
-    if isinstance(optimizer, str):
-        items = OPTIMIZERS.get(optimizer.lower())
-    else:
-        items = _from_torch(optimizer)
+    items = OPTIMIZERS.get(str(optimizer).lower())
     if items is None:
         hint = f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)"
         raise PlanError(Problem("invalid-argument", "optimizer", found=repr(optimizer)[:200], hint=hint))
     return items
 
 
-def _from_torch(optimizer: object) -> OptimizerState | None:
-    import torch
-
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if kind.__module__.split(".")[:2] != ["torch", "optim"]:
-        return None  # a subclass may hold any state
-    items = OPTIMIZERS.get(kind.__name__.lower())
-    if items is None or not isinstance(optimizer, torch.optim.Optimizer):
-        return items  # a class: its default settings
-    states = {_state_of_group(items, {**optimizer.defaults, **group}) for group in optimizer.param_groups}
-    if len(states) > 1:
-        hint = "count each kind of parameter by itself, with OptimizerState"
-        text = "groups of parameters that keep different state"
-        raise PlanError(Problem("invalid-argument", "optimizer", found=text, hint=hint))
-    return states.pop()
-
-
-def _state_of_group(found: OptimizerState, settings: dict[str, Any]) -> OptimizerState:
-    extra = 0
-    if found.name == "sgd" and settings.get("momentum"):
-        return OPTIMIZERS["momentum"]
-    if found.name in ("adam", "adamw") and settings.get("amsgrad"):
-        extra += 1
-    if found.name == "rmsprop":
-        extra += bool(settings.get("momentum")) + bool(settings.get("centered"))  # one more tensor each
-    return replace(found, slots=found.slots + extra)
-
-
-def is_foreach(optimizer: object, module: nn.Module) -> bool:
-    """Return True if torch's step updates all parameters at once: as the optimizer says, else off the CPU."""
-    chosen = getattr(optimizer, "defaults", {}).get("foreach")
-    return bool(chosen) if chosen is not None else any(each.device.type != "cpu" for each in module.parameters())
-
-
-def _require_all_trained(optimizer: object, resolution: Resolution) -> None:
-    """Refuse an optimizer with more or fewer parameters than train."""
-    import torch
-
-    if isinstance(optimizer, torch.optim.Optimizer):
-        # An optimizer has no FQNs, so only the counts are comparable.
-        held = sum(each.requires_grad for group in optimizer.param_groups for each in group["params"])
-        trained = sum(tensor.requires_grad for tensor in resolution.metadata.parameters)
-        if held != trained:
-            reason = f"an optimizer of {held} parameters for a model with {trained} that train"
-            hint = "freeze the others (requires_grad=False), or pass the optimizer's class or name"
-            raise PlanError(Problem("invalid-argument", "optimizer", found=reason, hint=hint))
+def is_foreach(module: nn.Module) -> bool:
+    """Return True if torch's step updates all parameters at once, its default off the CPU."""
+    return any(each.device.type != "cpu" for each in module.parameters())
 
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
@@ -296,7 +247,6 @@ def memory_of(
 ) -> Memory:
     """Return the bytes per rank of a resolved plan."""
     require_floating(grads, dtype)
-    _require_all_trained(optimizer, resolution)
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}

@@ -123,7 +123,7 @@ class Layout:
     # ---- shards of ranks --------------------------------------------------------------------------------------
 
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
-        """Return the problems of this layout for a tensor of ``shape`` called ``name``; empty if it is valid."""
+        """Return the problems of this layout for a tensor of ``shape`` called ``name``. Empty if it is valid."""
         shape = tuple(shape)
         problems: list[Problem] = list(_dim_problems(self, shape, name))
         if not problems:  # the second check needs valid dims
@@ -144,7 +144,7 @@ class Layout:
         return tuple(local)
 
     def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the offsets of the local tensor of ``rank``; an empty dim begins at its end, as in DTensor.
+        """Return the offsets of the local tensor of ``rank``. An empty dim begins at its end, as in DTensor.
 
         Raises:
             PlanError: As :meth:`local_shape`, and ``not-a-grid`` if the local tensor is not one box.
@@ -179,13 +179,13 @@ class Layout:
             return ()
         return grid(self._intervals(coordinate, shape))
 
-    def replicas(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with the same local tensor as ``rank``, itself included, in mesh order."""
-        return self._along(rank, ReplicateSpec)
-
     def contributors(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with summands of the value on ``rank``, itself included, in mesh order."""
-        return self._along(rank, PartialSpec)
+        ranks: list[list[int]] = [[]]
+        for at, spec, size in zip(self._coordinate(rank), self.specs, self.mesh.shape, strict=True):
+            choices: Sequence[int] = range(size) if isinstance(spec, PartialSpec) else (at,)
+            ranks = [[*head, choice] for head in ranks for choice in choices]
+        return tuple(self.mesh.rank_at(coordinate) for coordinate in ranks)
 
     def is_primary(self, rank: int) -> bool:
         """Return True if ``rank`` is the first of its replicas: it writes, counts or sends for all of them."""
@@ -241,13 +241,6 @@ class Layout:
         for dim, cuts in _recipe(self, shape):
             intervals[dim] = tuple(_dim_intervals(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
         return tuple(intervals)
-
-    def _along(self, rank: int, kind: type) -> tuple[int, ...]:
-        ranks: list[list[int]] = [[]]
-        for at, spec, size in zip(self._coordinate(rank), self.specs, self.mesh.shape, strict=True):
-            choices: Sequence[int] = range(size) if isinstance(spec, kind) else (at,)
-            ranks = [[*head, choice] for head in ranks for choice in choices]
-        return tuple(self.mesh.rank_at(coordinate) for coordinate in ranks)
 
 
 def _specs_by_axis(

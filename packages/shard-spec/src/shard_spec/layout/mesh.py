@@ -31,7 +31,6 @@ class MeshSpec:
     Args:
         axes: Size of each axis by name, outermost first, for example ``{"dp": 128, "tp": 8}``.
         ranks: Global ranks of the mesh, row-major, each once, in any order. None means ``0 .. world_size - 1``.
-        ranks_per_host: Number of consecutive ranks on one host, for cost models and reports. None: unknown.
 
     Raises:
         PlanError: With every wrong axis name, size and rank at once.
@@ -40,33 +39,27 @@ class MeshSpec:
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
     rank_list: tuple[int, ...] | None
-    ranks_per_host: int | None
 
-    def __init__(
-        self, axes: Mapping[str, int], ranks: Sequence[int] | None = None, ranks_per_host: int | None = None
-    ) -> None:
+    def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
         raise_problems(_axes_problems(axes) + _integer_problems("ranks", () if ranks is None else ranks))
-        raise_problems(_integer_problems("ranks_per_host", () if ranks_per_host is None else (ranks_per_host,)))
         names, shape = tuple(axes), tuple(int(size) for size in axes.values())
         rank_list = None if ranks is None else tuple(map(index, ranks))  # index(): numpy and torch integers become int
-        raise_problems(_rank_problems(prod(shape), rank_list, ranks_per_host))
+        raise_problems(_rank_problems(prod(shape), rank_list))
         if rank_list == tuple(range(prod(shape))):
             rank_list = None  # one spelling: equal meshes compare equal
         object.__setattr__(self, "axis_names", names)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "rank_list", rank_list)
-        object.__setattr__(self, "ranks_per_host", ranks_per_host)
 
     def __repr__(self) -> str:
         ranks = "" if self.rank_list is None else f", ranks={self.rank_list!r}"
-        hosts = "" if self.ranks_per_host is None else f", ranks_per_host={self.ranks_per_host!r}"
-        return f"MeshSpec({self.axes!r}{ranks}{hosts})"
+        return f"MeshSpec({self.axes!r}{ranks})"
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.axes, self.rank_list, self.ranks_per_host)
+        return type(self), (self.axes, self.rank_list)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -145,13 +138,13 @@ class MeshSpec:
         )
 
     @classmethod
-    def parse(cls, text: str, ranks_per_host: int | None = None) -> MeshSpec:
+    def parse(cls, text: str) -> MeshSpec:
         """Parse ``"dp=128, tp=8"``, or ``"128x8"`` for axes called ``axis0``, ``axis1``, ...
 
-        ``str(mesh)`` writes the first form; it does not hold ``ranks`` and ``ranks_per_host``.
+        ``str(mesh)`` writes the first form; it does not hold ``ranks``.
         """
         if re.fullmatch(r"\s*\d+(\s*x\s*\d+)*\s*", text):
-            return cls({f"axis{at}": int(size) for at, size in enumerate(text.split("x"))}, None, ranks_per_host)
+            return cls({f"axis{at}": int(size) for at, size in enumerate(text.split("x"))})
         axes: dict[str, int] = {}
         for item in text.split(","):
             match = re.fullmatch(r"\s*([A-Za-z_][A-Za-z0-9_.\-]*)\s*[=:]\s*(\d+)\s*", item)
@@ -159,14 +152,14 @@ class MeshSpec:
                 hint = "write each axis once, as in 'dp=128, tp=8'"
                 raise PlanError(Problem("invalid-mesh", found=repr(text), hint=hint))
             axes[match[1]] = int(match[2])
-        return cls(axes, None, ranks_per_host)
+        return cls(axes)
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: DeviceMesh, ranks_per_host: int | None = None) -> MeshSpec:
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> MeshSpec:
         """Convert a torch ``DeviceMesh``; nameless axes are called ``axis0``, ``axis1``, ..."""
         names = device_mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(device_mesh.ndim))
         shape = tuple(device_mesh.mesh.shape)
-        return cls(dict(zip(names, shape, strict=True)), device_mesh.mesh.flatten().tolist(), ranks_per_host)
+        return cls(dict(zip(names, shape, strict=True)), device_mesh.mesh.flatten().tolist())
 
     def to_device_mesh(self, device_type: str) -> DeviceMesh:
         """Create a torch ``DeviceMesh`` with these axes and ranks; a collective of the default group.
@@ -200,7 +193,7 @@ class MeshSpec:
             hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
             raise PlanError(Problem("missing-dependency", "ranks", found=reason, hint=hint))
         # Collective: every rank creates all groups, in the same order.
-        own_groups = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
+        own_groups = [_torch_compat.new_ordered_group(list(members)) for along in groups for members in along]
         own = [group for group in own_groups if group is not None]
         # from_group() needs a group of this rank.
         if dist.get_rank() not in self.ranks:  # it took part in the groups above
@@ -241,7 +234,7 @@ def _integer_problems(argument: str, values: Iterable[object]) -> list[Problem]:
     return [Problem("invalid-mesh", argument, found=f"{wrong[0]!r:.100}", hint="give integers")] if wrong else []
 
 
-def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: int | None) -> list[Problem]:
+def _rank_problems(world: int, ranks: tuple[int, ...] | None) -> list[Problem]:
     problems = []
     if ranks is not None:
         if len(ranks) != world:
@@ -252,8 +245,6 @@ def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: in
             problems.append(Problem("invalid-mesh", "ranks", found=f"duplicate ranks {twice}"))
         if any(rank < 0 for rank in ranks):
             problems.append(Problem("invalid-mesh", "ranks", found=f"{min(ranks)}", hint="ranks are at least 0"))
-    if ranks_per_host is not None and ranks_per_host < 1:
-        problems.append(Problem("invalid-argument", "ranks_per_host", found=repr(ranks_per_host), hint=">= 1"))
     return problems
 
 

@@ -10,8 +10,7 @@
 ``...; order=tp>dp``        if several axes shard one dim: tp first, then dp
 ==========================  ==========================================================
 
-Long names (``Shard(0)``, ``Replicate()``, ``Partial(sum)``, ...) are accepted too, and so is one placement for each
-axis without axis names: ``"S(0), R"``.
+One placement for each axis is accepted without axis names: ``"S(0), R"``.
 """
 
 from __future__ import annotations
@@ -33,15 +32,7 @@ from shard_spec.layout.placements import (
 )
 
 _MAX_TEXT = 1_000_000
-_LONG_NAMES = {
-    "Replicate": "R",
-    "Partial": "P",
-    "Shard": "S",
-    "UnevenShard": "U",
-    "BlockShard": "B",
-    "InterleavedShard": "I",
-}
-_PLACEMENT = re.compile(r"([A-Za-z]+)\s*(?:\((.*)\))?", re.DOTALL)
+_PLACEMENT = re.compile(r"([A-Z])\s*(?:\((.*)\))?", re.DOTALL)
 _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)\s*:\s*(.+)", re.DOTALL)
 _HINT = "write for example 'dp:S(0), tp:R'; placements are R, P(sum), S(0), U(0,[3,5]), B(0,128), I(0,[4,2,2])"
 
@@ -68,13 +59,13 @@ def parse_placement(text: str) -> PlacementSpec:
         PlanError: ``invalid-layout``.
     """
     match = _PLACEMENT.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None
-    kind = _LONG_NAMES.get(match[1], match[1]) if match else ""
+    kind = match[1] if match else ""
     arguments = split_items(match[2] or "") if match else []
     try:
         if kind == "R" and not arguments:
             return REPLICATE
         if kind == "P" and len(arguments) <= 1:
-            op = arguments[0].strip("'\"") if arguments else "sum"
+            op = arguments[0] if arguments else "sum"
             if op in REDUCE_OPS:
                 return PartialSpec(op)
         elif kind == "S" and len(arguments) == 1:
@@ -160,8 +151,6 @@ def split_items(text: str) -> list[str]:
 
 
 def _integer(text: str) -> int:
-    name, equals, value = text.partition("=")
-    text = value if equals and name.strip() in ("dim", "block", "sections") else text
     if not re.fullmatch(r"\s*-?\d{1,18}\s*", text):  # 18 digits fit in int64
         raise ValueError(text)
     return int(text)

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.gradients import masked_identity
+from shard_spec.apply.tensors import counted_on
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.rows import BatchRows, on_mesh, unwrap, whole, wrap
 
 
 class ShardedForward:
-    """A picklable callable, set as the module's instance attribute ``forward``; deleting it restores the class's own.
+    """A picklable callable, set as the module's instance attribute ``forward``. Deleting it restores the class's own.
 
     Attributes:
         module: The module whose forward it is.
@@ -69,7 +69,7 @@ class ShardedForward:
         if value is None or isinstance(value, DTensor):
             return value if value is None else on_mesh(value, mesh, self.name)
         # The gradient that DTensor forms is the sum already, and the hook of a plain parameter sums over the ranks.
-        first = masked_identity(value, forward=True, backward=self.rows.group.rank == 0)
+        first = counted_on(self.rows.group.rank == 0, value, value)
         return wrap(first, mesh, [Replicate()] * mesh.ndim, value.shape)
 
 
@@ -90,7 +90,7 @@ def rows_problem(value: object, device: torch.device, least_dims: int) -> str:
 
 
 class ShardedLinear(ShardedForward):
-    """Local rows or a DTensor in; the outputs of all rows out, as a DTensor that lies as the weight has it.
+    """Local rows or a DTensor in. The outputs of all rows out, as a DTensor that lies as the weight has it.
 
     With a full weight and a sharded bias the output is this rank's rows.
     """
@@ -116,7 +116,7 @@ class ShardedLinear(ShardedForward):
         return wrap(local, mesh, along(weight, {0: last, 1: Partial()}), (*x.shape[:-1], weight.shape[0]))
 
     def _local_bias(self, weight: DTensor) -> torch.Tensor | None:
-        """The bias of this rank's output features; of ranks that hold parts of one sum the first adds it."""
+        """The bias of this rank's output features. Of ranks that hold parts of one sum the first adds it."""
         bias = self.parameter("bias", weight.device_mesh)
         if bias is None:
             return None
@@ -125,7 +125,7 @@ class ShardedLinear(ShardedForward):
         assert coordinate is not None
         adds = not any(at for at, each in zip(coordinate, weight.placements, strict=True) if each.is_shard(1))
         local = unwrap(bias, along(weight, {0: Shard(0), 1: Partial()}))
-        return masked_identity(local, forward=adds, backward=adds)
+        return counted_on(adds, local)
 
     def _features_problem(self, rows: torch.Tensor) -> str:
         features = self.module.in_features
@@ -134,7 +134,7 @@ class ShardedLinear(ShardedForward):
 
 
 class ShardedEmbedding(ShardedForward):
-    """This rank's ids in, this rank's rows out; DTensor ids (of the full batch) give a DTensor.
+    """This rank's ids in, this rank's rows out. DTensor ids (of the full batch) give a DTensor.
 
     Each rank looks all ids up in its shard of the table. DTensor's own lookup fails on a shard without rows, and forms
     the gradient of the full table on every rank.
@@ -164,7 +164,7 @@ class ShardedEmbedding(ShardedForward):
         return out if isinstance(input, DTensor) else self.rows.leave(out, self.name)
 
     def _check_ids(self, ids: torch.Tensor, count: int) -> None:
-        """Raise for ids outside of the table, which no rank would look up; every rank has all ids.
+        """Raise for ids outside of the table, which no rank would look up. Every rank has all ids.
 
         Raises:
             IndexError: As ``torch.nn.functional.embedding`` does. On an accelerator nothing is read back: there the
@@ -199,7 +199,7 @@ def ids_problem(ids: torch.Tensor) -> str:
 
 
 class RefusedEmbeddingBag(ShardedForward):
-    """A bag keeps its sharded table for a module around it that looks ids up itself; its own forward is refused."""
+    """Refuses the forward of a bag. A module around it may look ids up in its sharded table."""
 
     original = nn.EmbeddingBag.forward
     tensors = ("weight",)

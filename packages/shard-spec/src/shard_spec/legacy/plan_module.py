@@ -25,7 +25,7 @@ from shard_spec.apply.tensors import (
     replica_problems,
     tensor_at,
 )
-from shard_spec.distributed.parameter_format import choose_format, group_device, rank_problems, source_problems
+from shard_spec.distributed.parameter_format import choose_format, source_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.forwards import RefusedEmbeddingBag, ShardedEmbedding, ShardedForward, ShardedLinear
@@ -50,7 +50,7 @@ def forward_for(module: nn.Module) -> type[ShardedForward] | None:
 
 
 def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
-    """Return why the module that has the tensor ``fqn`` cannot run with it sharded; None when it can.
+    """Return why the module that has the tensor ``fqn`` cannot run with it sharded. None when it can.
 
     A sharded forward uses the parameters that it lists and no other tensor. Any other forward may compute with each
     tensor that it can reach, so a floating-point tensor there is refused. A table of integers or bools is taken: a
@@ -102,11 +102,11 @@ def _problem(fqn: str, found: str) -> Problem:
 _MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is
 
 
-def known_layout(wanted: ShardingSpec | Layout) -> Layout | None:
-    """A layout on the mesh that an output will lie on; None where only its shape tells that mesh.
+def output_layout(wanted: ShardingSpec | Layout) -> Layout:
+    """Return a layout on the mesh of an output: it has to exist before the forward.
 
     Raises:
-        PlanError: When no mesh can say what a spec says.
+        PlanError: No mesh can say what a spec says, or its ranks depend on the output's shape.
     """
     if isinstance(wanted, Layout):
         return wanted
@@ -115,13 +115,14 @@ def known_layout(wanted: ShardingSpec | Layout) -> Layout | None:
     if isinstance(wanted, EnumerableShardingSpec):
         ends = [shard.box.ends for shard in wanted.shards]
         return wanted.to_layout(tuple(max(column) for column in zip(*ends, strict=True)))
-    return None
+    hint = "give a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
+    raise PlanError(Problem("wrong-type", found=f"a {type(wanted).__qualname__} for an output", hint=hint))
 
 
 def device_of(
     module: nn.Module, plan: PlanContent, found: Resolution, group: dist.ProcessGroup
 ) -> tuple[torch.device, list[Problem]]:
-    """The device of this rank, and what is wrong with the devices that the specs name.
+    """Return the device of this rank, and problems of the devices that specs name.
 
     The specs name it; where there is none, it is the device of the module's tensors; where they are all on meta, the
     kind of device that the group communicates on.
@@ -147,6 +148,37 @@ def device_of(
         hint = "name a device that exists on the rank"
         return device, [Problem("device-mismatch", "placements", found=text, hint=hint)]
     return device, []
+
+
+def rank_problems(name: str, mesh: MeshSpec, ranks: tuple[int, ...]) -> list[Problem]:
+    """Report ranks that are not the group's, in its order, and groups to be made."""
+    named = tuple(mesh.ranks)
+    outside, missing = sorted(set(named) - set(ranks)), sorted(set(ranks) - set(named))
+    problems = []
+    if outside:
+        reason, hint = f"ranks {outside} are not in the group {list(ranks)}", "name global ranks of the group"
+        problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
+    if missing:
+        reason = f"ranks {missing} of the group hold nothing"
+        hint = "name every rank of the group once, or pass a smaller process_group"
+        problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
+    if not problems and named != ranks:
+        # Torch sorts the ranks of new groups, and would gather shards in that order without an error.
+        reason, hint = f"ranks in the order {list(named)}", f"name them in the order of the group, {list(ranks)}"
+        problems.append(Problem("mesh-mismatch", name, found=reason, hint=hint))
+    if not problems and mesh.ndim > 1 and len(ranks) < dist.get_world_size():
+        # Only all ranks of the job can make the groups of several axes.
+        reason = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
+        hint = "use the default group, or shard along one axis"
+        problems.append(Problem("no-process-group", name, found=reason, hint=hint))
+    return problems
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the kind of device of the group's communication."""
+    if "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def plan_module(
@@ -182,7 +214,7 @@ def plan_module(
             holders = [module.get_submodule(name.rpartition(".")[0]) for name in metadata.aliases]
             problems += replica_problems(holders, metadata.name)
         if action.layout is not None:
-            problems += rank_problems(action.names[0], tuple(action.layout.mesh.ranks), ranks)
+            problems += rank_problems(action.names[0], action.layout.mesh, ranks)
             expression = choose_format(action.layout, action.shape, action.names[0])
             problems += [expression] if isinstance(expression, Problem) else []
             problems += filter(None, (unsupported_forward(module, fqn) for fqn in action.names))
@@ -208,7 +240,7 @@ def plan_module(
 
 
 def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
-    """The plan as one of ours; where neither it nor its rules name ranks, on the ranks of the group."""
+    """The plan as one of ours. Where neither it nor its rules name ranks, on the ranks of the group."""
     if _torch_compat.shard_kind(plan) == "plan":
         plan = PlanContent(plan.plan, plan.output_plan, plan.return_local_tensor)
     if not isinstance(plan, PlanContent):
@@ -225,19 +257,16 @@ def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, Shard
     problems: list[Problem] = []
     for path, value in (plan.output_plan or {}).items():
         try:
-            wanted = as_spec(value) if is_spec(value) else to_layout(value, plan.mesh)
+            wanted = (as_spec(value) or value) if is_spec(value) else to_layout(value, plan.mesh)
         except PlanError:
             continue  # validate lists it
-        assert wanted is not None
         name = f"output_plan[{path!r}]"
         try:
-            layout_like = known_layout(wanted)
+            problems += rank_problems(name, output_layout(wanted).mesh, ranks)
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
             continue
         outputs[path] = wanted
-        if layout_like is not None:
-            problems += rank_problems(name, tuple(layout_like.mesh.ranks), ranks)
     return outputs, problems
 
 
@@ -252,7 +281,7 @@ def _sharder_problems(found: Resolution, outputs: Mapping[str, object], local: t
 
 
 def _forwards(module: nn.Module, tensors: list[TensorAction]) -> dict[str, tuple[str, ...]]:
-    """The modules that get a sharded forward, each under one of its FQNs, and the names of what is sharded there."""
+    """Return the modules that get a sharded forward, with names of what is sharded."""
     forwards: dict[str, tuple[str, ...]] = {}
     path_of: dict[nn.Module, str] = {}
     for fqn in (fqn for action in tensors if action.layout is not None for fqn in action.names):

@@ -19,8 +19,7 @@ from shard_spec import _torch_compat
 from shard_spec._shared.consensus import assert_consistent
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.gradients import SumGradient, summed_over, sums_over
-from shard_spec.apply.tensors import LayGradient, is_sharded, replica_problems
+from shard_spec.apply.tensors import LayGradient, SumGradient, is_sharded, replica_problems, summed_over, sums_over
 from shard_spec.distributed.exchange import fingerprint
 from shard_spec.legacy.forwards import ShardedForward
 from shard_spec.legacy.rows import NOT_RUN, BatchRows
@@ -109,7 +108,7 @@ class CompareAndHook:
         self._summed = zlib.crc32(name.encode(), self._summed)
 
     def _is_new(self, fqn: str, owner: nn.Module, tensor: torch.Tensor) -> bool:
-        """Return whether the ranks never compared this tensor; a buffer may be replaced in its module."""
+        """Return whether the ranks never compared this tensor. A buffer may be replaced in its module."""
         before = self._known.get(fqn)
         return before is not tensor if isinstance(tensor, nn.Parameter) else before is not owner
 

@@ -19,8 +19,9 @@ from torch.distributed.tensor.placement_types import Placement
 from shard_spec._shared.consensus import all_gather_header, raise_joined
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.gradients import refuse_second_derivative
+from shard_spec.apply.tensors import refuse_second_derivative
 from shard_spec.distributed.parameter_format import GroupRef, MeshCache, choose_format, dtensor_of
+from shard_spec.layout.intervals import chunk
 from shard_spec.layout.layout import Layout
 from shard_spec.specs import ShardingSpec
 
@@ -55,8 +56,8 @@ def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch
     default = tuple(Replicate() if placement.is_partial() else placement for placement in value.placements)
     gradient = default if gradient is None else tuple(gradient)
     meaning = _Meaning(value.device_mesh, value.shape, tuple(value.placements), gradient)
-    made: torch.Tensor = _Unwrap.apply(value, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return made
+    local: torch.Tensor = _Unwrap.apply(value, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return local
 
 
 def whole(value: DTensor, *, parts: bool) -> torch.Tensor:
@@ -115,12 +116,12 @@ class BatchRows:
         self.totals: set[int] = set()
 
     def line(self, mesh: DeviceMesh) -> DeviceMesh:
-        """``mesh`` where its one axis has the ranks in the order of the group, else the mesh of the rows."""
+        """Return ``mesh`` if its axis is the group in order, else that of the rows."""
         same = mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == self.group.ranks
         return mesh if same else self.mesh
 
     def enter(self, rows: torch.Tensor, name: str, mesh: DeviceMesh, problem: str = "") -> DTensor:
-        """The full batch, sharded by rows, on ``line(mesh)``; a collective of 64 bytes that compares the inputs.
+        """The full batch, sharded by rows, on ``line(mesh)``. A collective of 64 bytes that compares the inputs.
 
         Args:
             rows: This rank's batch.
@@ -161,7 +162,7 @@ class BatchRows:
         return wrap(rows, self.line(mesh), [Shard(0)], (total, *rows.shape[1:]))
 
     def leave(self, value: DTensor, name: str) -> torch.Tensor:
-        """This rank's rows of an output, with all columns; a collective where other ranks have parts of them.
+        """This rank's rows of an output, with all columns. A collective where other ranks have parts of them.
 
         Raises:
             PlanError: On every rank: ``invalid-layout`` for an output that has no row for each row of a batch.
@@ -174,8 +175,7 @@ class BatchRows:
 
     def chunks(self, total: int) -> list[int]:
         """Rows of ``total`` that each rank holds."""
-        most = -(-total // self.group.size)
-        return [max(0, min(most, total - most * rank)) for rank in range(self.group.size)]
+        return [chunk(total, self.group.size, rank)[1] for rank in range(self.group.size)]
 
 
 def on_mesh(value: DTensor, mesh: DeviceMesh, name: str) -> DTensor:

@@ -6,103 +6,61 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from shard_spec._shared.consensus import problems_of
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.apply.gradients import summed_over
+from shard_spec.apply.apply import Call, install, stage
 from shard_spec.apply.handle import (
-    Placed,
+    Installed,
     ShardHandle,
     Transaction,
-    install_module,
-    irreversible,
     mark_replaced_stale,
-    place,
     run_sharders,
     still_ours,
 )
-from shard_spec.apply.tensors import ExecutionPlan, TensorAction, is_sharded, tensor_at
-from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, scatter
-from shard_spec.distributed.parameter_format import GroupRef, MeshCache, as_dtensor
+from shard_spec.apply.tensors import ExecutionPlan, is_sharded, summed_over
+from shard_spec.distributed.exchange import group_or_default, on_all_ranks
+from shard_spec.distributed.parameter_format import GroupRef, MeshCache
 from shard_spec.layout.layout import Layout
-from shard_spec.legacy.plan_module import forward_for, known_layout, plan_module
+from shard_spec.legacy.plan_module import forward_for, output_layout, plan_module
 from shard_spec.legacy.root import CompareAndHook
 from shard_spec.legacy.rows import BatchRows, LocalRows, ReshardOutput
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
-from shard_spec.specs.torch_specs import unknown_spec
+from shard_spec.specs.base import unknown_spec
 
 
-def install(
-    module: nn.Module,
-    plan: Any,
-    actions: ExecutionPlan,
-    staged: dict[str, torch.Tensor],
-    replaced: dict[str, nn.Module],
-    rows: BatchRows,
-    meshes: MeshCache,
-    transaction: Transaction,
-) -> ShardHandle:
-    """Put everything in its place; local, and logged in ``transaction``."""
-    placed: list[Placed] = []
-    removals: list[Callable[[], None]] = []
-    checks: list[Callable[[], Problem | None]] = []
-    for action in actions.tensors:
-        if action.layout is None:
-            _install_whole(module, action, staged[action.names[0]], transaction)
-        else:
-            old, value = tensor_at(module, action.names[0]), staged[action.names[0]]
-            if action.kind == "parameter":
-                value = nn.Parameter(value, requires_grad=action.requires_grad)
-            placed.append(place(module, action, old, value, transaction))
-    for path, new in replaced.items():
-        install_module(module, path, new, transaction)
-        checks.append(irreversible(path, actions.sharders[path]))
-    for path, sharded in actions.forwards.items():
-        owner = module.get_submodule(path)
-        kind = forward_for(owner)
-        assert kind is not None
-        forward = kind(owner, path, rows, sharded)
-        removals.append(transaction.set_attribute(owner, "forward", forward))
-        checks.append(still_ours(owner, "forward", forward, path))
-        _register(owner.register_forward_pre_hook(KeepSlowPath()), transaction, removals)
-    _install_hooks(module, actions, rows, meshes, list(replaced.values()), transaction, removals)
-    return ShardHandle(plan, actions, module, rows.group.group, placed, removals, checks)
-
-
-def _install_whole(module: nn.Module, action: TensorAction, value: torch.Tensor, transaction: Transaction) -> None:
-    old = tensor_at(module, action.names[0])
-    if not old.is_meta:
-        transaction.overwrite(old, value.to(old.device))
-        return
-    new = nn.Parameter(value, requires_grad=action.requires_grad) if action.kind == "parameter" else value
-    place(module, action, old, new, transaction)
-
-
-def _install_hooks(
+def install_hooks(
     module: nn.Module,
     actions: ExecutionPlan,
     rows: BatchRows,
     meshes: MeshCache,
     others: list[nn.Module],
+    installed: Installed,
     transaction: Transaction,
-    removals: list[Callable[[], None]],
 ) -> None:
+    """Install sharded forwards, and the hooks of outputs and of the root. ``others`` are modules of Sharders."""
+    for path, sharded in actions.forwards.items():
+        owner = module.get_submodule(path)
+        kind = forward_for(owner)
+        assert kind is not None
+        forward = kind(owner, path, rows, sharded)
+        installed.removals.append(transaction.set_attribute(owner, "forward", forward))
+        installed.checks.append(still_ours(owner, "forward", forward, path))
+        installed.register(owner.register_forward_pre_hook(KeepSlowPath()), transaction)
     for path, wanted in actions.outputs.items():
         reshard = ReshardOutput(path, wanted, rows, meshes)
-        _register(module.get_submodule(path).register_forward_hook(reshard), transaction, removals)
+        installed.register(module.get_submodule(path).register_forward_hook(reshard), transaction)
     for path in actions.locals:
         local = LocalRows(path, rows, path in actions.outputs)
-        _register(module.get_submodule(path).register_forward_hook(local), transaction, removals)
+        installed.register(module.get_submodule(path).register_forward_hook(local), transaction)
     compare = CompareAndHook(rows, everything=actions.everything, others=others)
-    transaction.on_rollback(compare.remove)
-    removals.append(compare.remove)
+    installed.register(compare, transaction)
     compare.adopt(module)
     # Before the user's own hooks: they may run modules that communicate.
-    _register(module.register_forward_pre_hook(compare, prepend=True), transaction, removals)
+    installed.register(module.register_forward_pre_hook(compare, prepend=True), transaction)
 
 
 class KeepSlowPath:
@@ -110,11 +68,6 @@ class KeepSlowPath:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Do nothing."""
-
-
-def _register(handle: Any, transaction: Transaction, removals: list[Callable[[], None]]) -> None:
-    transaction.on_rollback(handle.remove)
-    removals.append(handle.remove)
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -216,47 +169,23 @@ def _act(
         raise_problems(problems)
         return module, plan, actions
 
-    module, plan, actions = on_all_ranks(group, what, planned, lambda made: made[2].lines)
+    module, plan, actions = on_all_ranks(group, what, planned, lambda subject_and_actions: subject_and_actions[2].lines)
     ref = GroupRef(group)
-    meshes = MeshCache(ref, actions.device.type)
-    meshes.prepare(_meshes_wanted(actions))
-    rows = BatchRows(ref, meshes.flat_mesh())
+    layouts = [action.layout for action in actions.tensors if action.layout is not None]
+    meshes = MeshCache(ref, actions.device.type, [*layouts, *map(output_layout, actions.outputs.values())])
+    rows = BatchRows(ref, meshes.flat)
     if whole and ref.size > 1:
         _warn_of_batch_statistics(module)
+    call = Call(module, group, meshes.mesh_of, src_rank=src_rank)
     with Transaction() as transaction:
-        staged = _stage(module, actions, group, meshes)
+        staged = stage(call, actions)
         replaced = run_sharders(module, actions, group, transaction)
         if ref.size > 1:
             _warn_of_unsummed_gradients(replaced)
-        handle = install(module, plan, actions, staged, replaced, rows, meshes, transaction)
+        installed = install(call, actions, staged, replaced, transaction)
+        install_hooks(module, actions, rows, meshes, list(replaced.values()), installed, transaction)
+        handle = ShardHandle(plan, actions, module, group, installed)
     return mark_replaced_stale(handle)
-
-
-def _stage(
-    module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, meshes: MeshCache
-) -> dict[str, torch.Tensor]:
-    """Move the values: first FQN to this rank's shard as a DTensor, or to the whole tensor."""
-    staged: dict[str, torch.Tensor] = {}
-    for action in actions.tensors:
-        tensor = tensor_at(module, action.names[0])
-        if action.layout is None:
-            staged[action.names[0]] = _broadcast(tensor, action, actions, group)
-            continue
-        full = tensor.detach() if dist.get_rank(group) == actions.src_rank else None
-        local = scatter(full, action.layout, action.shape, action.dtype, actions.device, group, actions.src_rank)
-        staged[action.names[0]] = as_dtensor(local, action.layout, action.shape, action.names[0], meshes)
-    return staged
-
-
-def _broadcast(
-    tensor: torch.Tensor, action: TensorAction, actions: ExecutionPlan, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """The source's values, in a tensor of its own except on the source."""
-    if dist.get_rank(group) == actions.src_rank:
-        value = tensor.detach().to(actions.device).contiguous()
-    else:
-        value = torch.empty(action.shape, dtype=action.dtype, device=actions.device)
-    return broadcast_(value, group, actions.src_rank)
 
 
 def _warn_of_batch_statistics(module: nn.Module) -> None:
@@ -282,16 +211,6 @@ def _warn_of_unsummed_gradients(replaced: dict[str, nn.Module]) -> None:
                 "Sharder decides about them; where they are replicas, call shard_module inside of the Sharder",
                 stacklevel=4,
             )
-
-
-def _meshes_wanted(actions: ExecutionPlan) -> list[Layout]:
-    """Layouts of everything that will lie on a mesh, as far as that is known before there is an output."""
-    layouts = [action.layout for action in actions.tensors if action.layout is not None]
-    for wanted in actions.outputs.values():
-        layout_like = known_layout(wanted)
-        if layout_like is not None:
-            layouts.append(layout_like)
-    return layouts
 
 
 def _parameter_problems(name: object, spec: object) -> list[Problem]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from shard_spec.estimate.cost import CostModel, Link, Topology
+from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal.operations import Operation, Strategy, cuts, moving
-from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem
+from shard_spec.optimal.problem import PairwiseProblem
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class StepModel:
     operations: tuple[Operation, ...]
     mesh: MeshSpec
     topology: Topology
-    cost_model: CostModel
+    cost_model: AlphaBetaCostModel
     workload: Workload
 
     @cached_property
@@ -90,7 +90,7 @@ class StepModel:
     @cached_property
     def problem(self) -> PairwiseProblem:
         """The pairwise problem: nodes are operations, edges their inputs."""
-        builder = PairwiseBuilder()
+        problem = PairwiseProblem()
         nodes: dict[object, tuple[list[float], list[int]]] = {}  # shared by equal layers
         edges: dict[object, Tensor] = {}
         key: object
@@ -101,7 +101,7 @@ class StepModel:
                     [self._seconds(operation, strategies) for strategies in choices],
                     [self._bytes(operation, strategies) for strategies in choices],
                 )
-            builder.add_node(operation.name, *nodes[key])
+            problem.add_node(*nodes[key])
         for index, operation in enumerate(self.operations):
             for source in {operation.source, operation.residual} - {-1}:
                 width = self.operations[source].width_out
@@ -109,10 +109,10 @@ class StepModel:
                 key = self.choices[source], self.choices[index], width, again
                 if key not in edges:
                     edges[key] = self._moving_table(self.choices[source], self.choices[index], width, 2 if again else 1)
-                builder.add_edge(source, index, edges[key])
+                problem.add_edge(source, index, edges[key])
             if operation.tied_to >= 0:
-                builder.add_edge(operation.tied_to, index, self._tied_table(operation.tied_to, index))
-        return builder.build()
+                problem.add_edge(operation.tied_to, index, self._tied_table(operation.tied_to, index))
+        return problem
 
     # ---- allowed strategies ----
 
@@ -221,33 +221,6 @@ class StepModel:
             total += -(-self.workload.tokens * operation.width_out * value_bytes // cuts(written, self.mesh.shape))
         return total
 
-    # ---- hand-written plans ----
-
-    def assignment(self, recipe: Mapping[str, str]) -> tuple[int, ...]:
-        """Return the assignment of a hand-written recipe in this model.
-
-        Args:
-            recipe: axis to ``"data"`` (batch sharded, weights replicated), ``"fsdp"`` (batch and weights sharded),
-                ``"megatron"`` (columns and rows, stream replicated) or ``"megatron+sequence"`` (stream sharded along
-                the sequence between blocks).
-
-        Raises:
-            ValueError: an axis has no recipe, or a size does not divide.
-        """
-        unknown = set(recipe.values()) - set(RECIPES)
-        if set(recipe) != set(self.mesh.axis_names) or unknown:
-            raise ValueError(f"recipe {dict(recipe)}: one of {sorted(RECIPES)} for each of {self.mesh.axis_names}.")
-        chosen = []
-        for operation, choices in zip(self.operations, self.choices, strict=True):
-            names = [_first_of(RECIPES[recipe[axis]], operation) for axis in self.mesh.axis_names]
-            matching = [
-                at for at, strategies in enumerate(choices) if [strategy.name for strategy in strategies] == names
-            ]
-            if not matching:
-                raise ValueError(f"{operation.name} cannot be {' x '.join(names)}: its sizes do not divide.")
-            chosen.append(matching[0])
-        return tuple(chosen)
-
     def words(self, assignment: Sequence[int]) -> tuple[tuple[str, str], ...]:
         """Describe each operation and its strategies in words."""
         return tuple(
@@ -261,27 +234,13 @@ class StepModel:
         )
 
 
-# Names of strategies in order of preference; the first available one is used.
-RECIPES: dict[str, tuple[str, ...]] = {
-    "data": ("batch", "whole"),
-    "fsdp": ("batch+fsdp", "fsdp", "batch"),
-    "megatron": ("column", "row", "vocabulary", "heads", "whole"),
-    "megatron+sequence": ("column", "row", "vocabulary", "heads", "sequence", "whole"),
-}
-
-
-def _first_of(names: Sequence[str], operation: Operation) -> str:
-    have = {strategy.name for strategy in operation.strategies}
-    return next(name for name in names if name in have)
-
-
 def _redundant(strategies: StrategyPerAxis, sizes: Sequence[int]) -> bool:
     """Return True if ranks do the same work with the same weight: a last resort if nothing divides."""
     return any(strategy.name == "whole" and size > 1 for strategy, size in zip(strategies, sizes, strict=True))
 
 
 def _kept_by(strategies: StrategyPerAxis) -> tuple[bool, ...]:
-    """Return, per axis, True if a table or head is sharded; always by rows of the vocabulary."""
+    """Return, per axis, True if a table or head is sharded. Always by rows of the vocabulary."""
     return tuple(strategy.weight != "-" for strategy in strategies)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.cost import CostModel, Link
+from shard_spec.estimate.cost import AlphaBetaCostModel, Link
 from shard_spec.planners.base import merge_notes
 from shard_spec.planners.megatron.blocks import Context, Cut, Options, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.linear import first_declared, places_of
@@ -97,7 +97,7 @@ def cuts(states: Sequence[str], sizes: Sequence[int]) -> int:
 
 
 def moving(
-    before: Sequence[str], after: Sequence[str], num_bytes: float, links: Sequence[Link], model: CostModel
+    before: Sequence[str], after: Sequence[str], num_bytes: float, links: Sequence[Link], model: AlphaBetaCostModel
 ) -> float:
     """Return the seconds to redistribute an activation of `num_bytes` (full size), axis after axis."""
     sizes = [link.size for link in links]
@@ -110,7 +110,7 @@ def moving(
     return seconds
 
 
-def _moving_along(old: str, new: str, num_bytes: float, link: Link, model: CostModel) -> float:
+def _moving_along(old: str, new: str, num_bytes: float, link: Link, model: AlphaBetaCostModel) -> float:
     """Return the seconds along one axis; `num_bytes` is the size over the full group."""
     if old == new or (old == "r" and new in CUT):
         return 0.0  # no change, or a local slice

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, CostModel, Topology
+from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Topology
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal.model import StepModel, StrategyPerAxis, Workload
@@ -23,15 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _SECTIONS = re.compile(r"I\((\d+), \[([\d, ]+)\]\)")
-
-
-@dataclass(frozen=True)
-class PlanCost:
-    """Cost of one plan in the model."""
-
-    seconds: float
-    memory_bytes: int
-    choices: tuple[tuple[str, str], ...]
 
 
 class OptimalPlanner(LayoutPlanner):
@@ -55,7 +45,7 @@ class OptimalPlanner(LayoutPlanner):
 
     def __init__(
         self,
-        cost_model: CostModel | None = None,
+        cost_model: AlphaBetaCostModel | None = None,
         topology: Topology | None = None,
         memory_limit: int | None = None,
         *,
@@ -63,7 +53,7 @@ class OptimalPlanner(LayoutPlanner):
         workload: Workload,
     ) -> None:
         super().__init__(mesh)
-        self.cost_model: CostModel = AlphaBetaCostModel() if cost_model is None else cost_model
+        self.cost_model = AlphaBetaCostModel() if cost_model is None else cost_model
         self.topology = PRESETS["h100-sxm"] if topology is None else topology
         self.memory_limit = self.topology.hbm_bytes if memory_limit is None else memory_limit
         self.workload = workload
@@ -71,16 +61,6 @@ class OptimalPlanner(LayoutPlanner):
     def model(self, module: nn.Module) -> StepModel:
         """Return the pairwise model of one training step of `module`."""
         return self._model(self._structure(module))
-
-    def price(self, module: nn.Module, recipe: Mapping[str, str]) -> PlanCost:
-        """Return the cost of a hand-written plan in the same model; see `StepModel.assignment` for recipes.
-
-        For example ``planner.price(model, {"dp": "fsdp", "tp": "megatron"})``.
-        """
-        model = self.model(module)
-        assignment = model.assignment(recipe)
-        problem = model.problem
-        return PlanCost(problem.evaluate(assignment), problem.memory_of(assignment), model.words(assignment))
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         """Solve the model and derive the layouts."""

@@ -27,64 +27,47 @@ from shard_spec._shared.page import human_bytes
 QUANTUM = 2.0**-40
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PairwiseProblem:
-    """Minimise ``sum_i costs[i][x_i] + sum_(i,j) edge_costs[(i,j)][x_i, x_j]`` over one ``x_i`` per node.
+    """Minimise ``sum_i costs[i][x_i] + sum_(i,j) matrices[i, j][x_i, x_j]`` over one ``x_i`` per node.
 
-    Args:
-        names: name of each node in messages.
+    Attributes:
         costs: one float64 tensor ``[num_strategies_i]`` per node; infinity forbids a strategy.
-        edges: pairs ``(i, j)`` with ``i < j``, each once.
-        edge_costs: one float64 tensor ``[num_strategies_i, num_strategies_j]`` per edge.
-        memory: one int64 tensor ``[num_strategies_i]`` per node, in bytes; needed only under a memory cap.
-
-    Raises:
-        ValueError: shapes, dtypes or indices do not match, or a cost is NaN or minus infinity.
+        memory: one int64 tensor ``[num_strategies_i]`` per node, in bytes.
+        matrices: for each edge ``(i, j)``, ``i < j``, a float64 tensor ``[num_strategies_i, num_strategies_j]``.
     """
 
-    names: tuple[str, ...]
-    costs: tuple[Tensor, ...]
-    edges: tuple[tuple[int, int], ...]
-    edge_costs: tuple[Tensor, ...]
-    memory: tuple[Tensor, ...] = ()
+    costs: list[Tensor] = field(default_factory=list)
+    memory: list[Tensor] = field(default_factory=list)
+    matrices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if len(self.names) != len(self.costs):
-            raise ValueError(f"PairwiseProblem: {len(self.names)} names for {len(self.costs)} nodes.")
-        if len(self.edges) != len(self.edge_costs) or len(set(self.edges)) != len(self.edges):
-            raise ValueError("PairwiseProblem: each edge is given once, with one matrix.")
-        if self.memory and len(self.memory) != len(self.costs):
-            raise ValueError(f"PairwiseProblem: memory of {len(self.memory)} nodes, there are {len(self.costs)}.")
-        for name, cost in zip(self.names, self.costs, strict=True):
-            _require_costs(f"node {name!r}", cost, (cost.numel(),))
-            if cost.numel() == 0:
-                raise ValueError(f"PairwiseProblem: node {name!r} has no strategy.")
-        for (i, j), matrix in zip(self.edges, self.edge_costs, strict=True):
-            if not 0 <= i < j < len(self.names):
-                raise ValueError(f"PairwiseProblem: edge {(i, j)} is not an ascending pair of nodes.")
-            shape = (self.costs[i].numel(), self.costs[j].numel())
-            _require_costs(f"edge {self.names[i]!r} - {self.names[j]!r}", matrix, shape)
-        for name, cost, amount in zip(self.names, self.costs, self.memory, strict=False):
-            if amount.dtype != torch.int64 or amount.shape != cost.shape or bool((amount < 0).any()):
-                raise ValueError(f"PairwiseProblem: memory of {name!r} must be non-negative int64 {tuple(cost.shape)}.")
+    def add_node(self, costs: Sequence[float] | Tensor, memory: Sequence[int] | Tensor | None = None) -> int:
+        """Add a node and return its index; without `memory` it needs none."""
+        self.costs.append(quantised(costs))
+        bytes_ = torch.zeros(self.costs[-1].shape) if memory is None else torch.as_tensor(memory)
+        self.memory.append(bytes_.to(torch.int64))
+        return len(self.costs) - 1
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes."""
-        return len(self.names)
+    def add_edge(self, first: int, second: int, costs: Sequence[Sequence[float]] | Tensor) -> None:
+        """Add ``costs[x_first, x_second]``. Parallel edges add up; one from a node to itself becomes node cost."""
+        matrix = quantised(costs)
+        if first == second:
+            self.costs[first] = self.costs[first] + matrix.diagonal()
+            return
+        if first > second:  # edges ascend
+            first, second, matrix = second, first, matrix.T
+        edge = self.matrices.get((first, second))
+        self.matrices[first, second] = matrix.contiguous() if edge is None else edge + matrix
 
     def evaluate(self, assignment: Sequence[int]) -> float:
         """Return the cost of `assignment`, one strategy index per node."""
-        if len(assignment) != self.num_nodes:
-            raise ValueError(f"evaluate: {len(assignment)} strategies for {self.num_nodes} nodes.")
         costs = [cost[choice] for cost, choice in zip(self.costs, assignment, strict=True)]
-        pairs = zip(self.edges, self.edge_costs, strict=True)
-        costs += [matrix[assignment[i], assignment[j]] for (i, j), matrix in pairs]
+        costs += [matrix[assignment[i], assignment[j]] for (i, j), matrix in self.matrices.items()]
         return float(torch.stack(costs).sum()) if costs else 0.0
 
     def memory_of(self, assignment: Sequence[int]) -> int:
-        """Return the bytes of `assignment`; 0 if the problem has no memory."""
-        return sum(int(amount[choice]) for amount, choice in zip(self.memory, assignment, strict=False))
+        """Return the bytes of `assignment`."""
+        return sum(int(amount[choice]) for amount, choice in zip(self.memory, assignment, strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,60 +78,16 @@ class Solution:
     objective: float
 
 
-@dataclass
-class PairwiseBuilder:
-    """Builder of nodes and edges; parallel edges are added up in either direction."""
-
-    names: list[str] = field(default_factory=list)
-    costs: list[Tensor] = field(default_factory=list)
-    memory: list[Tensor] = field(default_factory=list)
-    _edges: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    def add_node(self, name: str, costs: Sequence[float] | Tensor, memory: Sequence[int] | Tensor | None = None) -> int:
-        """Add a node and return its index."""
-        cost = quantised(costs)
-        self.names.append(name)
-        self.costs.append(cost)
-        bytes_ = torch.zeros(cost.shape, dtype=torch.int64) if memory is None else torch.as_tensor(memory)
-        self.memory.append(bytes_.to(torch.int64))
-        return len(self.names) - 1
-
-    def add_edge(self, first: int, second: int, costs: Sequence[Sequence[float]] | Tensor) -> None:
-        """Add ``costs[x_first, x_second]``; an edge from a node to itself becomes node cost."""
-        matrix = quantised(costs)
-        if first == second:
-            self.costs[first] = self.costs[first] + matrix.diagonal()
-            return
-        if first > second:  # edges ascend
-            first, second, matrix = second, first, matrix.T
-        edge = self._edges.get((first, second))
-        self._edges[first, second] = matrix.contiguous() if edge is None else edge + matrix
-
-    def build(self) -> PairwiseProblem:
-        """Return the validated problem."""
-        edges = tuple(sorted(self._edges))
-        return PairwiseProblem(
-            names=tuple(self.names),
-            costs=tuple(self.costs),
-            edges=edges,
-            edge_costs=tuple(self._edges[edge] for edge in edges),
-            memory=tuple(self.memory),
-        )
-
-
 def quantised(costs: Sequence[float] | Sequence[Sequence[float]] | Tensor) -> Tensor:
-    """Convert `costs` to float64, rounded to multiples of `QUANTUM`."""
+    """Convert `costs` to float64, rounded to multiples of `QUANTUM`.
+
+    Raises:
+        ValueError: NaN or minus infinity, from a cost model.
+    """
     tensor = torch.as_tensor(costs, dtype=torch.float64)
+    if bool((tensor.isnan() | tensor.isneginf()).any()):  # would poison every sum
+        raise ValueError("a cost is NaN or minus infinity: correct the cost model")
     return torch.round(tensor / QUANTUM) * QUANTUM
-
-
-def _require_costs(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != torch.float64 or tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"PairwiseProblem: {what} needs float64 of shape {shape}, found {tensor.dtype} {tensor.shape}."
-        )
-    if bool(torch.isnan(tensor).any()) or bool((tensor == -torch.inf).any()):
-        raise ValueError(f"PairwiseProblem: {what} has NaN or minus infinity.")
 
 
 MAX_TABLE_ENTRIES = 2**27  # 1 GiB of float64
@@ -184,8 +123,8 @@ class Eliminator:
     """A problem with its elimination order, for repeated solves with other node costs."""
 
     def __init__(self, problem: PairwiseProblem) -> None:
-        self.problem = problem
-        self.steps = plan_elimination([cost.numel() for cost in problem.costs], problem.edges)
+        self.problem, self.edges = problem, sorted(problem.matrices)
+        self.steps = plan_elimination([cost.numel() for cost in problem.costs], self.edges)
         self._fixed = [self._fixed_part(step) for step in self.steps]
 
     def solve(self, extra: Sequence[Tensor] | None = None) -> Solution:
@@ -202,7 +141,7 @@ class Eliminator:
             tables.append(least)
             choices.append(choice)
         # Nodes in reverse order: the neighbours of each one are fixed before it.
-        chosen = [0] * self.problem.num_nodes
+        chosen = [0] * len(self.steps)
         for step, choice in zip(reversed(self.steps), reversed(choices), strict=True):
             chosen[step.node] = int(choice[tuple(chosen[other] for other in step.neighbours)])
         return Solution(tuple(chosen), self.problem.evaluate(chosen))
@@ -217,9 +156,9 @@ class Eliminator:
         parts = [own.reshape(-1, *([1] * len(step.neighbours)))]
         entries = own.numel()
         for factor in step.factors:
-            if factor < len(self.problem.edges):
-                edge = self.problem.edge_costs[factor]
-                parts.append(_aligned(edge, self.problem.edges[factor], scope))
+            if factor < len(self.edges):
+                edge = self.problem.matrices[self.edges[factor]]
+                parts.append(_aligned(edge, self.edges[factor], scope))
                 entries *= edge.numel() // own.numel()
         if entries > MAX_KEPT_ENTRIES:
             return parts
@@ -234,7 +173,7 @@ class Eliminator:
         table = fixed[0] if extra is None else fixed[0] + extra.reshape(-1, *([1] * len(step.neighbours)))
         for part in fixed[1:]:
             table = table + part
-        num_edges = len(self.problem.edges)
+        num_edges = len(self.edges)
         for factor in step.factors:  # sorted by size: few additions touch the full table
             if factor >= num_edges:
                 table = table + _aligned(tables[factor - num_edges], self.steps[factor - num_edges].neighbours, scope)
@@ -257,10 +196,18 @@ def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, i
         factors_of[i].add(index)
         factors_of[j].add(index)
 
-    queue = _DegreeQueue(num_strategies, adjacent)
+    def degree_of(node: int) -> tuple[int, int, int]:
+        size = num_strategies[node] * math.prod(num_strategies[other] for other in adjacent[node])
+        return len(adjacent[node]), size, node
+
+    degrees = {node: degree_of(node) for node in range(num_nodes)}  # of the nodes that are left
+    queue = sorted(degrees.values())
     steps = []
     for position in range(num_nodes):
-        node = queue.pop()
+        while (least := heapq.heappop(queue)) != degrees.get(least[2]):
+            pass  # stale: its node has gone, or has other neighbours now
+        node = least[2]
+        del degrees[node]
         neighbours = tuple(sorted(adjacent[node]))
         entries = num_strategies[node] * math.prod(num_strategies[other] for other in neighbours)
         if entries > MAX_TABLE_ENTRIES:  # before the allocation
@@ -278,37 +225,9 @@ def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, i
                 factors_of[other].add(result)
             adjacent[other].discard(node)
             adjacent[other].update(third for third in neighbours if third != other)  # its table couples all neighbours
-            queue.update(other)
+            degrees[other] = degree_of(other)
+            heapq.heappush(queue, degrees[other])
     return tuple(steps)
-
-
-class _DegreeQueue:
-    """Nodes by (degree, table size, index); stale entries are dropped when popped."""
-
-    def __init__(self, num_strategies: Sequence[int], adjacent: Sequence[set[int]]) -> None:
-        self._num_strategies = num_strategies
-        self._adjacent = adjacent
-        self._alive = set(range(len(num_strategies)))
-        self._heap: list[tuple[int, int, int]] = []
-        for node in range(len(num_strategies)):
-            self.update(node)
-
-    def update(self, node: int) -> None:
-        heapq.heappush(self._heap, self._key(node))
-
-    def pop(self) -> int:
-        while True:
-            key = heapq.heappop(self._heap)
-            node = key[2]
-            if node in self._alive and key == self._key(node):  # else stale
-                self._alive.remove(node)
-                return node
-
-    def _key(self, node: int) -> tuple[int, int, int]:
-        size = self._num_strategies[node]
-        for other in self._adjacent[node]:
-            size *= self._num_strategies[other]
-        return len(self._adjacent[node]), size, node
 
 
 def _aligned(values: Tensor, nodes: Sequence[int], scope: Sequence[int]) -> Tensor:
@@ -401,16 +320,14 @@ def _mixed(problem: PairwiseProblem, limit: int, large: Solution, small: Solutio
 
 def least_memory(problem: PairwiseProblem) -> Solution:
     """Return the allowed assignment with the fewest bytes as its objective (infinity: none is allowed)."""
-    memory = problem.memory or tuple(torch.zeros(cost.shape, dtype=torch.int64) for cost in problem.costs)
-    only_memory = PairwiseProblem(
-        problem.names,
-        tuple(
-            torch.where(torch.isinf(cost), torch.inf, amount.double())  # forbidden stays forbidden
-            for cost, amount in zip(problem.costs, memory, strict=True)
-        ),
-        problem.edges,
-        tuple(torch.where(torch.isinf(matrix), torch.inf, 0.0).double() for matrix in problem.edge_costs),
-    )
+    costs = [  # forbidden stays forbidden
+        torch.where(torch.isinf(cost), torch.inf, amount.double())
+        for cost, amount in zip(problem.costs, problem.memory, strict=True)
+    ]
+    matrices = {
+        edge: torch.where(torch.isinf(matrix), torch.inf, 0.0).double() for edge, matrix in problem.matrices.items()
+    }
+    only_memory = PairwiseProblem(costs, problem.memory, matrices)
     return Eliminator(only_memory).solve()
 
 

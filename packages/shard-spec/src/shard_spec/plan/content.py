@@ -144,7 +144,7 @@ class PlanContent:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """Rules of ``plan``, each parsed on its own; one that cannot be parsed carries its problems."""
+        """Rules of ``plan``, each parsed on its own. One that cannot be parsed carries its problems."""
         layouts: dict[str, Layout] = {}  # many rules share one text
         return tuple(_read_rule(key, value, self.mesh, layouts) for key, value in self.plan.items())
 
@@ -155,7 +155,7 @@ class PlanContent:
 
     @property
     def digest(self) -> str:
-        """Hash of the content, equal in every process; specs count by their shards, Sharders by their class."""
+        """Hash of the content, equal in every process. Specs count by their shards, Sharders by their class."""
         return hashlib.sha256(digest_text(self).encode()).hexdigest()
 
     def on_mesh(self, mesh: MeshSpec) -> PlanContent:

@@ -47,7 +47,7 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
 
 
 def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
-    """Return the layout of a DTensor or of a local shard with `_sharding_info`; None for a plain tensor.
+    """Return the layout of a DTensor or of a local shard with `_sharding_info`. None for a plain tensor.
 
     Raises:
         PlanError: When a placement cannot be expressed.
@@ -119,7 +119,7 @@ def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
     for axis, length in mesh.axes.items():
         axes.update({f"{name}.part": size // copies, f"{name}.copy": copies} if axis == name else {axis: length})
     specs = [*layout.specs[: at + 1], REPLICATE, *layout.specs[at + 1 :]]
-    return Layout(MeshSpec(axes, mesh.ranks, mesh.ranks_per_host), specs), at
+    return Layout(MeshSpec(axes, mesh.ranks), specs), at
 
 
 def _spec_of(dim: int, sections: list[Section], count: int) -> PlacementSpec:

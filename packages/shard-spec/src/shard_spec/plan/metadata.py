@@ -173,6 +173,6 @@ def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Itera
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the global shape of a parameter that may be a local shard; a DTensor's shape is global already."""
+    """Return the global shape of a parameter that may be a local shard. A DTensor's shape is global already."""
     info = getattr(tensor, "_sharding_info", None)
     return tuple(tensor.shape if info is None else info[2])  # index: it may be a plain tuple

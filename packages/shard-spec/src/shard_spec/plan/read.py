@@ -11,8 +11,6 @@ from shard_spec.layout.text import parse_placement, split_items
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.serialize import FORMAT, VERSION
 from shard_spec.plan.untrusted_input import json_values
-from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec
-from shard_spec.specs.shards import ShardMetadata
 
 MAX_RULES = 1_000_000
 _KEYS = {"format", "version", "mesh", "strict", "rules", "output_plan", "return_local_tensor"}
@@ -51,7 +49,7 @@ def _as_json_document(document: Any) -> Any:
         if isinstance(full.get(key), dict):  # the JSON form is a list of pairs
             full[key] = [[pattern, value] for pattern, value in full[key].items()]
     if isinstance(full["mesh"], dict):
-        mesh = {"ranks": None, "ranks_per_host": None, **full["mesh"]}
+        mesh = {"ranks": None, **full["mesh"]}
         if isinstance(mesh.get("axes"), dict):
             mesh["axes"] = [[axis, size] for axis, size in mesh["axes"].items()]
         full["mesh"] = mesh
@@ -83,7 +81,7 @@ def from_document(document: Any) -> PlanContent:
 
 
 def _check_texts(items: dict[str, Any]) -> None:
-    """Refuse text that is no layout on any mesh; ``validate`` checks it against this mesh and a model."""
+    """Refuse text that is no layout on any mesh. ``validate`` checks it against this mesh and a model."""
     problems: list[Problem] = []
     for text, name in {value: name for name, value in items.items() if isinstance(value, str)}.items():
         placements = [item.rpartition(":")[2] for item in split_items(text.partition(";")[0])]
@@ -113,40 +111,14 @@ def _read_value(value: Any) -> Any:
         mesh = _read_mesh(value["mesh"])
         if mesh is not None:
             return Layout.parse(value["layout"], mesh)  # validated by the constructor
-    if isinstance(value, dict) and len(value) == 1:
-        if "chunk" in value:
-            return _read_chunk(value["chunk"])
-        if "enumerable" in value:
-            return _read_enumerable(value["enumerable"])
-    raise _bad(f"the value {str(value)[:100]} is neither text nor a layout nor a spec")
-
-
-def _read_chunk(value: Any) -> Any:
-
-    good = isinstance(value, dict) and set(value) == {"dim", "placements"} and type(value["dim"]) is int
-    if not good or not _texts(value["placements"]):
-        raise _bad(f"the chunk spec {str(value)[:100]}")
-    return ChunkShardingSpec(value["dim"], value["placements"])
-
-
-def _read_enumerable(value: Any) -> Any:
-
-    shards = []
-    items: list[Any] = value if isinstance(value, list) else [None]
-    for item in items:
-        good = isinstance(item, list) and len(item) == 3 and _numbers(item[0]) and _numbers(item[1])
-        if not good or not (item[2] is None or isinstance(item[2], str)):
-            raise _bad(f"the shard {str(item)[:100]} of an enumerable spec")
-        shards.append(ShardMetadata(*item))
-    return EnumerableShardingSpec(shards)
+    raise _bad(f"the value {str(value)[:100]} is neither text nor a layout")
 
 
 def _read_mesh(value: Any) -> MeshSpec | None:
     if value is None:
         return None
-    good = isinstance(value, dict) and set(value) == {"axes", "ranks", "ranks_per_host"}
+    good = isinstance(value, dict) and set(value) == {"axes", "ranks"}
     good = good and isinstance(value["axes"], list) and (value["ranks"] is None or _numbers(value["ranks"]))
-    good = good and (value["ranks_per_host"] is None or type(value["ranks_per_host"]) is int)
     if not good:
         raise _bad(f"the mesh {str(value)[:100]}")
     axes: dict[str, int] = {}
@@ -154,15 +126,11 @@ def _read_mesh(value: Any) -> MeshSpec | None:
         if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)) or item[0] in axes:
             raise _bad(f"the mesh axis {str(item)[:100]}")
         axes[item[0]] = item[1]
-    return MeshSpec(axes, value["ranks"], value["ranks_per_host"])
+    return MeshSpec(axes, value["ranks"])
 
 
 def _numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)  # type(): no booleans
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _bad(found: str) -> PlanError:

@@ -16,8 +16,7 @@ from shard_spec.plan.content import Rule
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.torch_specs import from_torch
+from shard_spec.specs.base import ShardingSpec, from_torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -222,7 +221,7 @@ class _Layouts:
 
 
 def _decide(
-    tensor: TensorMetadata, rules: dict[str, list[Rule]], made: _Layouts, strict: bool, problems: list[Problem]
+    tensor: TensorMetadata, rules: dict[str, list[Rule]], checked: _Layouts, strict: bool, problems: list[Problem]
 ) -> tuple[Rule | None, Layout | None]:
     """Return the deciding rule of ``tensor`` and its layout; (None, None) without a rule."""
     if not rules:
@@ -233,7 +232,7 @@ def _decide(
     winners = {alias: _deciding(alias, found, problems) for alias, found in rules.items()}
     # An exact rule for one name of a tied tensor overrides globs for its other names.
     winners = {alias: rule for alias, rule in winners.items() if _is_exact(rule)} or winners
-    layouts = {alias: made.of(rule, tensor) for alias, rule in winners.items()}
+    layouts = {alias: checked.of(rule, tensor) for alias, rule in winners.items()}
     first = next(iter(winners))
     for alias, layout in layouts.items():
         both = layout is not None and layouts[first] is not None

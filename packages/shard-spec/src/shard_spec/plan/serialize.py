@@ -3,13 +3,13 @@
 The document, one rule a line, rules sorted by pattern::
 
     {"format": "shard-spec/plan", "version": 1,
-     "mesh": {"axes": [["dp", 2], ["tp", 4]], "ranks": null, "ranks_per_host": null},
+     "mesh": {"axes": [["dp", 2], ["tp", 4]], "ranks": null},
      "strict": false,
      "rules": [["layers.*.attn.wq.weight", "dp:R, tp:S(0)"], ...],
      "output_plan": null, "return_local_tensor": null}
 
-A value is the text of a layout on the plan's mesh; ``{"layout": text, "mesh": mesh}`` for a layout on another mesh;
-``{"chunk": {"dim": 0, "placements": [...]}}`` or ``{"enumerable": [[offsets, sizes, placement], ...]}`` for a spec.
+A value is the text of a layout on the plan's mesh, or ``{"layout": text, "mesh": mesh}`` for one on another mesh.
+Specs have no file form: their layouts depend on shapes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.text import to_placement_spec
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
-from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
-from shard_spec.specs.torch_specs import from_torch
+from shard_spec.specs.base import as_spec
 
 if TYPE_CHECKING:
     from shard_spec.plan.content import PlanContent  # a higher layer: its digest hashes this document
@@ -37,17 +36,12 @@ def to_json(plan: PlanContent) -> str:
     """Return the plan as JSON; equal plans give equal bytes.
 
     Raises:
-        PlanError: ``invalid-plan`` for each rule without a file form (a Sharder, a user's own spec).
+        PlanError: ``invalid-plan`` for each rule without a file form (a spec, a Sharder).
     """
-    return dump(document_of(plan))
-
-
-def document_of(plan: PlanContent) -> dict[str, Any]:
-    """Return the document of a plan, made of plain JSON types."""
     problems: list[Problem] = []  # all of them in one error
     document = _document(plan, problems)
     raise_problems(problems, "the plan cannot be written")
-    return document
+    return dump(document)
 
 
 def digest_text(plan: PlanContent) -> str:
@@ -87,7 +81,7 @@ def _items(table: Mapping[str, PlanValue], mesh: MeshSpec | None, problems: list
 def _mesh_document(mesh: MeshSpec) -> dict[str, Any]:
     axes = [[name, size] for name, size in mesh.axes.items()]
     ranks = None if mesh.rank_list is None else list(mesh.rank_list)
-    return {"axes": axes, "ranks": ranks, "ranks_per_host": mesh.ranks_per_host}
+    return {"axes": axes, "ranks": ranks}
 
 
 def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems: list[Problem]) -> Any:
@@ -123,17 +117,8 @@ def _layout_text(value: Any, mesh: MeshSpec | None) -> str:
 
 
 def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
-    spec = value if isinstance(value, ShardingSpec) else from_torch(value)
-    if type(spec) is ChunkShardingSpec:  # exact types: subclasses may override
-        return {"chunk": {"dim": spec.dim, "placements": [str(device) for device in spec.placements]}}
-    if type(spec) is EnumerableShardingSpec:
-        return {
-            "enumerable": [
-                [list(s.shard_offsets), list(s.shard_sizes), None if s.placement is None else str(s.placement)]
-                for s in spec.shards
-            ]
-        }
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    spec = as_spec(value) or value
+    name = f"{type(spec).__module__}.{type(spec).__qualname__}"
     hint = "write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))"
-    problems.append(Problem("invalid-plan", key, found=f"a spec of the user-defined type {name}", hint=hint))
-    return {"spec": name, "repr": "" if " at 0x" in repr(value) else repr(value)}
+    problems.append(Problem("invalid-plan", key, found=f"a spec of type {name}", hint=hint))
+    return {"spec": name, "repr": "" if " at 0x" in repr(spec) else repr(spec)}  # for the digest only

@@ -211,7 +211,7 @@ def merge_notes(notes: Iterable[Problem]) -> tuple[Problem, ...]:
 
 
 def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Combine the axes of both layouts; on a shared tensor dimension the axes of `first` come first.
+    """Combine the axes of both layouts. On a shared tensor dimension the axes of `first` come first.
 
     Raises:
         PlanError: both shard one tensor along the same axis.

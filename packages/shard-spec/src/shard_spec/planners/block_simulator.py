@@ -29,7 +29,7 @@ Slices = Sequence[Tensor]  # for each rank the indices of its channels
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """A tensor of column outputs or weights, with each rank's mask (broadcast to it) of its entries."""
+    """A tensor of column outputs or weights, with the mask of each rank's entries."""
 
     value: Tensor
     owned: Sequence[Tensor]

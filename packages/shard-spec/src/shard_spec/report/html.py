@@ -97,7 +97,7 @@ def html_report(
 
 
 def _cell(layout: Layout | None, tensor: TensorMetadata, rank: int, hues: dict[str, int]) -> tuple[list[str], str]:
-    """Return the colours of a cell, shaded by the rank's coordinate, and its tip; an empty rank is an outline."""
+    """Return the colours of a cell, shaded by the rank's coordinate, and its tip. An empty rank is an outline."""
     coordinate = None if layout is None else layout.mesh.coordinate(rank)
     if layout is None or coordinate is None:
         return ["none"], ""

@@ -1,8 +1,15 @@
-"""Sharding specs of single tensors, in the terms of ``torch.distributed._shard``."""
+"""Sharding specs of single tensors. Terms are those of ``torch.distributed._shard``. Torch's own are taken too."""
 
-from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from shard_spec.specs.base import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    as_sharder,
+    as_spec,
+    from_torch,
+    to_torch,
+)
 from shard_spec.specs.shards import DeviceLike, RemoteDevice, Sharder, ShardMetadata, TensorShards
-from shard_spec.specs.torch_specs import TorchShardingSpec, as_sharder, as_spec, from_torch, to_torch
 
 __all__ = [
     "ChunkShardingSpec",
@@ -13,7 +20,6 @@ __all__ = [
     "RemoteDevice",
     "DeviceLike",
     "TensorShards",
-    "TorchShardingSpec",
     "from_torch",
     "to_torch",
     "as_spec",

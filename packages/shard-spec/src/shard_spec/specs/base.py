@@ -1,17 +1,13 @@
-"""ShardingSpec: base class of descriptions of one tensor's shards and their devices; ChunkShardingSpec and
-EnumerableShardingSpec.
-"""
+"""ShardingSpec: the shards of one tensor and their devices. Chunk and enumerable specs; torch's own as ours."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.intervals import Box, chunk
 from shard_spec.layout.layout import Layout
@@ -21,16 +17,13 @@ from shard_spec.specs.shards import (
     DeviceLike,
     Interval,
     RemoteDevice,
+    Sharder,
     ShardMetadata,
     TensorShards,
     cover_problems,
     grid_of,
     overlap_problems,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.tensor import DTensor
 
 
 class ShardingSpec(abc.ABC):
@@ -78,13 +71,6 @@ class ShardingSpec(abc.ABC):
             held[shard.rank] = (*held.get(shard.rank, ()), shard.box)
         return held
 
-    def equivalent_to(self, other: ShardingSpec, shape: Sequence[int]) -> bool:
-        """Return True if both put the same elements on the same ranks; -1 is 1 of two dims.
-
-        Torch compares dims as written, and takes -1 -> 1 for a change of layout.
-        """
-        return _nonempty(self.boxes(shape)) == _nonempty(other.boxes(shape))
-
     def to_layout(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a tensor of ``shape``: ranks on a mesh, and placements.
 
@@ -106,22 +92,6 @@ class ShardingSpec(abc.ABC):
         axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
         placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
         return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
-
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> DTensor:
-        """Scatter ``tensor`` from ``src_rank`` of the group; a collective. See ``shard_parameter``."""
-        # Deferred: it imports torch.distributed.tensor, a second or more, not needed for planning.
-        from shard_spec.distributed.parameter_format import shard_tensor
-
-        def place(shape: tuple[int, ...]) -> tuple[Layout, torch.device | None]:
-            own = [each.placement for each in self.shards_for(shape) if each.rank == dist.get_rank()]
-            return self.to_layout(shape), own[0].device() if own and own[0] is not None else None
-
-        return shard_tensor(tensor, place, src_rank, process_group)
-
-
-def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
-    nonempty = {rank: tuple(sorted((box for box in held if box.numel), key=str)) for rank, held in boxes.items()}
-    return {rank: held for rank, held in nonempty.items() if held}
 
 
 def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Box]:
@@ -261,3 +231,84 @@ def as_shard(given: object) -> ShardMetadata:
         return ShardMetadata(torch_shard.shard_offsets, torch_shard.shard_sizes, torch_shard.placement)
     hint = "give ShardMetadata(shard_offsets, shard_sizes, placement)"
     raise PlanError(Problem("wrong-type", "shards", found=f"{given!r} of type {type(given).__qualname__}", hint=hint))
+
+
+# ---- torch's own spec objects, which are accepted like ours ----------------------------------------------------------
+
+
+def from_torch(value: object) -> Any:
+    """Convert an object of ``torch.distributed._shard`` to ours.
+
+    Args:
+        value: A chunk or enumerable sharding spec, a shard metadata, or a remote device of torch.
+
+    Returns:
+        The equivalent object of this package.
+
+    Raises:
+        PlanError: ``wrong-type`` for anything else, a subclass of torch's ``ShardingSpec`` of one's own included.
+    """
+    kind = _torch_compat.shard_kind(value)  # None before torch's module is imported
+    spec: Any = value
+    if kind == "chunk":
+        return ChunkShardingSpec(spec.dim, spec.placements)
+    if kind == "enumerable":
+        return EnumerableShardingSpec(spec.shards)
+    if kind == "shard":
+        return as_shard(spec)
+    if kind == "device":
+        return RemoteDevice(spec)
+    raise PlanError(unknown_spec("", value))
+
+
+def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence[int] | None = None) -> Any:
+    """Convert one of our objects to torch's.
+
+    Args:
+        value: A spec, a shard or a device.
+        shape: Global shape; needed for a ``ShardingSpec`` subclass of your own, which becomes an enumerable spec.
+
+    Raises:
+        PlanError: ``missing-argument`` if it is needed and missing, ``wrong-type`` for other objects.
+    """
+    if isinstance(value, RemoteDevice):
+        return _torch_compat.torch_class("device")(str(value))
+    if isinstance(value, ShardMetadata):
+        placement = None if value.placement is None else to_torch(value.placement)
+        return _torch_compat.torch_class("shard")(list(value.shard_offsets), list(value.shard_sizes), placement)
+    if isinstance(value, ChunkShardingSpec):
+        return _torch_compat.torch_class("chunk")(value.dim, [to_torch(device) for device in value.placements])
+    if isinstance(value, EnumerableShardingSpec):
+        return _torch_compat.torch_class("enumerable")([to_torch(shard) for shard in value.shards])
+    if isinstance(value, ShardingSpec):
+        if shape is None:
+            reason = f"a {type(value).__qualname__}, which torch does not know"
+            raise PlanError(Problem("missing-argument", "shape", found=reason, hint="pass shape=, the global shape"))
+        return to_torch(EnumerableShardingSpec(value.shards_for(shape)))  # torch has no subclass of ours
+    raise PlanError(unknown_spec("", value))
+
+
+def as_spec(value: object) -> ShardingSpec | None:
+    """Convert a spec, ours or torch's, to one of ours; None for other values."""
+    if isinstance(value, ShardingSpec):
+        return value
+    if _torch_compat.shard_kind(value) in ("chunk", "enumerable"):
+        spec: ShardingSpec = from_torch(value)
+        return spec
+    return None
+
+
+def as_sharder(value: object) -> Sharder | None:
+    """Return ``value`` if it is a sharder, ours or torch's; else None."""
+    if isinstance(value, Sharder):
+        return value
+    if _torch_compat.shard_kind(value) == "sharder":
+        sharder: Any = value  # torch's class has the same one method
+        return sharder  # type: ignore[no-any-return]  # ruled out by its kind
+    return None
+
+
+def unknown_spec(name: str, value: object) -> Problem:
+    """Return the problem of an object that is no spec."""
+    hint = "use ChunkShardingSpec, EnumerableShardingSpec, a subclass of shard_spec.ShardingSpec, or a Sharder"
+    return Problem("wrong-type", name, found=f"{value!r} of type {type(value).__qualname__}", hint=hint)

@@ -1,8 +1,4 @@
-"""Tensor parallelism by structure: recognisers propose blocks, `planner` collects them and decides.
-
-Values (`blocks`, `linear`, `names`), then recognisers (`attention`, `mlp`, `inner`, `others`), then evidence
-(`shard_spec.planners.block_simulator`).
-"""
+"""Tensor parallelism by structure. Recognisers propose blocks; `block_simulator` gives evidence. `planner` decides."""
 
 from shard_spec.planners.megatron.blocks import Cut, Evidence, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.planner import Analysis, MegatronPlanner

@@ -204,18 +204,8 @@ def _projections(context: Context, name: str) -> Projections | None:
         return None
     fused = _only(by_name, names.FUSED_QKV)
     if fused is None:
-        return _two_linears_with_heads(module, name, list(children.values()))
-    return _with_output(context, name, (fused,), by_name, None, fused.out_features)
-
-
-def _two_linears_with_heads(module: nn.Module, name: str, views: list[LinearView]) -> Projections | None:
-    """Fall back on shapes: a declared head count and one linear three times as wide as the other's input."""
-    if len(views) != 2 or declared_heads([module]).num_heads is None:
         return None
-    for fused, out in (views, views[::-1]):  # either order of registration
-        if fused.out_features == 3 * out.in_features and fused.in_features == out.out_features:
-            return Projections((fused,), out, name, name)
-    return None
+    return _with_output(context, name, (fused,), by_name, None, fused.out_features)
 
 
 def _only(by_name: dict[str, LinearView], words: frozenset[str]) -> LinearView | None:
@@ -473,7 +463,7 @@ def kept_replicated(problem: Problem, *views: LinearView) -> Found:
 
 
 def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
-    """Return the cuts of a column linear; `pattern` is the placement with ``{dim}`` for the output dimension."""
+    """Return the cuts of a column linear. `pattern` is the placement with ``{dim}`` for the output dimension."""
     cuts = [Cut(view.weight_name, pattern.format(dim=view.out_dim))]
     if view.has_bias:
         cuts.append(Cut(view.bias_name, pattern.format(dim=0)))  # the bias has the output dimension only

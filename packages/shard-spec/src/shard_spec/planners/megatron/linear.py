@@ -12,7 +12,7 @@ from shard_spec.planners.megatron import names
 
 @dataclass(frozen=True, eq=False)
 class LinearView:
-    """A module that computes ``y = x W + b``, with the orientation of its weight.
+    """A linear layer ``y = x W + b``, with the orientation of its weight.
 
     Attributes:
         name: FQN of the module.

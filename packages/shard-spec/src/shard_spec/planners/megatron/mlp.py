@@ -28,7 +28,6 @@ class FeedForward:
     columns: tuple[LinearView, ...]
     row: LinearView
     scope: str
-    by_name: bool  # False: by shapes alone
 
     @property
     def fused(self) -> bool:
@@ -39,12 +38,13 @@ class FeedForward:
 def find_mlps(context: Context, name: str) -> list[Found]:
     """Plan the feed-forward blocks with linears among the children of the module called `name`."""
     module = context.modules[name]
-    if type(module).forward is nn.Sequential.forward:
-        return [_decide(context, block, Evidence.LIBRARY) for block in _sequential(context, name, module)]
+    if isinstance(module, nn.Sequential):
+        known = Evidence.LIBRARY if type(module).forward is nn.Sequential.forward else None  # None: to be probed
+        return [_decide(context, block, known) for block in _sequential(context, name, module)]
     block = _by_children(context, name, module) or _intermediate_and_output(context, name, module)
     if block is None:
         return []
-    return [_decide(context, block, Evidence.LIBRARY if from_library(module) and block.by_name else None)]
+    return [_decide(context, block, Evidence.LIBRARY if from_library(module) else None)]
 
 
 # ---- finding the linears ----
@@ -58,7 +58,7 @@ def _sequential(context: Context, name: str, module: nn.Module) -> list[FeedForw
         view = as_linear(join(name, child_name), child)
         if view is not None and id(child) not in context.claimed:
             if pending is not None and pending.out_features == view.in_features:
-                blocks.append(FeedForward((pending,), view, name, by_name=True))
+                blocks.append(FeedForward((pending,), view, name))
                 pending = None
             else:
                 pending = view
@@ -80,10 +80,10 @@ def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward 
         ]
         plain = [v for v in gated.values() if v.out_features == down.in_features]
         if len(plain) in (1, 2) and len({view.in_features for view in plain}) == 1 and not _also_down(plain, down):
-            return FeedForward(tuple(plain), down, name, by_name=True)
+            return FeedForward(tuple(plain), down, name)
         if len(fused) == 1 and not plain:
-            return FeedForward((fused[0],), down, name, by_name=True)
-    return _by_shapes(name, list(children.values()))
+            return FeedForward((fused[0],), down, name)
+    return None
 
 
 def _also_down(plain: list[LinearView], down: LinearView) -> bool:
@@ -91,20 +91,6 @@ def _also_down(plain: list[LinearView], down: LinearView) -> bool:
     ambiguous = {"w1", "w2", "w3"}
     parts = {view.name.rpartition(".")[2].lower() for view in (*plain, down)}
     return bool(parts & ambiguous) and len(plain) == 2 and down.in_features == down.out_features
-
-
-def _by_shapes(name: str, views: list[LinearView]) -> FeedForward | None:
-    """Match two or three linears by shape: the row has the transposed shape of the columns."""
-    if len(views) not in (2, 3):
-        return None
-    for row in views:
-        columns = tuple(view for view in views if view is not row)
-        shapes = {(view.out_features, view.in_features) for view in columns}
-        if shapes == {(row.in_features, row.out_features)} and row.in_features > row.out_features:
-            return FeedForward(columns, row, name, by_name=False)
-        if len(columns) == 1 and shapes == {(2 * row.in_features, row.out_features)}:
-            return FeedForward(columns, row, name, by_name=False)
-    return None
 
 
 def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> FeedForward | None:
@@ -118,7 +104,7 @@ def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> 
             down = dense
     if up is None or down is None or up.out_features != down.in_features:
         return None
-    return FeedForward((up,), down, name, by_name=True)
+    return FeedForward((up,), down, name)
 
 
 # ---- deciding ----
@@ -200,12 +186,14 @@ def _evidence(
         return doubt
     if known is not None:
         return known
-    if block.by_name and not block.fused:
+    if not block.fused:
         return Evidence.NAMED
-    if block.fused and context.options.fused is not None:
+    if context.options.fused is not None:
         return Evidence.USER_SPECIFIED
-    description = f"linears whose shapes look like a feed-forward block; {reason}"
-    return Problem("heads-not-recognised", block.scope, found=description, hint="write its rules by hand")
+    description = f"gate and up come out of one linear, in an unknown order; {reason}"
+    return Problem(
+        "heads-not-recognised", block.scope, found=description, hint='pass fused="sections" or fused="pairs"'
+    )
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:

@@ -24,12 +24,12 @@ OUTPUT_BLOCK = _set("output out attention_output")
 
 UP = _set(
     "fc1 c_fc up_proj w1 w3 dense_h_to_4h fc_in lin1 linear1 wi wi_0 wi_1 gate_proj gate up fc w_in ff1 "
-    "linear_1 w_gate w_up fc_1 dense_in expand ffn"
+    "linear_1 w_gate w_up fc_1 dense_in expand ffn layer_1 intermediate proj_up proj_up_gate"
 )
-FUSED_GATE_UP = _set("gate_up_proj w12 w13 gate_up up_gate_proj wi fc1_fused dense_h_to_4h")
+FUSED_GATE_UP = _set("gate_up_proj w12 w13 gate_up up_gate_proj wi fc1_fused dense_h_to_4h input_linear")
 DOWN = _set(
     "fc2 c_proj down_proj w2 w3 dense_4h_to_h fc_out lin2 linear2 wo down proj w_out ff2 linear_2 w_down "
-    "fc_2 dense_out contract ffn_output"
+    "fc_2 dense_out contract ffn_output layer_2 output output_linear proj_down"
 )
 # BERT: `intermediate.dense`, then `output.dense`.
 INTERMEDIATE_BLOCK = _set("intermediate")

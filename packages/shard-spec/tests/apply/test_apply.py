@@ -530,4 +530,4 @@ def test_functions_that_apply_enters(ranks: Ranks) -> None:
             sys.setprofile(None)
     files = {file for file, _ in entered}
     assert len(entered) <= 115, (len(entered), sorted(entered))
-    assert len(files) <= 18, sorted(files)
+    assert len(files) <= 16, sorted(files)

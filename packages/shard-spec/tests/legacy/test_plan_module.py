@@ -445,18 +445,6 @@ def test_shard_parameter(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_spec_shards_a_tensor(ranks: Ranks) -> None:
-    full = torch.arange(18.0).view(9, 2) + ranks.rank
-    kept = full.clone()
-    with pytest.raises(PlanError, match=r"mesh-mismatch.* ranks in the order \[1, 0\]"):
-        chunk(ranks, 0, [1, 0]).shard(full)
-    made = chunk(ranks).shard(full, src_rank=1)
-    assert torch.equal(whole(made), torch.arange(18.0).view(9, 2) + 1)
-    assert made.to_local().shape[0] == (5 if ranks.rank == 0 else 4)
-    assert torch.equal(full, kept)
-
-
-@pytest.mark.ranks(2)
 def test_torch_plans_and_specs_are_taken(ranks: Ranks) -> None:
     net = Net()
     devices = [f"rank:{rank}/{ranks.device}" for rank in range(2)]

@@ -50,8 +50,6 @@ def test_calls_that_one_rank_gets_wrong(ranks: Ranks) -> None:
     told(ranks, lambda: shard_parameter(net[0], 3 if odd else "weight", spec), "invalid-argument", "on rank 1")  # type: ignore[arg-type]  # that is the fault
     told(ranks, lambda: shard_parameter(net[0], "weight", None if odd else spec), "wrong-type", "on rank 1")
     told(ranks, lambda: shard_parameter(3 if odd else net[0], "weight", spec), "wrong-type", "on rank 1")  # type: ignore[arg-type]  # as above
-    told(ranks, lambda: spec.shard(3 if odd else net[0].weight), "wrong-type", "on rank 1")  # type: ignore[arg-type]  # as above
-    told(ranks, lambda: spec.shard(net[0].weight.detach().requires_grad_(not odd)), "ranks-disagree", "frozen")
     group = mesh.get_group()
     told(ranks, lambda: apply_plan(net, None if odd else mesh, PLAN, group=group), "wrong-type", "on rank 1")  # type: ignore[arg-type]  # as above
     told(ranks, lambda: shard_module(net, ShardingPlan(RULES, mesh={"tp": 1 + odd})), "rank-outside-mesh")

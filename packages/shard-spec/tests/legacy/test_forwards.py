@@ -27,7 +27,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}  # other order of summati
 def specs(ranks: Ranks, rows: int, columns: int) -> list[ShardingSpec]:
     """Rows, columns, and on 4 ranks a grid."""
     devices = [f"rank:{rank}/{ranks.device}" for rank in range(ranks.world_size)]
-    made: list[ShardingSpec] = [ChunkShardingSpec(dim, devices) for dim in (0, 1)]
+    listed: list[ShardingSpec] = [ChunkShardingSpec(dim, devices) for dim in (0, 1)]
     if ranks.world_size == 4:
         cut = (
             [(0, -(-rows // 2)), (-(-rows // 2), rows // 2)],
@@ -35,8 +35,8 @@ def specs(ranks: Ranks, rows: int, columns: int) -> list[ShardingSpec]:
         )
         boxes = [((r, c), (h, w)) for r, h in cut[0] for c, w in cut[1]]
         shards = [ShardMetadata(*box, device) for device, box in zip(devices, boxes, strict=True)]
-        made.append(EnumerableShardingSpec(shards))
-    return made
+        listed.append(EnumerableShardingSpec(shards))
+    return listed
 
 
 def met(ranks: Ranks, options: list[Any], number: int) -> list[Any]:
