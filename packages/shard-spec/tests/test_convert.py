@@ -53,8 +53,12 @@ def codes(caught: Any) -> Any:
 # ---- DTensor --------------------------------------------------------------------------------------------------------
 
 
-def test_dtensor_placements_of_tensors() -> None:
+def test_dtensor_placements_of_rules_and_of_tensors() -> None:
     plan = ShardingPlan({"*.weight": "dp:S(-1), tp:S(0)", "a.bias": "tp:S(0)"}, mesh={"dp": 2, "tp": 2})
+    assert plan.to_dtensor_placements() == {
+        "*.weight": (Shard(-1), Shard(0)),
+        "a.bias": (Replicate(), Shard(0)),
+    }
     model = nn.ModuleDict({"a": nn.Linear(8, 8)})
     assert plan.to_dtensor_placements(model) == {
         "a.weight": (Shard(1), Shard(0)),
@@ -92,9 +96,10 @@ def test_dtensor_placements_mean_the_same_bytes() -> None:
 def test_what_dtensor_cannot_say_is_refused_by_name(value: Any) -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 8)})
     plan = ShardingPlan({"a.weight": {"tp": value}}, mesh={"tp": 2})
-    with pytest.raises(PlanError) as caught:
-        plan.to_dtensor_placements(model)
-    assert codes(caught) == [("not-expressible", "a.weight")]
+    for arguments in ((model,), ()):
+        with pytest.raises(PlanError) as caught:
+            plan.to_dtensor_placements(*arguments)
+        assert codes(caught) == [("not-expressible", "a.weight")]
     # where it is a plain shard by another name, it is said
     same = ShardingPlan({"a.weight": {"tp": BlockShard(0, 2)}}, mesh={"tp": 2})
     assert same.to_dtensor_placements(model)["a.weight"] == (Shard(0),)

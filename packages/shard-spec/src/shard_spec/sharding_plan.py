@@ -274,13 +274,17 @@ class ShardingPlan(PlanContent):
 
     # ---- conversions ------------------------------------------------------------------------------------------
 
-    def to_dtensor_placements(self, module: nn.Module | ModelMetadata) -> dict[str, tuple[Placement, ...]]:
-        """Return DTensor placements of each parameter and buffer.
+    def to_dtensor_placements(
+        self, module: nn.Module | ModelMetadata | None = None
+    ) -> dict[str, tuple[Placement, ...]]:
+        """Return DTensor placements of each rule, or with ``module`` of each parameter and buffer.
 
         Raises:
             PlanError: ``not-expressible`` for each layout without DTensor placements.
         """
-        from shard_spec.convert.parallelize import to_dtensor_placements  # imports torch.distributed.tensor
+        from shard_spec.convert.parallelize import (
+            to_dtensor_placements,  # imports torch.distributed.tensor: a second or more
+        )
 
         return to_dtensor_placements(self, module)
 
@@ -297,7 +301,9 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        from shard_spec.convert.parallelize import to_parallelize_plan  # imports torch.distributed.tensor
+        from shard_spec.convert.parallelize import (
+            to_parallelize_plan,  # imports torch.distributed.tensor: a second or more
+        )
 
         return to_parallelize_plan(self, module, axis)
 

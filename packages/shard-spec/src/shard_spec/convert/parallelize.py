@@ -44,22 +44,38 @@ def sharder_problems(found: Resolution, target: str) -> list[Problem]:
     return [not_expressible(path, f"a Sharder shards it; {target} cannot express how", hint) for path in found.sharders]
 
 
-def to_dtensor_placements(plan: PlanContent, module: nn.Module | ModelMetadata) -> dict[str, tuple[Placement, ...]]:
-    """Return placements of each tensor; see ``ShardingPlan``."""
-    resolved = resolve(plan, module)
-    problems = sharder_problems(resolved, "a DTensor")  # all in one error
+def to_dtensor_placements(
+    plan: PlanContent, module: nn.Module | ModelMetadata | None = None
+) -> dict[str, tuple[Placement, ...]]:
+    """Return placements of each rule, or with ``module`` of each tensor; see ``ShardingPlan``."""
+    problems: list[Problem] = []
     placements: dict[str, tuple[Placement, ...]] = {}
-    for tensor in resolved.metadata.tensors:
-        layout = resolved.layouts.get(tensor.name)
-        if layout is None:
-            continue
-        specs, why = dtensor_specs(layout, tensor.shape)
-        placements[tensor.name] = tuple(dtensor_placement(spec) for spec in specs)
-        if why is not None:
-            hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
-            problems.append(not_expressible(tensor.name, f"{layout}: {why}", hint))
+    if module is None:
+        problems += plan.problems  # all problems in one error
+        for rule in plan.rules:
+            if rule.layout is not None:
+                placements[rule.key] = _said(rule.key, rule.layout, None, problems)
+            elif not rule.problems:
+                hint = "pass the model: placements of specs depend on shapes"
+                problems.append(not_expressible(rule.key, f"a {rule.kind}, not placements", hint))
+    else:
+        resolved = resolve(plan, module)
+        problems += sharder_problems(resolved, "a DTensor")
+        for tensor in resolved.metadata.tensors:
+            layout = resolved.layouts.get(tensor.name)
+            if layout is not None:
+                placements[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
     raise_problems(problems, "DTensor placements cannot express this plan")
     return placements
+
+
+def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: list[Problem]) -> tuple[Placement, ...]:
+    specs, why = dtensor_specs(layout, shape)  # shape decides: some orders need it
+    if why is not None:
+        hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
+        problems.append(not_expressible(name, f"{layout}: {why}", hint))
+        return ()  # a placeholder: the problem is raised at the end
+    return tuple(dtensor_placement(spec) for spec in specs)
 
 
 # Style -> placement of a tensor of 1 dim and of one of 2 or more. "-2" is the dim of output features, "-1" of input.

@@ -180,19 +180,25 @@ def _hint(spec: PlacementSpec, local: bool) -> str:
 # ---- specs with DTensor placements ----
 
 
-def dtensor_specs(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[PlacementSpec, ...], str | None]:
-    """Return specs with DTensor placements (R, P, S, I by number), or a reason against."""
-    plain = layout.canonical(shape)
-    pairs = zip(layout.specs, plain.specs, strict=True)
-    # Axes of one rank keep their shard as written: canonical() replicates them.
-    specs_written = [spec.from_front(len(shape)) if isinstance(spec, ShardSpec) else canon for spec, canon in pairs]
-    layout = Layout(layout.mesh, specs_written, plain.order)
+def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[PlacementSpec, ...], str | None]:
+    """Return specs with DTensor placements (R, P, S, I by number), or a reason against.
+
+    Without a shape the result holds for every shape.
+    """
+    if shape is not None:
+        plain = layout.canonical(shape)
+        pairs = zip(layout.specs, plain.specs, strict=True)
+        # Axes of one rank keep their shard as written: canonical() replicates them.
+        specs_written = [spec.from_front(len(shape)) if isinstance(spec, ShardSpec) else canon for spec, canon in pairs]
+        layout = Layout(layout.mesh, specs_written, plain.order)
     specs = [_equal_sections(spec) for spec in layout.specs]
     for spec in specs:
         if isinstance(spec, SpecialShard) and not isinstance(getattr(spec, "sections", None), int):
             return (), _WHY[type(spec)]
     if not layout.order:  # mesh order is DTensor's own
         return tuple(specs), None
+    if shape is None:  # equivalence needs one
+        return (), "this order depends on the shape in a DTensor; pass the model"
     strided = _strided(layout, specs)
     if strided is not None and Layout(layout.mesh, strided).equivalent_to(layout, shape):
         return strided, None
