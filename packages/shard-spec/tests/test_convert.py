@@ -334,7 +334,7 @@ def llama(tied: Any = False) -> Any:
 
 
 @pytest.mark.extra("transformers")
-def test_a_hf_tp_plan_gives_the_layouts_of_its_styles() -> None:
+def test_a_hf_tp_plan_round_trips() -> None:
     model = llama()
     given = dict(model.tp_plan)
     assert given["model.embed_tokens"] == "embedding_rowwise"
@@ -343,8 +343,10 @@ def test_a_hf_tp_plan_gives_the_layouts_of_its_styles() -> None:
     assert found["model.layers.1.self_attn.q_proj.weight"].sharded_axes == {"tp": -2}
     assert found["model.layers.1.mlp.down_proj.weight"].sharded_axes == {"tp": -1}
     prefixed = ShardingPlan.from_hf_tp_plan(model.config.base_model_tp_plan, model, {"tp": 2}, prefix="model.")
-    layers = {name: text for name, text in plan.plan.items() if name.startswith("model.layers")}
-    assert dict(prefixed.plan) == layers
+    assert plan.to_hf_tp_plan(model) == given
+    assert prefixed.to_hf_tp_plan(model) == {
+        key: style for key, style in model.tp_plan.items() if key not in ("lm_head", "model.embed_tokens")
+    }
     assert len(plan.plan) == 9  # globs, not one rule for each layer
 
 
@@ -356,7 +358,7 @@ def test_a_hf_tp_plan_lies_as_transformers_lays_it(ranks: Ranks) -> None:
     model = llama()
     plan = ShardingPlan.from_hf_tp_plan(model.tp_plan, model, {"tp": 2})
     wanted = plan.resolve(model)
-    exact = model._expand_parallel_plan(dict(model.tp_plan))
+    exact = model._expand_parallel_plan(plan.to_hf_tp_plan(model))
     apply_tensor_parallelism(model, ranks.mesh((2,), ("tp",)), exact)
     live = ShardingPlan.from_module(model)
     cut = 0
@@ -368,7 +370,7 @@ def test_a_hf_tp_plan_lies_as_transformers_lays_it(ranks: Ranks) -> None:
 
 
 @pytest.mark.extra("transformers")
-def test_what_a_plan_cannot_say_of_a_tp_plan_is_refused_by_name() -> None:
+def test_what_a_tp_plan_or_a_plan_cannot_say_is_refused_by_name() -> None:
     model = llama()
     given = {"model.layers.*.mlp": "moe_tp_experts", "model.norm": "sequence_parallel", "lm_head": "grouped_gemm"}
     with pytest.raises(PlanError) as caught:
@@ -378,3 +380,11 @@ def test_what_a_plan_cannot_say_of_a_tp_plan_is_refused_by_name() -> None:
         ShardingPlan.from_hf_tp_plan({"layers.*.mlp.up_proj": "colwise"}, model, {"tp": 2})
     dropped = ShardingPlan.from_hf_tp_plan({"model.norm": "sequence_parallel"}, model, {"tp": 2}, forward="drop")
     assert dropped.resolve(model)["model.norm.weight"].is_replicated
+    for rules, name in [
+        ({"model.layers.0.mlp.up_proj.weight": "S(0)"}, "model.layers.*.mlp.up_proj"),
+        ({"model.norm.weight": "S(0)"}, "model.norm"),
+        ({"lm_head.weight": "B(0,24)"}, "lm_head"),
+    ]:
+        with pytest.raises(PlanError) as caught:
+            ShardingPlan(rules, mesh={"tp": 2}).to_hf_tp_plan(model)
+        assert codes(caught) == [("not-expressible", name)]

@@ -325,6 +325,16 @@ class ShardingPlan(PlanContent):
 
         return to_dcp(self, module, state_dict, rank)
 
+    def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, str]:
+        """Return the ``tp_plan`` of transformers along ``axis``: module name, ``*`` for layer numbers, to style.
+
+        Raises:
+            PlanError: ``not-expressible`` for each module that no style fits, and for layers that differ.
+        """
+        from shard_spec.convert.hf import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
+
+        return to_hf_tp_plan(self, module, axis)
+
     @classmethod
     def from_hf_tp_plan(
         cls,

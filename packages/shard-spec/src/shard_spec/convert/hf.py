@@ -12,13 +12,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.convert.parallelize import STYLES, not_expressible
+from shard_spec.convert.parallelize import (
+    STYLES,
+    cut_elsewhere,
+    not_expressible,
+    sharder_problems,
+    style_of_module,
+    tensors_by_module,
+)
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ShardSpec
+from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
-from shard_spec.plan.metadata import ModelMetadata, metadata_of
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
+from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,8 +35,6 @@ if TYPE_CHECKING:
 _STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
     **STYLES,
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), STYLES["colwise"]),
-    "packed_colwise": (ShardSpec(-1), InterleavedShard(-2, 2)),  # two weights in one
-    "packed_rowwise": (REPLICATE, InterleavedShard(-1, 2)),
     "replicate": (REPLICATE, REPLICATE),
 }
 # Styles with a forward that no layout of parameters expresses, and the placements of their parameters.
@@ -91,6 +97,64 @@ def from_hf_tp_plan(
     raise_problems([_unused(key) for key in styles if key not in used], "the tp_plan does not fit the model")
     buffers = [alias for tensor in metadata.buffers for alias in tensor.aliases]
     return PlanContent(glob_rules(values, (), buffers), output or None, mesh=mesh)
+
+
+def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, str]:
+    """Derive generic module names and styles; see ``ShardingPlan.to_hf_tp_plan``."""
+    resolution = resolve(plan, module)
+    resolution.one_mesh.axis_index(axis)  # raises for an unknown axis
+    problems = cut_elsewhere(resolution, axis, "a tp_plan") + sharder_problems(resolution, "a tp_plan")
+    by_name: dict[str, dict[str, str]] = {}
+    for path, tensors in tensors_by_module(resolution.metadata).items():
+        try:
+            style = _module_style(plan, path, tensors, resolution, axis)
+        except PlanError as error:
+            problems.extend(error.problems)
+            style = ""
+        by_name.setdefault(generic_name(path), {})[path] = style
+    styles = {}
+    for name, style_names in by_name.items():
+        if len(set(style_names.values())) > 1:  # layers differ
+            text = ", ".join(f"{path}: {style or 'whole'}" for path, style in style_names.items())
+            problems.append(not_expressible(name, text, "a tp_plan has one style for all layer numbers"))
+        elif "" not in style_names.values():
+            styles[name] = next(iter(style_names.values()))
+    styles |= _tied_styles(resolution, styles)
+    raise_problems(problems, "a tp_plan cannot express this plan")
+    return styles
+
+
+def _module_style(plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str) -> str:
+    """Return the style of the module's own parameters, ``""`` if they are replicated."""
+    style_and_output = style_of_module(plan, path, tensors, found, axis, packed=True)
+    if style_and_output is None:
+        return ""
+    style, output = style_and_output
+    if style == "colwise" and output == "whole":
+        return "colwise_gather_output"
+    by_itself = {"colwise": "last", "rowwise": "whole", "embedding_rowwise": "whole", "embedding_colwise": "whole"}
+    if output in (None, by_itself.get(style)):
+        return style
+    text = f"the output layout {output} of style {style}"
+    raise PlanError(not_expressible(path, text, "leave the output layout out"))
+
+
+def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return styles of modules with further names of tied tensors only: an embedding's rows are a head's rows."""
+    same = {"embedding_rowwise": "colwise_gather_output", "colwise": "embedding_rowwise"}
+    added = {}
+    for tensor in found.metadata.parameters:
+        style = styles.get(generic_name(tensor.name.rpartition(".")[0]))
+        for alias in tensor.aliases[1:]:  # the first name has its style
+            path = alias.rpartition(".")[0]
+            if style is not None and generic_name(path) not in styles:
+                other = same.get(style, style)
+                added[generic_name(path)] = style if _same_kind(found, tensor, path) else other
+    return added
+
+
+def _same_kind(found: Resolution, tensor: TensorMetadata, path: str) -> bool:
+    return found.metadata.modules.get(path) == found.metadata.modules.get(tensor.name.rpartition(".")[0])
 
 
 def _key_of(name: str, styles: Mapping[str, str]) -> str | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_specs
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.placements import REPLICATE, PlacementSpec, ReplicateSpec, ShardSpec
+from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ReplicateSpec, ShardSpec
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.values import is_spec, to_layout
@@ -26,13 +26,13 @@ def not_expressible(name: str, found: str, hint: str, dim: int | None = None, ax
     return Problem("not-expressible", name, dim, axis, found, hint)
 
 
-def cut_elsewhere(found: Resolution, axis: str) -> list[Problem]:
-    """Report tensors sharded along axes other than ``axis``: a parallelize_plan has one."""
+def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
+    """Report tensors sharded along axes other than ``axis``, for targets with one axis."""
     problems = []
     for name, layout in found.layouts.items():
         for other in layout.sharded_axes:
             if other != axis and layout.mesh.axis_size(other) > 1:
-                reason = f"{layout}: a parallelize_plan is about one axis, here {axis}"
+                reason = f"{layout}: {target} is about one axis, here {axis}"
                 hint = f"replicate along {other} here, and shard along it by other means (fully_shard, ...)"
                 problems.append(not_expressible(name, reason, hint, axis=other))
     return problems
@@ -84,6 +84,8 @@ STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
     "rowwise": (REPLICATE, ShardSpec(-1)),
     "embedding_rowwise": (ShardSpec(0), ShardSpec(0)),
     "embedding_colwise": (ShardSpec(0), ShardSpec(1)),
+    "packed_colwise": (ShardSpec(-1), InterleavedShard(-2, 2)),  # two weights in one
+    "packed_rowwise": (REPLICATE, InterleavedShard(-1, 2)),
 }
 
 
@@ -93,7 +95,7 @@ def to_parallelize_plan(
     """Map module FQNs to styles; see ``ShardingPlan.to_parallelize_plan``."""
     state = resolve(plan, module)
     state.one_mesh.axis_index(axis)  # raises for an unknown axis
-    problems = cut_elsewhere(state, axis) + sharder_problems(state, "a parallelize_plan")
+    problems = cut_elsewhere(state, axis, "a parallelize_plan") + sharder_problems(state, "a parallelize_plan")
     problems += _tied_problems(state, axis)
     styles: dict[str, ParallelStyle] = {}
     for path, tensors in tensors_by_module(state.metadata).items():
@@ -147,7 +149,7 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
 
 
 def style_of_module(
-    plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str
+    plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str, *, packed: bool = False
 ) -> tuple[str, str | None] | None:
     """Return the style in `STYLES` of a module and its `output_of`. None if its parameters are replicated.
 
@@ -157,6 +159,7 @@ def style_of_module(
         tensors: Its own tensors.
         found: Their layouts.
         axis: The axis of the style.
+        packed: True to allow the styles of two weights in one.
 
     Raises:
         PlanError: ``not-expressible`` if no style fits.
@@ -165,8 +168,8 @@ def style_of_module(
     if all(cut_dim(layouts[tensor.name], tensor, axis) is None for tensor in tensors):
         return None
     kind = found.metadata.modules.get(path, "")
-    styles = {"Linear": ("colwise", "rowwise"), "Embedding": ("embedding_rowwise", "embedding_colwise")}
-    for style in styles.get(kind, ()):
+    linear = ["colwise", "rowwise", *(["packed_colwise", "packed_rowwise"] if packed else [])]  # plain ones first
+    for style in {"Linear": linear, "Embedding": ["embedding_rowwise", "embedding_colwise"]}.get(kind, []):
         if all(_lies_as(style, layouts[tensor.name], tensor, axis) for tensor in tensors):
             return style, output_of(plan, path, axis)
     text = ", ".join(f"{tensor.name.rsplit('.', 1)[-1]} {layouts[tensor.name]}" for tensor in tensors)
