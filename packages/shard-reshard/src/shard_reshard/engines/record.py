@@ -45,11 +45,10 @@ from shard_reshard.lowering.memory_layout import is_contiguous
 from shard_reshard.state_dict.plan import Part
 
 aten = torch.ops.aten
-_NEW_MEMORY = {aten.clone, aten._to_copy, aten.cat, aten.stack, aten.lift_fresh, aten.flip, aten.constant_pad_nd}
-# Of the kind of a weight, without its values; what they are filled with, or where it stands in the arguments.
+_NEW_MEMORY = {aten.clone, aten._to_copy, aten.cat, aten.stack, aten.lift_fresh, aten.constant_pad_nd}
+# Of the kind of a weight, without its values, and what they are filled with.
 _FILLED_WITH = {aten.empty_like: None, aten.new_empty: None, aten.zeros_like: 0, aten.new_zeros: 0}
-_FILLED_WITH |= {aten.ones_like: 1, aten.new_ones: 1}
-_FILL_ARGUMENT = {aten.full_like: 1, aten.new_full: 2}
+_WIDE = (torch.float32, torch.float64)
 _MAX_BOXES = 4096  # of one tensor on one rank
 
 
@@ -340,15 +339,14 @@ class _Recorder(DispatchMode):
                 self._stop(func, tensors)
             return output
         if packet is aten.copy_ and is_recorded[1] and not is_wrapper(args[0]):
-            target, source = self._elements(args[0], args[1])
-            source = source.expand(target.shape)
+            target, source = args[0], args[1].expand(args[0].shape)
             self.read.add(storage_key(source))
             owner = self.owners.get(storage_key(target))
             if owner is not None:
                 self.writes.setdefault(owner, []).append((target.detach(), source))
                 return args[0]
             if storage_key(target) not in self.memories:
-                self._track(target, writes=_only_value(target))
+                self._track(target)
             # Copies are followed back at the end: what was read must not change afterwards.
             if self._is_unread_copy(target):
                 self.memories[storage_key(target)].writes.append((target, source))
@@ -366,7 +364,7 @@ class _Recorder(DispatchMode):
             self._stop(func, tensors)
         if packet is aten._to_copy:
             kwargs = {key: value for key, value in kwargs.items() if key in ("dtype", "memory_format")}
-        elif packet in _FILLED_WITH or packet in _FILL_ARGUMENT:
+        elif packet in _FILLED_WITH:
             kwargs = {key: value for key, value in kwargs.items() if key == "dtype"}
         elif len({tensor.is_meta for tensor in tensors}) > 1:
             self._stop(func, tensors)
@@ -375,12 +373,11 @@ class _Recorder(DispatchMode):
         shared = {storage_key(tensor) for tensor in tensors}
         if results and all(storage_key(result) in shared for result in results):
             return output  # views
-        if packet not in _NEW_MEMORY and packet not in _FILLED_WITH and packet not in _FILL_ARGUMENT:
+        if packet not in _NEW_MEMORY and packet not in _FILLED_WITH:
             self._stop(func, tensors)
         (result,) = results
-        if packet not in _NEW_MEMORY:
-            fill = args[_FILL_ARGUMENT[packet]] if packet in _FILL_ARGUMENT else _FILLED_WITH[packet]
-            self._track(result, writes=[] if fill is None else [(result, fill)])
+        if packet in _FILLED_WITH:
+            self._track(result, writes=[] if _FILLED_WITH[packet] is None else [(result, _FILLED_WITH[packet])])
             return output
         self.read.update(shared)
         self._track(result)
@@ -394,27 +391,11 @@ class _Recorder(DispatchMode):
         elif packet is aten.stack:
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             writes += [(result.select(dim, at), tensor) for at, tensor in enumerate(tensors)]
-        elif packet is aten.flip:
-            if prod(result.shape[dim] for dim in args[1]) > _MAX_BOXES:
-                self._refuse(self.current, "a flip along a long dim", "flip weights elsewhere")
-            else:
-                writes += _flipped(result, tensors[0], list(args[1]))
         elif packet is aten.constant_pad_nd:
             writes += [(result, args[2] if len(args) > 2 else 0), _padded(result, tensors[0], args[1])]
         else:
             writes.append((result, tensors[0]))
         return output
-
-    def _elements(self, target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both as what they are where bits of a weight are copied into a parameter of its dtype."""
-        owner, dtype = self.owners.get(storage_key(target)), self.memories[storage_key(source)].dtype
-        if owner is None or source.dtype is dtype or target.dtype is not source.dtype:
-            return target, source
-        with suppress(RuntimeError):  # their last dims do not make whole elements
-            views = target.view(dtype), source.view(dtype)
-            if self.held[owner].dtype is dtype and views[0].shape == views[1].shape:
-                return views
-        return target, source
 
     def _is_unread_copy(self, target: torch.Tensor) -> bool:
         memory = self.memories[storage_key(target)]
@@ -461,8 +442,13 @@ class _Recorder(DispatchMode):
             self._refuse(owner, f"a write as {target.dtype} or negated", "write to it as it is")
         for origin, landing, dtypes in self._origins(owner, source, StridedCopy.of(source, target, -start)):
             covered += prod(landing.sizes)
-            rounded = [dtype for dtype in dtypes if dtype not in (dtypes[0], target.dtype)]
-            rounded = [dtype for dtype in rounded if not _has_values_of(dtype, dtypes[0])]
+            # By way of float32 or float64 nothing shorter is rounded: no float, no whole number.
+            rounded = [
+                dtype
+                for dtype in dtypes
+                if dtype not in (dtypes[0], target.dtype)
+                and not (dtype in _WIDE and dtypes[0].itemsize < dtype.itemsize)
+            ]
             if rounded and origin != 0:
                 name = origin if isinstance(origin, str) else owner
                 self._refuse(name, f"a cast by way of {rounded[0]}", "cast to the parameter's dtype at once")
@@ -530,27 +516,6 @@ class _Recorder(DispatchMode):
         return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in self.writes}
 
 
-def _only_value(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
-    """Return memory that a loader is about to write to with its value, where that is one."""
-    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    with suppress(RuntimeError):  # not every dtype can be compared
-        if not flat.is_meta and flat.numel() and bool((flat == flat[0]).all()):
-            return [(flat, flat[0].item())]
-    return []
-
-
-def _flipped(
-    result: torch.Tensor, source: torch.Tensor, dims: list[int]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if not dims:
-        yield result, source
-        return
-    size = result.shape[dims[0]]
-    for at in range(size):
-        parts = result.narrow(dims[0], at, 1), source.narrow(dims[0], size - 1 - at, 1)
-        yield from _flipped(*parts, dims[1:])
-
-
 def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the part of a padded tensor that has values, and these; negative numbers cut off."""
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
@@ -559,17 +524,6 @@ def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> t
         source = source.narrow(dim, max(-before, 0), size)
         result = result.narrow(dim, max(before, 0), size)
     return result, source
-
-
-def _has_values_of(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Return True if ``dtype`` represents every value of ``source``."""
-    if not dtype.is_floating_point or source.is_complex:
-        return False
-    wide = torch.finfo(dtype)
-    if not source.is_floating_point:
-        return source is torch.bool or torch.iinfo(source).max <= 2 / wide.eps
-    small = torch.finfo(source)
-    return wide.eps <= small.eps and wide.max >= small.max and wide.tiny * wide.eps <= small.tiny * small.eps
 
 
 # ---- one answer for all ranks ---------------------------------------------------------------------------------
