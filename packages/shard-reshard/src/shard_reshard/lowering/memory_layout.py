@@ -94,8 +94,8 @@ def lay_out_step(
         sends = _side(step, program, send_strides, True, with_own, may_send)
         receives = _side(step, program, dst_strides, False, with_own, may_receive)
         copied = sum(0 if side.span is not None else side.num_bytes for side in (sends, receives))
-        if with_own and program.overlaps and copied > ways[0][1]:
-            break  # rounds have no room for more in their buffers
+        if with_own and plans[0].max_workspace_bytes is not None and copied > ways[0][1]:
+            break  # a bound leaves no room for more in the buffers
         sends, receives = _joined(sends, itemsizes, [False] * len(plans)), _joined(receives, itemsizes, reducing)
         apart = () if with_own else own
         # Time in bytes: calls, reads and writes. Own bytes in a collective are copied inside of it.
@@ -159,8 +159,7 @@ def buffer_bytes(program: Program) -> int:
     for step in program.steps:
         memory = lay_out_step(step, program, dst if step.relayed else src, dst)
         sizes.append(sum(0 if side.span is not None else side.num_bytes for side in memory[:2]))
-    pairs = max((a + b for a, b in pairwise(sizes)), default=0) if program.overlaps else 0
-    return max([*sizes, pairs], default=0) + program.accumulator_bytes
+    return max(sizes, default=0) + program.accumulator_bytes
 
 
 def dense_strides(sizes: Index) -> Index:

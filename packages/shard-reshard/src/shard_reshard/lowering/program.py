@@ -24,23 +24,21 @@ from shard_reshard.plan.schedule import Copy, RankSchedule, all_ranks_copies, is
 def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     """Return the number of rounds of a stage (or one addend of it); the same on every rank.
 
-    Each message is split into that many shares of nearly equal size. Two rounds are in flight at a time, so a round's
-    buffers, for sends and receives, may use half of the bound.
+    Each message is split into that many shares of nearly equal size.
 
     Raises:
         PlanError: ``invalid-argument`` if even single elements exceed it.
     """
     assert plan.max_workspace_bytes is not None
-    budget = plan.max_workspace_bytes // 2  # two rounds in flight
     rounds = 1
     for messages in _messages_by_rank(plan, stage, partial_index):
         total = sum(messages)
         # A round may hold one more element of each message than the average.
-        room = budget // plan.itemsize - len(messages)
+        room = plan.max_workspace_bytes // plan.itemsize - len(messages)
         if total > room + len(messages):
             if room < 1:
                 found = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
-                least = 2 * (len(messages) + 1) * plan.itemsize
+                least = (len(messages) + 1) * plan.itemsize
                 hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
                 raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
             rounds = max(rounds, -(-total // room))
@@ -114,7 +112,6 @@ class Program:
         src_base, dst_base: For each plan, the index of its first tensor in these lists; one more entry closes the last.
         steps: The collectives, in order.
         order: Plans in the order of a message: of falling element size, so that every place is aligned.
-        overlaps: True if the next step is posted before a step is unpacked.
     """
 
     plans: tuple[Plan, ...]
@@ -126,7 +123,6 @@ class Program:
     dst_base: tuple[int, ...]
     steps: tuple[Step, ...]
     order: tuple[int, ...]
-    overlaps: bool
 
     @cached_property
     def accumulator_bytes(self) -> int:
@@ -173,8 +169,7 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
             steps.append(Step(stage > 0, any(not is_local(plans[at]) for at in parts), parts))
     src, dst = (tuple(shape for shapes in side for shape in shapes) for side in (src_shapes, dst_shapes))
     order = tuple(sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at)))
-    overlaps = any(plan.max_workspace_bytes is not None for plan in plans)
-    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps), order, overlaps)
+    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps), order)
 
 
 def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:
@@ -202,7 +197,7 @@ def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Pla
 
 
 def _bounded(plan: Plan, stage: int, part: RankSchedule) -> Iterator[Step]:
-    """Steps whose buffers, two steps at a time, stay within the plan's bound."""
+    """Steps whose buffers stay within the plan's bound."""
     # One partial value after the other: then the order of additions is that of the unbounded plan.
     addends = range(plan.src.num_partials) if plan.reduce_op and not plan.adjoint and stage == 0 else [None]
     for partial_index in addends:
