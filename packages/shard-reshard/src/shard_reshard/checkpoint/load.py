@@ -136,19 +136,16 @@ def load_safetensors(
             targets = materialized.targets or targets
             # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
             outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
-            problems, ties = here.out_problems(targets, outs, {}, atomic, strict)
-            # New tensors are not visible until they are registered at the end, so no second copy is needed, except for
-            # tensors stored twice and tied in the module.
-            atomic = atomic and len(materialized.names) < len(targets)
-            twice = {name for _, name in ties}
-            in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
+            problems = here.out_problems(targets, outs, {}, atomic, strict)
+            # New tensors are not visible until they are registered at the end: no second copy is needed.
+            in_place = None if atomic and len(materialized.names) < len(targets) else outs
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)
         assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
         arriving.fill(plan.moves.fills, outs)
         late = move_buckets(here, _buckets(plan, members, arriving, device, states), True, progress=progress)
-        moved = write_outputs(here, arriving, targets, outs, ties)
+        moved = write_outputs(here, arriving, targets, outs)
     if isinstance(out, torch.nn.Module):
         materialized.register(out)  # last: a failed load leaves the module unchanged
     result = LoadedStateDict(moved)
@@ -237,6 +234,9 @@ def _agreed_load(
 
 def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
     """Return the files, in the order of the ranks of a written layout, and the index's tensors."""
+    if isinstance(files, Mapping):
+        hint = "pass a list of files, in the order of the ranks that wrote them; stored_as has their layouts"
+        raise PlanError(Problem("wrong-type", "files", found=f"a {type(files).__qualname__}", hint=hint))
     if not isinstance(files, str | Path):
         return list(map(str, files)), {}
     folder = Path(files)

@@ -57,10 +57,8 @@ def collect_metadata(
             except Exception as error:
                 listed = problems_of(error)
                 problems += [p.named(name) for p in listed]
-    tied_sources, _ = _ties(sources, state_dict)
-    tied_outs, shared = _ties(known_outs, outs)
     elsewhere = tuple(name for name in src_layouts if name not in state_dict)
-    return RankMeta(tied_sources, tied_outs, tuple(problems), shared, elsewhere)
+    return RankMeta(_tied(sources, state_dict), _tied(known_outs, outs), tuple(problems), elsewhere)
 
 
 def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: GroupInfo) -> TensorMeta:
@@ -84,22 +82,17 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
     return TensorMeta(bound.shape, dtype_name(value.dtype), bound, name, value.is_meta)
 
 
-def _ties(
-    known: dict[str, TensorMeta], tensors: Mapping[str, Any]
-) -> tuple[dict[str, TensorMeta], tuple[tuple[str, ...], ...]]:
-    """Mark tensors that are one memory and one shard; and return names of one memory, whatever they are shards of."""
+def _tied(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
+    """Mark tensors that are one memory and one shard."""
     first: dict[object, str] = {}
-    memories: dict[object, list[str]] = {}
     tied_to: dict[str, str] = {}
     for name in sorted(known):
         local = local_tensor(tensors[name])
         if local.numel() and not is_fake((local,)):
             # On meta every tensor has address 0.
             place = (storage_key(local), local.storage_offset()) if local.is_meta else ()
-            memories.setdefault((place, *memory_of(local)), []).append(name)
             tied_to[name] = first.setdefault((place, *memory_of(local), *known[name][:3]), name)
-    tied = {name: meta._replace(tied_to=tied_to.get(name, name)) for name, meta in known.items()}
-    return tied, tuple(tuple(names) for names in memories.values() if len(names) > 1)
+    return {name: meta._replace(tied_to=tied_to.get(name, name)) for name, meta in known.items()}
 
 
 def local_tensor(value: Any) -> torch.Tensor:

@@ -70,7 +70,6 @@ class RankMeta:
     sources: dict[str, TensorMeta]
     outs: dict[str, TensorMeta]
     problems: tuple[Problem, ...] = ()
-    shared: tuple[tuple[str, ...], ...] = ()  # names of ``outs`` of one memory here, for any layouts
     elsewhere: tuple[str, ...] = ()  # names of ``src_layouts`` missing on this rank
 
 
@@ -101,8 +100,6 @@ class StateDictPlan:
         buckets: For each collective, the positions of its moves.
         targets: Layout and dtype of every destination tensor.
         aliases: Destination names tied to another destination, which is moved for both.
-        tied: Destination names of one memory on some rank, but not at the source: their values are compared between
-            ranks after arrival.
         fills: Destination names with elements without a source, and the value of these; None: they stay unchanged.
     """
 
@@ -110,7 +107,6 @@ class StateDictPlan:
     buckets: tuple[tuple[int, ...], ...]
     targets: Mapping[str, tuple[ShardMap, str]]
     aliases: Mapping[str, str]
-    tied: frozenset[str] = frozenset()
     fills: Mapping[str, float | None] = field(default_factory=dict)
 
     @cached_property
@@ -138,7 +134,7 @@ class StateDictPlan:
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
         moves = [(move.source, move.target, move.plan.digest) for move in self.moves]
-        facts = [moves, self.buckets, dict(self.aliases), sorted(self.tied), dict(self.fills)]
+        facts = [moves, self.buckets, dict(self.aliases), dict(self.fills)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @property

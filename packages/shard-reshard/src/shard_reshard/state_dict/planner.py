@@ -131,11 +131,7 @@ def plan_state_dict(
             num_bytes = (src.largest + layout.largest) * max(ITEMSIZES[meta.dtype], ITEMSIZES[dtype])
             plans[same] = make_plan(src, layout, meta.dtype, dtype, bucket_bytes if num_bytes > bucket_bytes else None)
         moves.append(TensorMove(route.source, route.target, plans[same]))
-    # Destinations of one memory on some rank that are moved one by one.
-    shared = [[name for name in names if name in targets] for facts in everyone for names in facts.shared]
-    apart = [names for names in shared if len({aliases.get(name, name) for name in names}) > 1]
-    tied = frozenset(name for names in apart for name in names)
-    return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, tied, fills)
+    return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, fills)
 
 
 def _merge(

@@ -33,7 +33,6 @@ from shard_reshard.state_dict.outputs import (
     LocalTargets,
     MovedStateDict,
     ReceiveBuffers,
-    Ties,
     move_buckets,
     write_outputs,
 )
@@ -244,7 +243,7 @@ class StateDictResharder(NotPicklable):
         here, all_problems = self._here, list(problems)
         sources: Mapping[str, torch.Tensor] = {}
         outs: Mapping[str, torch.Tensor] = {}
-        match, calls, ties = Match.NONE, list[Bucket](), Ties()
+        match, calls = Match.NONE, list[Bucket]()
         arriving: ReceiveBuffers | None = None
         with torch.no_grad():
             try:
@@ -267,14 +266,11 @@ class StateDictResharder(NotPicklable):
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
                     all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
-                    wrong, ties = here.out_problems(targets, outs, sources, atomic, self._question.strict)
-                    all_problems += wrong
+                    all_problems += here.out_problems(targets, outs, sources, atomic, self._question.strict)
                     self._again = None
-                elif match is Match.MEMORY and self._guards is not None:
-                    ties = self._guards.tied_outs
             except Exception as error:
                 all_problems += problems_of(error)
-        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems, ties)
+        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems)
 
     def _compare(self, call: PreparedState) -> None:
         """Raise the problems of all ranks on all of them; after a checked first call, of this rank alone."""
@@ -296,13 +292,13 @@ class StateDictResharder(NotPicklable):
                 if guards is not None and comparable:
                     names, ties = (list(call.tensors), list(call.targets)), _ties(call.sources, call.outs)
                     layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
-                    self._guards = StateGuards(names, layouts, guards, ties, call.atomic, call.tied_outs)
+                    self._guards = StateGuards(names, layouts, guards, ties, call.atomic)
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             arriving.fill(self.plan.fills, call.outs)
             unchanged = call.match is Match.MEMORY
             move_buckets(here, call.buckets, arriving.fresh, unchanged)
-            result = write_outputs(here, arriving, call.targets, call.outs, call.tied_outs)
+            result = write_outputs(here, arriving, call.targets, call.outs)
         result.plan = self.plan
         return result
 
@@ -329,7 +325,6 @@ class PreparedState(NamedTuple):
     arriving: ReceiveBuffers | None
     buckets: list[Bucket]
     problems: list[Problem]
-    tied_outs: Ties
 
 
 class StateGuards(NamedTuple):
@@ -340,7 +335,6 @@ class StateGuards(NamedTuple):
     tensors: TensorGuards  # on local tensors
     ties: list[int]
     atomic: bool
-    tied_outs: Ties
 
 
 def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
