@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap, dtype_name, human
-from shard_reshard.lowering.memory_layout import buffer_bytes
-from shard_reshard.lowering.program import build_program
-from shard_reshard.plan import schedule
-from shard_reshard.plan.plan import Plan, check_plan
-from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of
+from shard_reshard.lowering import buffer_bytes, build_program
+from shard_reshard.plan import (
+    Plan,
+    RankSchedule,
+    all_ranks_copies,
+    check_plan,
+    crossings,
+    is_local,
+    rank_schedule,
+    receivers_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +112,7 @@ class ReshardPlan(Plan):
 
     def rank_schedule(self, rank: int) -> tuple[RankSchedule, ...]:
         """Return the sends, receives and local copies of ``rank`` by stage."""
-        return schedule.rank_schedule(self, rank)
+        return rank_schedule(self, rank)
 
     # ---- how much ---------------------------------------------------------------------------------------------
 
@@ -159,7 +165,7 @@ class ReshardPlan(Plan):
         what = f"{name + ': ' if name else ''}{'gradient of a reshard' if self.adjoint else 'reshard'}"
         lines = [f"{what} of {shape} {dtype}, plan {self.digest[:12]}"]
         lines += [f"  from  {self.src.describe()}", f"  to    {self.dst.describe()}"]
-        if schedule.is_local(self):
+        if is_local(self):
             lines.append("  nothing is sent: every rank has what it needs")
             return "\n".join(lines)
         bound = self.lower_bound

@@ -26,9 +26,16 @@ from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
-from shard_reshard.plan.plan import group_problems
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, TensorMove
-from shard_reshard.state_dict.planner import plan_state_dict
+from shard_reshard.plan import group_problems
+from shard_reshard.state_dict.plan import (
+    DstLayouts,
+    KeyMap,
+    RankMeta,
+    StateDictPlan,
+    TensorMeta,
+    TensorMove,
+    plan_state_dict,
+)
 
 T = TypeVar("T")
 

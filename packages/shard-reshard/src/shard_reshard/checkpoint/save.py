@@ -24,11 +24,17 @@ from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, gro
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, human, torch_dtype
-from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums, plan_of_all
-from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
+from shard_reshard.state_dict.agreement import (
+    collect_metadata,
+    device_of,
+    differing_tensors,
+    local_tensors,
+    plain_checksums,
+    plan_of_all,
+    tensors_of,
+)
 from shard_reshard.state_dict.outputs import Bucket, LocalTargets, move_buckets
-from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan
-from shard_reshard.state_dict.planner import plan_state_dict
+from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan, plan_state_dict
 
 _WORDS = {name: word for word, name in DTYPES.items()}
 _UNPUBLISHED = "no file of the save has its name yet"

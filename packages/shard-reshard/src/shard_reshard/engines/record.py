@@ -41,7 +41,7 @@ from shard_reshard.engines.strided import (
 from shard_reshard.group import group_info
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.shard_map import Index
-from shard_reshard.lowering.memory_layout import is_contiguous
+from shard_reshard.lowering import is_contiguous
 from shard_reshard.state_dict.plan import Part
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shard_reshard.layout.shard_map import Index
-from shard_reshard.lowering.memory_layout import dense_strides
+from shard_reshard.lowering import dense_strides
 
 
 class StridedCopy(NamedTuple):

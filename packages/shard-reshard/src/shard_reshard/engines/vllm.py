@@ -31,7 +31,7 @@ from shard_reshard.engines.leave import SyncEnd
 from shard_reshard.engines.record import RecordedLayouts, record_layouts
 from shard_reshard.group import group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import own_layout
-from shard_reshard.state_dict.meta import tensors_of
+from shard_reshard.state_dict.agreement import tensors_of
 from shard_reshard.state_dict.resharder import StateDictResharder
 
 __all__ = ["ShardedSource", "TrainerInit", "TrainerEngine", "WorkerEngine", "register"]

@@ -20,7 +20,7 @@ from shard_reshard._torch_compat import (
     waited_for,
 )
 from shard_reshard.layout.shard_map import shortened
-from shard_reshard.plan.plan import Plan
+from shard_reshard.plan import Plan
 
 Shards = torch.Tensor | Sequence[torch.Tensor] | None
 

@@ -17,15 +17,18 @@ import torch.distributed as dist
 from shard_reshard._torch_compat import foreach_copy_
 from shard_reshard.execution.checks import pointers
 from shard_reshard.layout.shard_map import torch_dtype
-from shard_reshard.lowering.memory_layout import (
+from shard_reshard.lowering import (
+    Program,
     Region,
     Side,
     Span,
+    Step,
     StepMemory,
+    accumulates_apart,
     lay_out_step,
+    reduction_dtype,
 )
-from shard_reshard.lowering.program import Program, Step, accumulates_apart, reduction_dtype
-from shard_reshard.plan.plan import Plan
+from shard_reshard.plan import Plan
 
 
 class Reduction:

@@ -17,8 +17,8 @@ from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import TensorGuards, destination_problems, local_problems
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_device
-from shard_reshard.lowering.program import build_program
-from shard_reshard.plan.plan import Plan, group_problems
+from shard_reshard.lowering import build_program
+from shard_reshard.plan import Plan, group_problems
 
 Finish = Callable[[], None]
 

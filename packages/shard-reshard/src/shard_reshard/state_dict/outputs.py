@@ -16,9 +16,8 @@ from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import GroupInfo
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.shard_map import ShardMap, torch_dtype
-from shard_reshard.state_dict.meta import declared_mismatches
-from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove
-from shard_reshard.state_dict.planner import given_layout
+from shard_reshard.state_dict.agreement import declared_mismatches
+from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove, given_layout
 
 
 class Progress(NamedTuple):

@@ -25,9 +25,12 @@ from shard_reshard.state_dict.agreement import (
     Agreed,
     Question,
     agreed_plan,
+    collect_metadata,
+    device_of,
+    local_tensors,
     metadata_digest,
+    tensors_of,
 )
-from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import (
     Bucket,
     LocalTargets,
@@ -36,8 +39,7 @@ from shard_reshard.state_dict.outputs import (
     move_buckets,
     write_outputs,
 )
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap
-from shard_reshard.state_dict.planner import kept_layouts
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, kept_layouts
 
 
 @outside_of_graphs
