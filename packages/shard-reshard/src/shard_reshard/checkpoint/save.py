@@ -22,7 +22,7 @@ from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out, sta
 from shard_reshard.checkpoint.safetensors import DTYPES, writable
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup
+from shard_reshard.layout.parse import LayoutLike, ToGroup
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, human, torch_dtype
 from shard_reshard.state_dict.agreement import (
     collect_metadata,
@@ -156,7 +156,7 @@ def plan_save(
 ) -> SavePlan:
     """Plan a save from the metadata of all ranks. Pure and equal on every rank."""
     # Ownership does not depend on writers: a first plan, with one rank as writer of everything, gives it.
-    held = plan_state_dict(everyone, OnRank(0), key_map, bucket_bytes, to_group)
+    held = plan_state_dict(everyone, "rank 0", key_map, bucket_bytes, to_group)
     written = {name: target for name, target in held.targets.items() if name not in held.aliases}
     problems = [
         Problem("partial-value", move.source, found=move.plan.src.describe(), hint="reduce it before writing")
