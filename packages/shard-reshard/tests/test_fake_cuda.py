@@ -20,7 +20,7 @@ from shard_reshard import (
 )
 from shard_reshard.group import GroupInfo
 from shard_reshard.state_dict.agreement import Agreed, Question
-from shard_reshard.state_dict.planner import plan_state_dict
+from shard_reshard.state_dict.plan import plan_state_dict
 from shard_spec.specs import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -80,7 +80,6 @@ def test_a_module_on_meta_gets_memory_and_says_so(ranks: Ranks, tmp_path: Path) 
         assert torch.equal(model.scale, FULL["scale"])
         if _ == 0:
             assert set(loaded.materialized) == {"embed.weight", "head.weight", "heads.weight", "scale"}
-            assert loaded.explain().endswith("4 tensors of out were on meta and got memory")
             assert loaded["scale"] is model.scale
     assert loaded.materialized == ()
     with torch.device("meta"):

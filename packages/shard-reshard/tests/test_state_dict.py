@@ -73,7 +73,7 @@ def test_to_a_serving_mesh_and_to_one_rank(ranks: Ranks) -> None:
         assert torch.equal(tensor, reference[name]), name
         compared += tensor.numel()
     assert compared == sum(tensor.numel() for tensor in reference.values())
-    assert "norm.weight" in moved.explain()
+    assert "norm.weight" in moved.plan.explain()
 
     single = reshard_state_dict(state, dict.fromkeys(reference, "rank 0"))
     assert sorted(single) == (sorted(reference) if ranks.rank == 0 else [])

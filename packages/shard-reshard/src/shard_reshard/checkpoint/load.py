@@ -64,12 +64,6 @@ class LoadedStateDict(dict[str, Any]):
     read_bytes: int
     materialized: tuple[str, ...]
 
-    def explain(self, name: str | None = None) -> str:
-        """Return reads and moves as text, see `LoadPlan.explain`."""
-        chosen = [entry for entry in self.materialized if name in (None, entry)]
-        text = self.plan.explain(name)
-        return f"{text}\n{len(chosen)} tensors of out were on meta and got memory" if chosen else text
-
 
 def load_safetensors(
     files: Files,

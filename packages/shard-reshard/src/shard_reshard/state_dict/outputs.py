@@ -39,10 +39,6 @@ class MovedStateDict(dict[str, Any]):
 
     plan: StateDictPlan
 
-    def explain(self, name: str | None = None) -> str:
-        """Return the plan as text, see `StateDictPlan.explain`."""
-        return self.plan.explain(name)
-
 
 class LocalTargets:
     """Destinations, buckets and movers of one rank in a planned state dict, for all calls.
