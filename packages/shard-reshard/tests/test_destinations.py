@@ -153,5 +153,5 @@ def test_tied_only_at_the_destination(ranks: Ranks) -> None:
     mixed = {"embed": DTensor.from_local(tied[:1], mesh, [Shard(0)], run_check=False), "head": tied[:1]}
     with pytest.raises(PlanError, match="invalid-out"):
         reshard_state_dict(state, "2: S(0)", out=mixed)
-    reshard_state_dict(state, "2: S(0)", out=mixed, key_map={"head": None})
+    reshard_state_dict(state, "2: S(0)", out=mixed, key_map={"head": None}, strict=False)
     assert torch.equal(tied[:1], full[ranks.rank :][:1])

@@ -413,7 +413,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "indexed": (lambda m, w: m.weight.copy_(w["a"][torch.tensor([1, 0, 2, 3])]), "aten.index"),
     "an indexed write": (lambda m, w: m.weight.index_copy_(0, torch.tensor([1]), w["a"][:1]), "index_copy"),
     "bits": (lambda m, w: m.weight.copy_(w["a"].view(torch.int32)), "int32"),
-    "bits into bits": (lambda m, w: m.weight.view(torch.uint8).copy_(w["a"].view(torch.uint8)), "uint8"),
+    "bits into bits": (lambda m, w: m.weight.view(torch.uint8).copy_(w["a"].view(torch.uint8)), "uint8 or negated"),
     "flipped": (lambda m, w: m.weight.copy_(w["a"].flip(0)), "aten.flip"),
     "another constant": (lambda m, w: m.weight.copy_(torch.full_like(w["a"], 9)), "aten.full_like"),
     "rounded twice": (lambda m, w: m.weight.copy_(w["a"].half()), "float16"),

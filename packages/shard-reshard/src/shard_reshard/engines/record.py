@@ -335,8 +335,10 @@ class _Recorder(DispatchMode):
             self.read.add(storage_key(source))
             owner = self.owners.get(storage_key(target))
             if owner is not None:
+                if target.dtype is not self.held[owner].dtype or target.is_conj() or target.is_neg():
+                    self.stop_at(f"a write as {target.dtype} or negated", "write to it as it is")
                 self.writes.setdefault(owner, []).append((target.detach(), source))
-                return args[0]
+                return target
             if storage_key(target) not in self.memories:
                 self._track(target)
             # Copies are followed back at the end: what was read must not change afterwards.
@@ -430,8 +432,6 @@ class _Recorder(DispatchMode):
     def _landed(self, owner: str, target: torch.Tensor, source: torch.Tensor, hidden: torch.Tensor) -> None:
         """Note the boxes that one write brings."""
         start, covered = int(self.held[owner].storage_offset()), 0
-        if target.dtype is not self.held[owner].dtype or target.is_conj() or target.is_neg():
-            self._refuse(owner, f"a write as {target.dtype} or negated", "write to it as it is")
         for origin, landing, dtypes in self._origins(owner, source, StridedCopy.of(source, target, -start)):
             covered += prod(landing.sizes)
             # By way of float32 or float64 nothing shorter is rounded: no float, no whole number.
