@@ -21,8 +21,8 @@ def test_meshes_in_another_order_than_their_groups_are_refused_by_all(ranks: Ran
     unsorted = DTensor.from_local(torch.full((2, 4), float(ranks.rank)), turned, [Shard(0)])
     plain = DTensor.from_local(torch.full((2, 4), float(ranks.rank)), mesh, [Shard(0)])
     calls: dict[str, Callable[[], Any]] = {
-        "reshard": lambda: reshard(unsorted.to_local(), (turned, [Shard(0)]), "rank 0", shape=(4, 4)),
-        "destination": lambda: reshard(plain.to_local(), "2: S(0)", (turned, [Shard(1)]), shape=(4, 4)),
+        "reshard": lambda: reshard(unsorted, None, "rank 0"),
+        "destination": lambda: reshard(plain, None, (turned, [Shard(1)])),
         "redistribute": lambda: redistribute(unsorted, mesh, [Shard(1)]),
         "state dict": lambda: reshard_state_dict({"w": unsorted}, "rank 0"),
         "layouts": lambda: reshard_state_dict({"w": plain}, (turned, [Shard(1)])),
@@ -49,7 +49,7 @@ def test_a_mesh_that_equals_an_earlier_one_of_another_order_is_refused_by_all(ra
         "redistribute": lambda where, source, out: redistribute(source, mesh, [Shard(1)]),
         "redistribute to": lambda where, source, out: redistribute(plain, where, [Shard(1)]),
         "reshard": lambda where, source, out: reshard(local, (where, [Shard(0)]), "2: R", shape=(4, 4)),
-        "reshard to": lambda where, source, out: reshard(local, "2: S(0)", (where, [Shard(1)]), shape=(4, 4)),
+        "reshard to": lambda where, source, out: reshard(plain, None, (where, [Shard(1)])),
         "state dict": lambda where, source, out: reshard_state_dict({"w": source}, "2: R"),
         "src_layouts": lambda where, source, out: reshard_state_dict(
             {"w": local}, "2: R", src_layouts={"w": (where, [Shard(0)])}, shapes={"w": (4, 4)}

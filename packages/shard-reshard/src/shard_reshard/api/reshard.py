@@ -14,7 +14,7 @@ from shard_reshard._torch_compat import PLAIN_TYPES, has_tangent, is_transformin
 from shard_reshard.execution.checks import Match, Shards, as_list, as_result, has_memory, record_guards
 from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
 from shard_reshard.group import GroupInfo, all_gather_row, group_info, raise_on_all_ranks
-from shard_reshard.layout.parse import LayoutLike, layout_value, resolve_layout
+from shard_reshard.layout.parse import LayoutLike, layout_mismatches, layout_value, resolve_layout
 from shard_reshard.layout.shard_map import dtype_name
 from shard_reshard.planning import ReshardPlan, cached_plan, resolve_layouts
 
@@ -24,7 +24,7 @@ _KEYED_TYPES = {*PLAIN_TYPES, type(None)}
 @outside_of_graphs
 def reshard(
     tensor: Shards,
-    src: LayoutLike,
+    src: LayoutLike | None,
     dst: LayoutLike,
     *,
     shape: Sequence[int] | None = None,
@@ -41,10 +41,10 @@ def reshard(
     its loss adds ``0 * result.sum()`` to it, or its peers wait for it.
 
     Args:
-        tensor: This rank's local tensor (a list for several boxes, None if it has none).
-        src: Layout of the tensor, see `LayoutLike`.
+        tensor: This rank's local tensor (a list for several boxes, None if it has none), or a DTensor.
+        src: Layout of the tensor, see `LayoutLike`. None for a DTensor, which has one.
         dst: Layout of the result.
-        shape: Global shape. May be left out if a layout has one, as boxes have.
+        shape: Global shape. May be left out if a DTensor or boxes give it.
         group: The union of the ranks of both layouts; None is the default group.
         out: Tensors to fill instead of fresh ones.
         async_op: Return a handle; its ``wait()`` returns the result.
@@ -75,6 +75,16 @@ def reshard(
     if mover is None:
         members = group_info(group)
         try:
+            dtensor: Any = tensor
+            if hasattr(dtensor, "device_mesh") and hasattr(dtensor, "to_local"):  # it has layout and shape
+                shape = tuple(dtensor.shape) if shape is None else shape
+                if src is None:
+                    src = (dtensor.device_mesh, tuple(dtensor.placements))
+                elif differs := layout_mismatches(
+                    "src", dtensor, resolve_layout(src, shape, members.to_group), members
+                ):
+                    raise PlanError(differs)
+                tensor = dtensor.to_local()
             tensor, out = as_list(tensor), None if out is None else as_list(out)  # once: they may be iterators
         except Exception as error:
             raise_on_all_ranks(members, error)
@@ -191,7 +201,7 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
 def find_mover(
     members: GroupInfo,
     given: list[torch.Tensor],
-    src: LayoutLike,
+    src: LayoutLike | None,
     dst: LayoutLike,
     shape: Sequence[int] | None,
     out: list[torch.Tensor],
@@ -207,7 +217,7 @@ def find_mover(
     size = None if shape is None else tuple(shape)
     try:
         if src is None:
-            hint = "pass src; of a DTensor pass to_local() and (device_mesh, placements), or use redistribute()"
+            hint = "pass src: only a DTensor carries its layout"
             raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
         try:
             alone = dtype is not None or len(resolve_layout(src, size, members.to_group).ranks) == members.size
