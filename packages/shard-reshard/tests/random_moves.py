@@ -56,7 +56,7 @@ def check_programs(count: int, seed: int) -> Counts:
     torch.manual_seed(seed)
     for _ in range(count):
         world_size = rng.randint(1, 5)
-        limit = rng.choice([None, None, 128, 512])
+        limit = rng.choice([None, None, 256, 1024])
         cases = [_case(rng, world_size, limit, counts) for _ in range(1 if limit else rng.choice([1, 1, 2, 3]))]
         if len(cases) > 1:
             counts.note("fused")
@@ -155,7 +155,7 @@ def _case(rng: random.Random, world_size: int, limit: int | None, counts: Counts
 
 def _roomy(limit: int | None, world_size: int) -> int | None:
     """A bound that single elements of every message fit into."""
-    return None if limit is None else max(limit, 16 * (2 * world_size + 1))
+    return None if limit is None else max(limit, 2 * 16 * (2 * world_size + 1))
 
 
 def _values(rng: random.Random, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

@@ -30,7 +30,7 @@ def check_pairs(count: int, seed: int) -> Counts:
     for _ in range(count):
         world_size, shape = rng.randint(1, 4), random_shape(rng)
         src, dst = random_layout(rng, shape, world_size), random_layout(rng, shape, world_size)
-        limit = rng.choice([None, None, None, 32, 128])
+        limit = rng.choice([None, None, None, 64, 256])
         full = torch.randint(-1000, 1000, shape, dtype=torch.int16)
         plan = plan_reshard(shape, full.dtype, src, dst, max_workspace_bytes=limit)
         counts.pairs += 1

@@ -88,7 +88,7 @@ def test_replicas_pass_parts_on(ranks: Ranks) -> None:
 def test_bounded_rounds_stay_within_their_buffers(ranks: Ranks) -> None:
     full = torch.arange(128.0 * 96, device=ranks.device).view(128, 96)
     local = full.chunk(4)[ranks.rank]
-    for limit in (10_000, 4_000, 700):
+    for limit in (20_000, 4_000, 700):
         plan = plan_reshard(full.shape, torch.float32, "4: S(0)", "4: S(1)", max_workspace_bytes=limit)
         assert plan.workspace_bytes(ranks.rank) <= limit
         resharder = Resharder(plan)
@@ -98,10 +98,12 @@ def test_bounded_rounds_stay_within_their_buffers(ranks: Ranks) -> None:
         assert torch.equal(moved, full.chunk(4, 1)[ranks.rank])
         assert len(log.events) > 1
         assert all(event.op == "all_to_all" for event in log.events)
-        assert max(sum(event.bytes_sent) for event in log.events) <= limit // 2
+        assert max(sum(event.bytes_sent) for event in log.events) <= limit // 4
         kept = resharder._mover.exchange.workspace
-        assert kept  # what is sent and what is received, each rounded up to its alignment
-        assert sum(buffer.numel() for buffer in kept.values()) <= limit + 2 * 16
+        assert kept
+        assert (
+            sum(buffer.numel() for buffer in kept.values()) <= limit + 4 * 16
+        )  # four buffers, each rounded up to its alignment
 
 
 @pytest.mark.ranks(2)

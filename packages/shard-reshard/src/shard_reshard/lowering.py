@@ -24,21 +24,23 @@ from shard_reshard.plan import Copy, Plan, RankSchedule, all_ranks_copies, is_lo
 def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     """Return the number of rounds of a stage (or one addend of it); the same on every rank.
 
-    Each message is split into that many shares of nearly equal size.
+    Each message is split into that many shares of nearly equal size. Two rounds are in flight at a time, so a round's
+    buffers, for sends and receives, may use half of the bound.
 
     Raises:
         PlanError: ``invalid-argument`` if even single elements exceed it.
     """
     assert plan.max_workspace_bytes is not None
+    budget = plan.max_workspace_bytes // 2  # two rounds in flight
     rounds = 1
     for messages in _messages_by_rank(plan, stage, partial_index):
         total = sum(messages)
         # A round may hold one more element of each message than the average.
-        room = plan.max_workspace_bytes // plan.itemsize - len(messages)
+        room = budget // plan.itemsize - len(messages)
         if total > room + len(messages):
             if room < 1:
                 found = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
-                least = (len(messages) + 1) * plan.itemsize
+                least = 2 * (len(messages) + 1) * plan.itemsize
                 hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
                 raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
             rounds = max(rounds, -(-total // room))
@@ -112,6 +114,7 @@ class Program:
         src_base, dst_base: For each plan, the index of its first tensor in these lists; one more entry closes the last.
         steps: The collectives, in order.
         order: Plans in the order of a message: of falling element size, so that every place is aligned.
+        overlaps: True if the next step is posted before a step is unpacked.
     """
 
     plans: tuple[Plan, ...]
@@ -123,6 +126,7 @@ class Program:
     dst_base: tuple[int, ...]
     steps: tuple[Step, ...]
     order: tuple[int, ...]
+    overlaps: bool
 
     @cached_property
     def accumulator_bytes(self) -> int:
@@ -169,7 +173,8 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
             steps.append(Step(stage > 0, any(not is_local(plans[at]) for at in parts), parts))
     src, dst = (tuple(shape for shapes in side for shape in shapes) for side in (src_shapes, dst_shapes))
     order = tuple(sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at)))
-    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps), order)
+    overlaps = any(plan.max_workspace_bytes is not None for plan in plans)
+    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps), order, overlaps)
 
 
 def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:
@@ -197,7 +202,7 @@ def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Pla
 
 
 def _bounded(plan: Plan, stage: int, part: RankSchedule) -> Iterator[Step]:
-    """Steps whose buffers stay within the plan's bound."""
+    """Steps whose buffers, two steps at a time, stay within the plan's bound."""
     # One partial value after the other: then the order of additions is that of the unbounded plan.
     addends = range(plan.src.num_partials) if plan.reduce_op and not plan.adjoint and stage == 0 else [None]
     for partial_index in addends:
@@ -323,8 +328,8 @@ def lay_out_step(
         sends = _side(step, program, send_strides, True, with_own, may_send)
         receives = _side(step, program, dst_strides, False, with_own, may_receive)
         copied = sum(0 if side.span is not None else side.num_bytes for side in (sends, receives))
-        if with_own and plans[0].max_workspace_bytes is not None and copied > ways[0][1]:
-            break  # a bound leaves no room for more in the buffers
+        if with_own and program.overlaps and copied > ways[0][1]:
+            break  # rounds have no room for more in their buffers
         sends, receives = _joined(sends, itemsizes, [False] * len(plans)), _joined(receives, itemsizes, reducing)
         apart = () if with_own else own
         # Time in bytes: calls, reads and writes. Own bytes in a collective are copied inside of it.
@@ -388,7 +393,8 @@ def buffer_bytes(program: Program) -> int:
     for step in program.steps:
         memory = lay_out_step(step, program, dst if step.relayed else src, dst)
         sizes.append(sum(0 if side.span is not None else side.num_bytes for side in memory[:2]))
-    return max(sizes, default=0) + program.accumulator_bytes
+    pairs = max((a + b for a, b in pairwise(sizes)), default=0) if program.overlaps else 0
+    return max([*sizes, pairs], default=0) + program.accumulator_bytes
 
 
 def dense_strides(sizes: Index) -> Index:

@@ -129,7 +129,7 @@ _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat
 _PLAIN |= {"complex64", "complex128"}
 
 _MAX_STRIDES = 256
-Buffers = dict[torch.device, torch.Tensor]
+Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
 
 # Sends `input`, split into `input_splits` bytes, and receives `output`; returns a work to wait for, or None if done.
 Collective = Callable[[torch.Tensor, torch.Tensor, list[int], list[int], bool], "dist.Work | None"]
@@ -157,6 +157,15 @@ class RecvSide(NamedTuple):
     written: torch.Tensor | None  # destination of the collective itself
 
 
+class InFlight(NamedTuple):
+    """A posted collective, with references to everything it needs until it is unpacked."""
+
+    work: dist.Work | None
+    number: int  # of the step
+    send: SendSide
+    recv: RecvSide
+
+
 class Exchange:
     """A program on real tensors.
 
@@ -170,8 +179,8 @@ class Exchange:
         self.prepared: PreparedCall | None = None  # of tensors that came twice; holds on to their memory
         # By strides: what each step reads and writes, and the most bytes of buffer that a step needs.
         self._memories: dict[tuple[object, ...], tuple[list[StepMemory], int]] = {}
-        # By device and side; with the side, whose id must not be used again while it is here.
-        self._places: dict[tuple[torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
+        # By slot, device and side; with the side, whose id must not be used again while it is here.
+        self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
         # As values where they are cast or reduced; else as themselves, or as plain integers of their size.
         self.as_values = [p.dtype != p.out_dtype or p.reduce_op is not None or p.dtype in _PLAIN for p in program.plans]
         self.wire_dtypes = [
@@ -184,6 +193,7 @@ class Exchange:
         self.copies_values = all(self.as_values) and not complex_
         self.reducing = [plan.reduce_op is not None for plan in program.plans]
         self.reduces = any(self.reducing)
+        self.overlaps = program.overlaps
         self.num_direct = sum(not step.relayed for step in program.steps)
         self.num_exchanges = sum(step.exchanges for step in program.steps)
         self.identity_values = [
@@ -239,18 +249,20 @@ class Exchange:
             self._memories[key] = laid_out, room
         return self._memories[key]
 
-    def buffer(self, room: int, device: torch.device, buffers: Buffers) -> torch.Tensor:
-        """Return a buffer of at least ``room`` bytes."""
-        buffer = buffers.get(device)
+    def buffer(self, slot: int, room: int, device: torch.device, buffers: Buffers) -> torch.Tensor:
+        """Return the buffer of a slot, at least ``room`` bytes of it."""
+        key = slot, device
+        buffer = buffers.get(key)
         if buffer is None or buffer.numel() < room:
             with torch.inference_mode(False):  # a kept buffer is written in any mode
-                buffer = buffers[device] = torch.empty(room, dtype=torch.uint8, device=device)
-            self._places = {}  # they view the old buffer
+                buffer = buffers[key] = torch.empty(room, dtype=torch.uint8, device=device)
+            if self._places:  # they view the old buffer
+                self._places = {view: tensors for view, tensors in self._places.items() if view[:2] != key}
         return buffer
 
-    def places(self, part: torch.Tensor, side: Side) -> list[torch.Tensor]:
+    def places(self, slot: int, part: torch.Tensor, side: Side) -> list[torch.Tensor]:
         """Return views of a side's regions in its share of a buffer."""
-        key = part.device, id(side)
+        key = slot, part.device, id(side)
         cached = self._places.get(key) if self.keeps else None
         places = None if cached is None else cached[1]
         if places is None:
@@ -313,8 +325,9 @@ class PreparedCall:
             (self.memories, self.room), self.sends = exchange.memories(self.src, self.dst), []
         self.recvs = []
         for number, (step, memory) in enumerate(zip(exchange.program.steps, self.memories, strict=True)):
-            buffer = exchange.buffer(self.room, self.device, self.buffers) if step.exchanges else None
-            self.recvs.append(self._recv_side(step, memory, buffer))
+            slot = number % 2 if exchange.overlaps else 0
+            buffer = exchange.buffer(slot, self.room, self.device, self.buffers) if step.exchanges else None
+            self.recvs.append(self._recv_side(slot, step, memory, buffer))
             if len(self.sends) > number and not step.relayed:
                 continue
             del self.sends[number:]  # relayed steps send out of destinations, and come last
@@ -327,11 +340,11 @@ class PreparedCall:
                 # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
                 part = buffer[: side.room]
                 regions = region_views(tensors, side.regions) if side.regions else []
-                places = exchange.places(part, side) if regions else []
+                places = exchange.places(slot, part, side) if regions else []
                 sent = part[: side.num_bytes]
             self.sends.append(SendSide(places, regions, sent, list(side.splits), staying))
 
-    def _recv_side(self, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> RecvSide:
+    def _recv_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> RecvSide:
         side, splits = memory.receives, list(memory.receives.splits)
         staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
         if buffer is None:
@@ -340,7 +353,7 @@ class PreparedCall:
             written = self.dst[side.span.tensor]
             return RecvSide([], [], [], _bytes_of(written, side.span), splits, staying, written)
         part = buffer[memory.sends.room : memory.sends.room + side.room]
-        arrived = places = self.exchange.places(part, side) if side.packed else []
+        arrived = places = self.exchange.places(slot, part, side) if side.packed else []
         packed = side.regions
         if self.exchange.reduces and not step.relayed:
             plain = [at for at, entry in enumerate(side.packed) if not self.exchange.reducing[entry.plan]]
@@ -357,22 +370,23 @@ class PreparedCall:
             With ``async_op`` a function that waits for the last collective and unpacks it; else None.
         """
         steps, left = self.steps(collective, async_op), self.exchange.num_exchanges
-        for (work,) in steps:
+        for in_flight in steps:
             left -= 1
             if left == 0 and async_op:
 
-                def finish(last: dist.Work | None = work) -> None:
-                    if last is not None:
-                        last.wait()
+                def finish(last: InFlight = in_flight) -> None:
+                    if last.work is not None:
+                        last.work.wait()
                     for _ in steps:
                         raise AssertionError("one collective more than the program has")
 
                 return finish
-            if work is not None:
-                work.wait()
+            if in_flight.work is not None:
+                in_flight.work.wait()
+            del in_flight  # frees its buffers: the next step's are allocated already
         return None
 
-    def steps(self, collective: Collective, async_op: bool = False) -> Iterator[tuple[dist.Work | None]]:
+    def steps(self, collective: Collective, async_op: bool = False) -> Iterator[InFlight]:
         """Run step by step; yields each collective when it has to be waited for."""
         exchange = self.exchange
         reduction = Reduction(exchange.program.plans, self.dst, exchange.dst_plan) if exchange.reduces else None
@@ -380,7 +394,13 @@ class PreparedCall:
         for tensors, value in exchange.identity_values:
             for at in tensors:
                 targets[at].fill_(value)
+        in_flight: InFlight | None = None
         for number, step in enumerate(exchange.program.steps):
+            # A relayed step sends results of earlier ones. Bounded steps have two slots: one may stay in flight.
+            if in_flight is not None and (step.relayed or not exchange.overlaps):
+                yield in_flight
+                self._unpack(in_flight, reduction)
+                in_flight = None
             if step.relayed and reduction is not None:
                 reduction.finalize()  # relays send the reduced value
             # Pack and send; copy local regions while it is in flight.
@@ -391,19 +411,31 @@ class PreparedCall:
                 if recv.written is not None and not recv.written.is_inference():
                     # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
                     torch.autograd.graph.increment_version(recv.written)
-                posted = (collective(recv.received, send.sent, recv.splits, send.splits, async_op),)
+                asynchronous = async_op or exchange.overlaps
+                work = collective(recv.received, send.sent, recv.splits, send.splits, asynchronous)
+                posted = InFlight(work, number, send, recv)
             if recv.staying:
                 foreach_copy_(recv.staying, send.staying)
-            if posted is not None:
-                yield posted
-                foreach_copy_(recv.regions, recv.places)
-            if reduction is not None and not step.relayed:
-                reduction.add(self.memories[number], recv.arrived, self.src)
+            if posted is None and reduction is not None and not step.relayed:
+                reduction.add(self.memories[number], [], self.src)
+            if in_flight is not None:
+                yield in_flight
+                self._unpack(in_flight, reduction)
+            in_flight = posted
+        if in_flight is not None:
+            yield in_flight
+            self._unpack(in_flight, reduction)
         if reduction is not None:
             reduction.finalize()
         if self.fresh_outs:  # they belong to the caller alone
             self.dst, self.recvs = [], []
             del self.sends[self.exchange.num_direct :]  # relayed steps send from them
+
+    def _unpack(self, landed: InFlight, reduction: Reduction | None) -> None:
+        if landed.recv.regions:
+            foreach_copy_(landed.recv.regions, landed.recv.places)
+        if reduction is not None and not self.exchange.program.steps[landed.number].relayed:
+            reduction.add(self.memories[landed.number], landed.recv.arrived, self.src)
 
 
 def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
