@@ -1,4 +1,4 @@
-"""From a plan to bytes, for one rank: steps, splits and places in memory, still without tensors.
+"""From a plan to bytes, for one rank: steps, splits and places in memory.
 
 A program executes one plan or several fused ones. Its steps are the collectives, equally many on every rank. Within
 a step the bytes for one peer are contiguous: fused plans by decreasing element size (so that every segment is
@@ -22,7 +22,7 @@ from shard_reshard.plan import Copy, Plan, RankSchedule, all_ranks_copies, is_lo
 
 
 def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
-    """Return the number of rounds of a stage (or one addend of it); the same on every rank.
+    """Return the number of rounds of a stage (or one addend). The same on every rank.
 
     Each message is split into that many shares of nearly equal size. Two rounds are in flight at a time, so a round's
     buffers, for sends and receives, may use half of the bound.
@@ -178,7 +178,7 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
 
 
 def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:
-    """The part with copies between the program's tensors: after those of earlier plans, joined ones as one."""
+    """Return the part with copies between the program's tensors, after those of earlier plans."""
 
     def moved(side: int, tensor: int, start: Index) -> tuple[int, Index]:
         place = places[side]
@@ -225,7 +225,7 @@ def _only(part: RankSchedule, partial_index: int) -> RankSchedule:
 
 
 def _round(part: RankSchedule, number: int, rounds: int) -> RankSchedule:
-    """Round ``number`` of a part: an equal share of the elements of each message; own copies go with the first."""
+    """Return round ``number`` of a part: an equal share of each message. Own copies go with the first."""
     sends, receives = ({peer: _share(copies, number, rounds) for peer, copies in side.items()} for side in part[:2])
     return RankSchedule(sends, receives, part.own if number == 0 else ())
 
@@ -250,7 +250,7 @@ def _share(copies: tuple[Copy, ...], number: int, rounds: int) -> tuple[Copy, ..
 
 
 class Region(NamedTuple):
-    """A strided view of a local tensor: arguments of ``as_strided``; ``offset`` counts from the tensor's start."""
+    """A strided view of a local tensor: arguments of ``as_strided``. ``offset`` counts from the tensor's start."""
 
     tensor: int
     sizes: Index
@@ -277,7 +277,7 @@ class Span(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of a collective: a span used in place, or regions copied to or from a buffer."""
+    """One side of a collective: a span used in place, or regions of a buffer."""
 
     span: Span | None
     packed: tuple[Packed, ...]
@@ -305,7 +305,7 @@ _CALL_BYTES = 16 * 1024
 def lay_out_step(
     step: Step, program: Program, send_strides: Sequence[Index], dst_strides: Sequence[Index]
 ) -> StepMemory:
-    """Choose, for the given strides, the way that copies the fewest bytes; a relayed step sends from destinations."""
+    """Choose, for the given strides, the fewest copied bytes. A relayed step sends from destinations."""
     plans, itemsizes = program.plans, [plan.itemsize for plan in program.plans]
     reducing = [plan.reduce_op is not None and not step.relayed for plan in plans]
     own = tuple(

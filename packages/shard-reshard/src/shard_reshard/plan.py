@@ -1,4 +1,4 @@
-"""The plan of one tensor as a value, with its validation, and the sends and receives of each rank.
+"""The plan of one tensor as a value, its validation, and each rank's schedule.
 
 A plan says which rank sends which box to which rank. It is pure, and the same on every rank. A rank derives its own
 schedule without loops over other ranks.
@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def wire_dtype(self) -> str:
-        """Name of the dtype in transfers: the smaller of both; the source's if values are still to be reduced."""
+        """Name of the dtype in transfers. The smaller of both; the source's if values are still to be reduced."""
         if self.reduce_op is not None or ITEMSIZES[self.dtype] < ITEMSIZES[self.out_dtype]:
             return self.dtype
         return self.out_dtype
@@ -121,7 +121,7 @@ class Plan:
         return relayed + SMALLEST_PART_BYTES <= direct  # a second exchange has to pay off
 
     def identity_value(self, rank: int) -> int | None:
-        """Return the fill value of a partial destination without a contribution: 0 for a sum, 1 for a product."""
+        """Return the fill value of a partial destination without a contribution. 0 for a sum, 1 for a product."""
         if self.adjoint:
             return 0
         if self.is_identity or self.dst.num_partials == 1 or not set(self.dst.reduce_ops) & {"sum", "product"}:
@@ -244,7 +244,7 @@ class Copy(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A share of the common box of a source and a destination cell, with both ranks."""
+    """A share of the common box of a source and a destination cell."""
 
     stage: int
     partial_index: int
@@ -348,7 +348,7 @@ def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
 
 
 def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
-    """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
+    """Every copy between all ranks, with those that stay on their rank."""
     for rank in plan.dst.ranks:
         yield from copies_of(plan, rank, plan.uses_scatter_allgather)[0]
 
@@ -389,72 +389,54 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
             Copy(0, 0, start, tuple(map(sub, stop, start)), rank, rank, tensor, local, tensor, local)
             for start, stop, tensor, local in plan.src.pieces(rank)
         ], []
-    if not relay and plan.src.num_partials == plan.dst.num_partials == 1:
-        return _direct_copies_of(plan, rank)
     arriving: list[Copy] = []
     leaving: list[Copy] = []
-    for box in plan.dst.pieces(rank):
-        for cell in plan.dst.cross(box.start, box.stop):
+    # Without addends and relays most boxes have one sender, chosen alike by both ends: the lean case of large worlds.
+    direct = not relay and plan.src.num_partials == plan.dst.num_partials == 1
+    for start, stop, tensor, local_start in plan.dst.pieces(rank):
+        shift = tuple(map(sub, local_start, start))
+        for cell in plan.dst.cross(start, stop):
             receivers = receivers_of(plan, cell)
-            if rank in receivers:
-                for src in plan.src.cross(box.start, box.stop):
-                    dst = cut_cell(cell, src.start, src.stop)
-                    for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
-                        if move.dst_rank == rank:
-                            arriving.append(make_copy(move, src, dst))
-                        elif move.stage == 1:
-                            leaving.append(make_copy(move, src, dst))
-    for box in plan.src.pieces(rank):
-        for cell in plan.src.cross(box.start, box.stop):
-            for dst in plan.dst.cross(box.start, box.stop):
-                src = cut_cell(cell, dst.start, dst.stop)
-                for move in moves(src, dst, receivers_of(plan, dst), plan.itemsize, relay, rank):
+            for src in plan.src.cross(start, stop) if rank in receivers else ():
+                low, high, there, addends, tensors = src
+                owners, sizes = addends[0], tuple(map(sub, high, low))
+                if direct and (len(owners) == 1 or rank in owners or num_shares(owners, sizes, plan.itemsize) < 2):
+                    sender, here = rank if rank in owners else owners[rank % len(owners)], tuple(map(add, low, shift))
+                    number = 0 if tensors is None else tensors[sender]
+                    arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
+                    continue
+                dst = cut_cell(cell, low, high)
+                for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
+                    if move.dst_rank == rank:
+                        arriving.append(make_copy(move, src, dst))
+                    elif move.stage == 1:
+                        leaving.append(make_copy(move, src, dst))
+    for start, stop, tensor, local_start in plan.src.pieces(rank):
+        shift = tuple(map(sub, local_start, start))
+        for cell in plan.src.cross(start, stop):
+            owners, holding, count = cell.owners[0], frozenset(cell.owners[0]), len(cell.owners[0])
+            for dst in plan.dst.cross(start, stop):
+                low, high, there, addends, tensors = dst
+                receivers = addends[0] if direct else receivers_of(plan, dst)
+                if direct and holding.issuperset(receivers):
+                    continue
+                sizes = tuple(map(sub, high, low))
+                if direct and (count == 1 or num_shares(owners, sizes, plan.itemsize) < 2):
+                    here = tuple(map(add, low, shift))
+                    for to in receivers:
+                        if to not in holding and (count == 1 or owners[to % count] == rank):
+                            number = 0 if tensors is None else tensors[to]
+                            leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, to, tensor, here, number, there)))
+                    continue
+                src = cut_cell(cell, low, high)
+                for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
                     if move.src_rank == rank and move.dst_rank != rank and move.stage == 0:
                         leaving.append(make_copy(move, src, dst))
     return arriving, leaving
 
 
-def _direct_copies_of(plan: Plan, rank: int) -> tuple[list[Copy], list[Copy]]:
-    """Same for direct moves without partial values, the lean case of large worlds."""
-    arriving: list[Copy] = []
-    leaving: list[Copy] = []
-    for start, stop, tensor, local_start in plan.dst.pieces(rank):
-        shift = tuple(map(sub, local_start, start))
-        for low, high, there, (owners,), tensors in plan.src.cross(start, stop):
-            sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-            sender = owners[0]  # both ends have to choose alike
-            if len(owners) > 1:
-                if rank not in owners and num_shares(owners, sizes, plan.itemsize) > 1:
-                    src = Cell(low, high, there, (owners,), tensors)
-                    dst = Cell(low, high, here, ((rank,),), {rank: tensor})
-                    arriving += [make_copy(move, src, dst) for move in fetch_moves(owners, rank, sizes, plan.itemsize)]
-                    continue
-                sender = rank if rank in owners else owners[rank % len(owners)]
-            number = 0 if tensors is None else tensors[sender]
-            arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
-    for start, stop, tensor, local_start in plan.src.pieces(rank):
-        shift = tuple(map(sub, local_start, start))
-        (owners,) = next(plan.src.cross(start, stop)).owners
-        count, holding = len(owners), frozenset(owners)
-        for low, high, there, (receivers,), tensors in plan.dst.cross(start, stop):
-            sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-            shared = count > 1 and num_shares(owners, sizes, plan.itemsize) > 1
-            for receiver in receivers:
-                if receiver in holding:
-                    continue
-                if shared:
-                    src = Cell(low, high, here, (owners,), {rank: tensor})
-                    dst = Cell(low, high, there, (receivers,), tensors)
-                    parts = fetch_moves(owners, receiver, sizes, plan.itemsize)
-                    leaving += [make_copy(move, src, dst) for move in parts if move.src_rank == rank]
-                elif count == 1 or owners[receiver % count] == rank:
-                    number = 0 if tensors is None else tensors[receiver]
-                    leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, receiver, tensor, here, number, there)))
-    return arriving, leaving
-
-
 def receivers_of(plan: Plan, cell: Cell) -> tuple[int, ...]:
-    """Return the ranks that receive a destination cell: of a pending sum only the first, others are filled."""
+    """Return the ranks that receive a destination cell. Of a pending sum only the first; others are filled."""
     if len(cell.owners) == 1 or plan.identity_value(cell.owners[0][0]) is not None:
         return cell.owners[0]
     return tuple(rank for ranks in cell.owners for rank in ranks)
@@ -490,7 +472,7 @@ def turned(copy: Copy) -> Copy:
 
 
 def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int) -> Iterator[Move]:
-    """The moves from or to rank ``me`` that bring the common box of two cells (cut to it) to all ``receivers``."""
+    """Yield the moves of rank ``me`` for two cells, both cut to their common box."""
     sizes = tuple(map(sub, src.stop, src.start))
     if len(src.owners) > 1:
         yield from _reducing(src.owners, receivers, sizes, relay, me)
@@ -510,12 +492,12 @@ def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: 
 
 
 def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
-    """Return the number of owners that each send a part of a box; 0 and 1 mean that one owner sends all of it."""
+    """Return the number of owners that share a box. 0 and 1 mean that one owner sends all of it."""
     return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
 
 
 def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
-    """Yield a box's moves to ``rank``: a large one in shares from ``owners``, a small one from one."""
+    """Yield a box's moves to ``rank``, from one owner or in shares from several."""
     shares = num_shares(owners, sizes, itemsize)
     if shares <= 1:
         yield Move(0, 0, owners[rank % len(owners)], rank, (0,) * len(sizes), sizes)
@@ -543,7 +525,7 @@ def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index,
 def _reducing(
     owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int
 ) -> Iterator[Move]:
-    """Send every addend to a reducer: each receiver, or with ``relay`` one receiver for each share."""
+    """Send every addend to the reducers: all receivers, or with ``relay`` one for each share."""
     if not relay or len(receivers) == 1:
         for rank in receivers:
             yield from _addends(owners, rank, (0,) * len(sizes), sizes, me)
@@ -556,7 +538,7 @@ def _reducing(
 
 
 def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int) -> Iterator[Move]:
-    """All addends to one rank, each from one holder: they have to arrive in one shape to be reduced."""
+    """All addends to one rank, each from one holder. They arrive in one shape, to be reduced."""
     for partial_index, ranks in enumerate(owners):
         source = rank if rank in ranks else ranks[rank % len(ranks)]
         if me in (rank, source):

@@ -40,7 +40,7 @@ def plan_reshard(
     out_dtype: torch.dtype | str | None = None,
     max_workspace_bytes: int | None = None,
 ) -> ReshardPlan:
-    """Plan the move of a tensor from one layout to another, without process group or data.
+    """Plan a tensor's move from one layout to another, without process group or data.
 
     Args:
         shape: Global shape; None if one of the layouts has one (a DTensor, boxes).
@@ -154,7 +154,7 @@ class ReshardPlan(Plan):
         return buffer_bytes(build_program((self,), rank, self.world_size))
 
     def peak_bytes(self, rank: int) -> int:
-        """Return the peak bytes on ``rank`` beside its source tensors: the result and all temporary buffers."""
+        """Return the peak bytes on ``rank`` beside its sources: result and buffers."""
         out = sum(map(prod, self.dst.local_shapes(rank))) * ITEMSIZES[self.out_dtype]
         return out + self.workspace_bytes(rank)
 

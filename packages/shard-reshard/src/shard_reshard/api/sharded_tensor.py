@@ -124,7 +124,7 @@ def reshuffle_local_shard(
     resharding_spec: Any,
     pg: dist.ProcessGroup | None,
 ) -> tuple[list[Any], list[Any]]:
-    """Move shards to other ranks without a change of the sharded dim: any permutation, any shards per rank.
+    """Move shards to other ranks without a change of the sharded dim. Any permutation, any shards per rank.
 
     Arguments, result and errors as in `reshard_local_shard`, which handles every pair of specs.
     """

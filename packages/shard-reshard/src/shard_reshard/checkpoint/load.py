@@ -39,6 +39,7 @@ from shard_reshard.state_dict.agreement import (
     checksum,
     collect_metadata,
     device_of,
+    differing,
     local_tensor,
     local_tensors,
     plan_of_all,
@@ -52,7 +53,7 @@ Files = PathLike | Sequence[PathLike]
 
 
 class LoadedStateDict(dict[str, Any]):
-    """Name -> tensor on this rank, in its layout: a DTensor for layouts of a DeviceMesh.
+    """Name -> tensor on this rank, in its layout. A DTensor for layouts of a DeviceMesh.
 
     Attributes:
         plan: Reads of every rank, and the moves.
@@ -120,9 +121,8 @@ def load_safetensors(
         facts = collect_metadata({}, targets, {}, {}, members)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    plan, states = _agreed_load(
-        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out
-    )
+    options: Any = {"key_map": key_map, "bucket_bytes": bucket_bytes, "strict": strict, "out": out}
+    plan, states = _agreed_load(members, files, dst_layouts, stored_as or {}, shapes or {}, facts, **options)
     device = device_of({}, targets, members)
     with torch.no_grad():
         here = LocalTargets(members, plan.moves, dst_layouts)
@@ -161,6 +161,7 @@ def _agreed_load(
     stored_as: Mapping[str, LayoutLike],
     shapes: Mapping[str, Sequence[int]],
     facts: RankMeta,
+    *,
     key_map: KeyMap | None,
     bucket_bytes: int,
     strict: bool,
@@ -205,7 +206,8 @@ def _agreed_load(
     assert_consistent(members, "a load", asked, problems)
 
     def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
-        problems += differing_buffers([sums for *_, sums in everyone])
+        reason = "other values on other ranks, and it is in no file"
+        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
         readable = []
         for at, path in enumerate(listed):
             table: FileTable = everyone[at % members.size][0][at]
@@ -229,7 +231,7 @@ def _agreed_load(
 
 
 def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the files, in the order of the ranks of a written layout, and the index's tensors."""
+    """Return the files, by rank of a written layout, and the index's tensors."""
     if isinstance(files, Mapping):
         hint = "pass a list of files, in the order of the ranks that wrote them; stored_as has their layouts"
         raise PlanError(Problem("wrong-type", "files", found=f"a {type(files).__qualname__}", hint=hint))
@@ -268,7 +270,7 @@ def _buckets(
 
     held: dict[str, list[torch.Tensor]] = {}
     agreed = members, "a load", plan.moves, plan.digest
-    for moves in stage_buckets(*agreed, lambda move: move.source, held, read, (BEFORE_MOVING, later)):
+    for moves in stage_buckets(*agreed, lambda move: move.source, held, read, states=(BEFORE_MOVING, later)):
         yield (
             [move.view(tensor) for move in moves for tensor in held[move.source]],
             [tensor for move in moves for tensor in arriving.tensors[move.target]],
@@ -341,7 +343,7 @@ def _is_meta(value: Any) -> bool:
 
 
 def _like(value: Any, fresh: torch.Tensor) -> torch.Tensor:
-    """Return ``fresh`` as a tensor of the same kind: DTensor, parameter subclass and attributes are preserved."""
+    """Return ``fresh`` as a tensor of the same kind. DTensor, parameter subclass and attributes are preserved."""
     if hasattr(value, "device_mesh"):
         dtensor: torch.Tensor = as_dtensor(fresh, value.device_mesh, value.placements, value.shape)
         return nn.Parameter(dtensor, value.requires_grad) if isinstance(value, nn.Parameter) else dtensor
@@ -384,13 +386,3 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]
         if reason:
             problems.append(Problem("uninitialized-buffer", name, found=reason, hint=_HINT))
     return problems, sums
-
-
-def differing_buffers(by_rank: Sequence[Mapping[str, bytes]]) -> list[Problem]:
-    """Report buffers outside of files that differ between their ranks."""
-    names = sorted({name for sums in by_rank for name in sums})
-    return [
-        Problem("uninitialized-buffer", name, found="other values on other ranks, and it is in no file", hint=_HINT)
-        for name in names
-        if len({sums[name] for sums in by_rank if name in sums}) > 1
-    ]

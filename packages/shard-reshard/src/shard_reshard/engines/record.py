@@ -1,4 +1,4 @@
-"""Record a loader: the boxes of checkpoint tensors that a model's loading code copies to this rank.
+"""Record a loader: the boxes of checkpoint tensors that it copies to this rank.
 
 Checkpoint tensors are on meta, so torch itself computes every view of them. A dispatch mode sees the loader's copies to
 the model's memory, and writes nothing there. Operators that are neither views nor copies are refused.
@@ -199,7 +199,7 @@ class _Memory(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A box of a checkpoint tensor with a strided view of a model's tensor as destination."""
+    """A box of a checkpoint tensor, and its strided view of a model's tensor."""
 
     tensor: str
     box: Box | None  # None: a constant
@@ -208,7 +208,7 @@ class _View(NamedTuple):
     offset: int  # from the tensor's start
 
     def of(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the view of the present memory of ``held``; without the classes of an engine's parameters."""
+        """Return the view of the present memory of ``held``. Classes of an engine's parameters are left off."""
         own = held[self.tensor].detach().as_subclass(torch.Tensor)
         return own.as_strided(self.sizes, self.strides, own.storage_offset() + self.offset)
 
@@ -398,7 +398,7 @@ class _Recorder(DispatchMode):
     def _reads_loaded(
         self, name: str, read: list[torch.Tensor], results: list[torch.Tensor], written: list[torch.Tensor]
     ) -> bool:
-        """Return True for an operator that would see old values: recorded writes do not reach the model."""
+        """Return True for an operator that would see old values. Recorded writes do not reach the model."""
         loaded = {self.owners[storage_key(tensor)] for tensor in read if storage_key(tensor) in self.owners}
         if not loaded & self.writes.keys():
             return False
@@ -410,7 +410,7 @@ class _Recorder(DispatchMode):
     # ---- destinations -----------------------------------------------------------------------------------------
 
     def _resolve(self, owner: str) -> None:
-        """Follow the writes into a tensor back to boxes of checkpoint tensors, the last one first."""
+        """Follow a tensor's writes back to boxes of checkpoint tensors, the last one first."""
         held = self.held[owner]
         start = int(held.storage_offset())
         hidden = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool)
@@ -449,7 +449,7 @@ class _Recorder(DispatchMode):
             self._refuse(owner, "values that no checkpoint tensor has", "fill them in with fill_(), beside the copies")
 
     def _note(self, owner: str, origin: Any, whole: Landing, hidden: torch.Tensor) -> None:
-        """Note what is not hidden of a box of a checkpoint tensor, or of a constant."""
+        """Note the visible part of a box of a checkpoint tensor, or of a constant."""
         place = whole.offset + int(self.held[owner].storage_offset())
         for landing in visible(whole, hidden.as_strided(whole.sizes, whole.strides, place)):
             if isinstance(origin, str):
@@ -463,7 +463,7 @@ class _Recorder(DispatchMode):
     def _origins(
         self, owner: str, source: torch.Tensor, copy: StridedCopy
     ) -> Iterator[tuple[Any, Landing, list[torch.dtype]]]:
-        """Yield the boxes of a copy with the name of the checkpoint tensor that they are of, or a number."""
+        """Yield the boxes of a copy, each with a checkpoint tensor's name or a number."""
         memory = self.memories[storage_key(source)]
         if source.dtype is not memory.dtype or source.is_conj() or source.is_neg():
             self._refuse(memory.name or owner, f"bits read as {source.dtype}, or negated", "copy weights as they are")
@@ -502,14 +502,14 @@ class _Recorder(DispatchMode):
         return views
 
     def places(self) -> dict[str, tuple[str, object]]:
-        """Return how what is loaded or filled lies in memory, by all names that it has."""
+        """Return the places in memory of all loaded or filled tensors, by every name."""
         held = _tensors(self.model, False)
         owners = {name: self.owners.get(storage_key(value), "") for name, value in held.items()}
         return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in self.writes}
 
 
 def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the part of a padded tensor that has values, and these; negative numbers cut off."""
+    """Return the part of a padded tensor that has values, and these. Negative numbers cut off."""
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         dim = result.dim() - 1 - number
         size = source.shape[dim] + min(before, 0) + min(after, 0)
@@ -574,13 +574,13 @@ class StridedCopy(NamedTuple):
 
     @classmethod
     def of(cls, source: torch.Tensor, target: torch.Tensor, shift: int = 0) -> StridedCopy:
-        """Return the copy of one view into another of its shape; ``shift`` is added to the target's offset."""
+        """Return the copy of one view into another of its shape. ``shift`` is added to the target's offset."""
         dims = zip(source.shape, source.stride(), target.stride(), strict=True)
         return cls(tuple(dims), int(source.storage_offset()), int(target.storage_offset()) + shift)
 
 
 class Landing(NamedTuple):
-    """A box of a dense tensor and its strided destination view; strides of dims of size 1 are 0."""
+    """A box of a dense tensor and its strided destination view. Strides of dims of size 1 are 0."""
 
     start: Index
     sizes: Index
@@ -656,7 +656,7 @@ def cut(landing: Landing, dim: int, low: int, high: int) -> Landing:
 
 
 def divide(landing: Landing, box: Landing) -> tuple[Landing | None, list[Landing]]:
-    """Return the part of a landing inside of another one's box, and the parts outside of it."""
+    """Return the part of a landing inside of another one's box, and those outside."""
     bounds = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*landing[:2], *box[:2], strict=True)]
     if any(low >= high for low, high in bounds):
         return None, [landing]

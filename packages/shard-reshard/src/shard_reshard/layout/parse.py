@@ -87,7 +87,7 @@ def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
 
 
 def layout_value(layout: Any) -> Any:
-    """Return a layout as a comparable value for caches; None for one that may reference tensors."""
+    """Return a layout as a comparable value for caches. None for one that may reference tensors."""
     if type(layout) is tuple and len(layout) == 2 and isinstance(layout[1], list | tuple):
         from shard_reshard._torch_compat import mesh_groups
 

@@ -1,4 +1,4 @@
-"""Metadata of a rank's tensors, and the consensus of ranks on it: one plan, equal values of plain tensors."""
+"""Metadata of a rank's tensors, and the consensus of ranks on plan and values."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Question(NamedTuple):
     serial: int = 0  # of a question that is not to equal another one, though its text does
 
     def text(self) -> str:
-        """Return it as text; of layouts that are a function, the serial number stands for them."""
+        """Return it as text. The serial number stands for layouts that are a function."""
         options = (self.bucket_bytes, self.strict, self.check, self.changed_only, self.serial)
         layouts = self.dst_layouts
         if isinstance(layouts, Mapping):
@@ -204,11 +204,12 @@ def agreed_plan(
     digest: bytes,
     tensors: Mapping[str, Any],
     call: int = ONE_SHOT,
+    *,
     problems: Sequence[Problem] = (),
     prepared: Agreed | None = None,
     token: bytes = b"",
 ) -> Agreed:
-    """Return the plan for the metadata of all ranks, or raise the problems of all on all of them; a collective.
+    """Return the plan for all ranks' metadata, or raise all problems on all; a collective.
 
     Metadata travels only when a rank's changed: else 64 bytes of each rank do.
 
@@ -244,7 +245,7 @@ def agreed_plan(
     if plan is None:
 
         def make(everyone: list[Any], problems: list[Problem]) -> tuple[StateDictPlan, list[str]]:
-            problems += differing_tensors([sums for _, sums in everyone])
+            problems += differing([sums for _, sums in everyone], *PLAIN)
             metadata = [metadata for metadata, _ in everyone]
             plan = plan_state_dict(metadata, *question[:3], members.to_group, question.strict)
             problems += group_problems((move.plan for move in plan.moves), members.size)
@@ -260,7 +261,7 @@ def agreed_plan(
     if len({row[24:32] for row in rows if any(row[24:32])}) > 1:  # other values, or other names
         everyone: list[Any] = [None] * members.size
         dist.all_gather_object(everyone, sums, group=members.group)
-        raise_problems(differing_tensors(everyone))
+        raise_problems(differing(everyone, *PLAIN))
     same = {row[32:40] for row in rows} == {bytes.fromhex(plan.digest[:16])}
     return Agreed(plan, key, same, tuple(row[40:] for row in rows))
 
@@ -294,16 +295,19 @@ def plain_checksums(facts: RankMeta, tensors: Mapping[str, Any]) -> dict[str, by
     return {name: checksum(tensors[name]) for name in plain}
 
 
-def differing_tensors(everyone: Sequence[Mapping[str, bytes]]) -> list[Problem]:
-    """Report plain tensors of one name with different values: they are shards, and would get lost."""
-    problems = []
-    for name in sorted({name for found in everyone for name in found}):
-        values = [found[name] for found in everyone if name in found]
-        if len(set(values)) > 1:
-            found = "plain tensors that differ between ranks"
-            hint = "if they are shards, declare them in src_layouts (and shapes)"
-            problems.append(Problem("missing-argument", name, found=found, hint=hint))
-    return problems
+# Code, reason and remedy for plain tensors with different values: they are shards, and would get lost.
+PLAIN = (
+    "missing-argument",
+    "plain tensors that differ between ranks",
+    "if they are shards, declare them in src_layouts (and shapes)",
+)
+
+
+def differing(by_rank: Sequence[Mapping[str, bytes]], code: str, reason: str, hint: str) -> list[Problem]:
+    """Report names with different checksums on their ranks."""
+    names = sorted({name for sums in by_rank for name in sums})
+    values = {name: {sums[name] for sums in by_rank if name in sums} for name in names}
+    return [Problem(code, name, found=reason, hint=hint) for name in names if len(values[name]) > 1]
 
 
 _CHUNK = 1 << 19  # numbers per sum
@@ -333,7 +337,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
 
 
 def _layout_text(layout: Any) -> str:
-    """Return the text of a layout; for a DeviceMesh with ranks and groups, which its repr lacks."""
+    """Return the text of a layout. For a DeviceMesh with ranks and groups, which its repr lacks."""
     if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
         layout = layout.device_mesh, tuple(layout.placements)
     if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh"):

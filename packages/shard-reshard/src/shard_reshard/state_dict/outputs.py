@@ -1,4 +1,4 @@
-"""Execution of a planned state dict: an exchange for each bucket, then results by destination name."""
+"""Execution of a planned state dict: an exchange for each bucket, then results by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Progress(NamedTuple):
 
 
 class MovedStateDict(dict[str, Any]):
-    """Name -> tensor on this rank, in the destination layout: a DTensor for layouts of a DeviceMesh.
+    """Name -> tensor on this rank, in the destination layout. A DTensor for layouts of a DeviceMesh.
 
     Attributes:
         plan: The executed plan.
@@ -64,6 +64,7 @@ class LocalTargets:
         members: GroupInfo,
         plan: StateDictPlan,
         dst_layouts: DstLayouts = None,
+        *,
         check: str = "first",
         keep: bool = False,
         changed_only: bool = False,
@@ -239,7 +240,7 @@ def move_buckets(
     unchanged: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Exception | None:
-    """Run one exchange after the other; return the first error of ``progress``, for which no other rank waits."""
+    """Run all exchanges; return the first error of ``progress``, for which no other rank waits."""
     plan, done_bytes, done, late = here.plan, 0, 0, None
     sizes = [] if progress is None else [prod(move.plan.shape) * move.plan.itemsize for move in plan.moves]
     for mover, bucket, (flat, outs) in zip(here.movers, plan.buckets, calls, strict=True):

@@ -26,7 +26,7 @@ from shard_reshard.planning import ReshardPlan, make_plan
 
 
 class Part(NamedTuple):
-    """Destination of a tensor, or of a span of one, in a tensor of another name: a value of ``key_map``.
+    """Destination of a tensor, or of a span of one: a value of ``key_map``.
 
     ``{"q.weight": Part("qkv.weight", start=0), "k.weight": Part("qkv.weight", start=4096)}`` fuses;
     ``{"qkv.weight": [Part("q.weight", size=4096), Part("k.weight", source_start=4096, size=1024)]}`` splits;
@@ -327,7 +327,7 @@ def _merge(
 
 
 def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> ShardMap | None:
-    """Return the layout over all ranks: a common one, or equal ones on separate ranks as replicas; else None."""
+    """Return the layout over all ranks, or None: a common one, or equal replicas."""
     first = next(iter(by_rank.values()))
     layouts = list(dict.fromkeys(metadata.layout for metadata in by_rank.values()))
     if layouts == [None]:  # plain tensors: full on each of their ranks
@@ -352,7 +352,7 @@ def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> ShardMap | None:
 
 
 class Route(NamedTuple):
-    """A resolved entry of ``key_map``: a window of the source, and its place in the destination."""
+    """A resolved entry of ``key_map``: a window of the source, and its destination."""
 
     source: str
     target: str
@@ -420,7 +420,7 @@ def _fill(
     strict: bool,
     fills: dict[str, float | None],
 ) -> None:
-    """Compare a destination with its arrivals: each element has one source, a value of ``fill``, or stays.
+    """Compare a destination with its arrivals. Each element has one source, a value of ``fill``, or stays.
 
     Raises:
         PlanError: With every element without a source, or with several.
@@ -450,7 +450,7 @@ def _fill(
 
 
 def kept_layouts(dst_layouts: DstLayouts) -> DstLayouts:
-    """Return layouts that a caller's later changes do not reach; a function is asked once for each tensor."""
+    """Return layouts that a caller's later changes do not reach. A function is asked once for each tensor."""
     if isinstance(dst_layouts, Mapping):
         return dict(dst_layouts)
     return cache(dst_layouts) if callable(dst_layouts) else dst_layouts
@@ -477,7 +477,7 @@ def _aliases(
     routes: Sequence[Route],
     targets: Mapping[str, tuple[ShardMap, str]],
 ) -> dict[str, str]:
-    """Return tied tensors that move once: one memory at the source, one at the destination, one layout."""
+    """Return tied tensors that move once: one memory at either end, one layout."""
     by_source: dict[str, list[Route]] = {}
     for route in routes:
         by_source.setdefault(route.source, []).append(route)
@@ -498,7 +498,7 @@ def _aliases(
 
 
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Group moves into collectives: neighbours in the list, up to the buffer size of the fullest rank."""
+    """Group moves into collectives, in their order, by the fullest rank's bytes."""
     buckets: list[list[int]] = []
     room = -1  # of the open bucket
     for at, move in enumerate(moves):

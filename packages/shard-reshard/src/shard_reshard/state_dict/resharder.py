@@ -1,4 +1,4 @@
-"""Reshard a full state dict: trainer to server, checkpoint to model, in a few fused exchanges."""
+"""Reshard a full state dict in a few fused exchanges."""
 
 from __future__ import annotations
 
@@ -166,8 +166,9 @@ class StateDictResharder(NotPicklable):
         """Work out, once for all calls, what this rank does in a plan."""
         self._agreed, self.plan = agreed, agreed.plan
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
-        options = self._question.dst_layouts, self._check, self._keeps, self._changed_only
-        self._here = LocalTargets(self._members, self.plan, *options, self._facts.sources, dropped)
+        options: Any = {"check": self._check, "keep": self._keeps, "changed_only": self._changed_only}
+        options |= {"known": self._facts.sources, "dropped": dropped}
+        self._here = LocalTargets(self._members, self.plan, self._question.dst_layouts, **options)
         self._compared = False  # all ranks have compared their tensors with the plan
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
@@ -206,11 +207,10 @@ class StateDictResharder(NotPicklable):
         return result
 
     def _agree(self, call: PreparedState, kind: int, token: bytes = b"") -> tuple[PreparedState, tuple[bytes, ...]]:
-        """Compare a call with those of all ranks; return it, prepared for the plan of all, and their tokens."""
-        agreed = agreed_plan(
-            *(self._members, self._question, self._facts, self._digest, call.tensors),
-            *(kind, call.problems, self._agreed, token),
-        )
+        """Compare a call with those of all ranks. Return it, prepared for the plan of all, and their tokens."""
+        known = self._members, self._question, self._facts, self._digest
+        options: Any = {"problems": call.problems, "prepared": self._agreed, "token": token}
+        agreed = agreed_plan(*known, call.tensors, kind, **options)
         if agreed.plan is not self.plan:  # other ranks have other tensors now
             self._follow(agreed)
             call = self._prepare(call.tensors, call.targets, call.atomic)
@@ -275,7 +275,7 @@ class StateDictResharder(NotPicklable):
         return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems)
 
     def _compare(self, call: PreparedState) -> None:
-        """Raise the problems of all ranks on all of them; after a checked first call, of this rank alone."""
+        """Raise the problems of all ranks on all of them. After a checked first call, of this rank alone."""
         if self._compared:
             raise_problems(call.problems)
             return
@@ -354,7 +354,7 @@ def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor])
 def _recent_resharder(
     members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> tuple[StateDictResharder, Compared] | None:
-    """Return a resharder of an earlier one-shot call of the same arguments and metadata, ties among it."""
+    """Return the resharder of an earlier one-shot call of the same arguments, metadata and ties."""
     for resharder in reversed(list(memo.get(members.group, {}).get("state dict", {}).values())):
         guards = resharder._guards
         if resharder._asked == asked and guards is not None:
