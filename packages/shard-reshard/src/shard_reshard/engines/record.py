@@ -340,7 +340,7 @@ class _Recorder(DispatchMode):
                 self.writes.setdefault(owner, []).append((target.detach(), source))
                 return target
             if storage_key(target) not in self.memories:
-                self._track(target)
+                self._track(target, writes=_only_value(target))
             # Copies are followed back at the end: what was read must not change afterwards.
             if self._is_unread_copy(target):
                 self.memories[storage_key(target)].writes.append((target, source))
@@ -506,6 +506,15 @@ class _Recorder(DispatchMode):
         held = _tensors(self.model, False)
         owners = {name: self.owners.get(storage_key(value), "") for name, value in held.items()}
         return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in self.writes}
+
+
+def _only_value(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+    """Return the value of a loader's own memory before its first write, where that is one."""
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    with suppress(RuntimeError):  # not every dtype can be compared
+        if not flat.is_meta and flat.numel() and bool((flat == flat[0]).all()):
+            return [(flat, flat[0].item())]
+    return []
 
 
 def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
