@@ -509,7 +509,7 @@ class _Recorder(DispatchMode):
 
 
 def _only_value(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
-    """Return the value of a loader's own memory before its first write, where that is one."""
+    """Return a loader's own memory with its value before the first write, if one."""
     flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
     with suppress(RuntimeError):  # not every dtype can be compared
         if not flat.is_meta and flat.numel() and bool((flat == flat[0]).all()):
