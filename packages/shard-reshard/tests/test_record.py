@@ -319,6 +319,17 @@ def _pad(p: Any, w: Weights) -> None:
     p["y"][:6, :1].copy_(nn.functional.pad(w["b"], (-3, 0, 1, -1), value=2.0))
 
 
+def _flip(p: Any, w: Weights) -> None:
+    p["x"][:, :6].copy_(w["a"].view(2, 2, 6).flip(0).reshape(4, 6))
+    p["x"][:, 6:].copy_(w["b"].t().flip(0, 1))
+
+
+def _bytes(p: Any, w: Weights) -> None:
+    p["x"].view(torch.uint8)[:, :24].copy_(w["a"].view(torch.uint8))
+    p["x"].view(torch.int32)[:, 6:].copy_(w["b"].t().contiguous().view(torch.int32))
+    p["y"].fill_(0.1)
+
+
 def _zeros(p: Any, w: Weights) -> None:
     buffer = w["a"].new_zeros(4, 12)
     buffer[1:, 2:8] = w["a"][:3]
@@ -342,7 +353,7 @@ def _filled_later(p: Any, w: Weights) -> None:
     p["y"][12:].copy_(buffer.view(12, 2))
 
 
-@pytest.mark.parametrize("load", [_pad, _zeros, _filled_later])
+@pytest.mark.parametrize("load", [_pad, _flip, _zeros, _filled_later, _bytes])
 def test_values_beside_what_is_copied_and_later_writes(load: Callable[[Any, Weights], None]) -> None:
     def new(value: float) -> nn.ParameterDict:
         shapes = {"x": (4, 12), "y": (24, 2)}
@@ -413,8 +424,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "indexed": (lambda m, w: m.weight.copy_(w["a"][torch.tensor([1, 0, 2, 3])]), "aten.index"),
     "an indexed write": (lambda m, w: m.weight.index_copy_(0, torch.tensor([1]), w["a"][:1]), "index_copy"),
     "bits": (lambda m, w: m.weight.copy_(w["a"].view(torch.int32)), "int32"),
-    "bits into bits": (lambda m, w: m.weight.view(torch.uint8).copy_(w["a"].view(torch.uint8)), "uint8 or negated"),
-    "flipped": (lambda m, w: m.weight.copy_(w["a"].flip(0)), "aten.flip"),
+    "bits of another dtype": (
+        lambda m, w: m.weight.view(torch.uint8).copy_(w["c"].view(torch.uint8)[:, :16]),
+        "uint8 or negated",
+    ),
     "another constant": (lambda m, w: m.weight.copy_(torch.full_like(w["a"], 9)), "aten.full_like"),
     "rounded twice": (lambda m, w: m.weight.copy_(w["a"].half()), "float16"),
     "other values": (lambda m, w: m.weight.copy_(torch.ones(4, 4)), "aten.copy_"),

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,7 +37,7 @@ from shard_reshard.lowering import dense_strides, is_contiguous
 from shard_reshard.state_dict.plan import Part
 
 aten = torch.ops.aten
-_NEW_MEMORY = {aten.clone, aten._to_copy, aten.cat, aten.stack, aten.lift_fresh, aten.constant_pad_nd}
+_NEW_MEMORY = {aten.clone, aten._to_copy, aten.cat, aten.stack, aten.lift_fresh, aten.flip, aten.constant_pad_nd}
 # Of the kind of a weight, without its values, and what they are filled with.
 _FILLED_WITH = {aten.empty_like: None, aten.new_empty: None, aten.zeros_like: 0, aten.new_zeros: 0}
 _WIDE = (torch.float32, torch.float64)
@@ -331,14 +331,18 @@ class _Recorder(DispatchMode):
                 self._stop(func, tensors)
             return output
         if packet is aten.copy_ and is_recorded[1] and not is_wrapper(args[0]):
-            target, source = args[0], args[1].expand(args[0].shape)
-            self.read.add(storage_key(source))
+            target, source, dtype = args[0], args[1], self.memories[storage_key(args[1])].dtype
             owner = self.owners.get(storage_key(target))
+            if owner is not None and target.dtype is source.dtype is not dtype is self.held[owner].dtype:
+                with suppress(RuntimeError):  # bits of whole elements are copied as elements
+                    target, source = target.view(dtype), source.view(dtype)
+            source = source.expand(target.shape)
+            self.read.add(storage_key(source))
             if owner is not None:
                 if target.dtype is not self.held[owner].dtype or target.is_conj() or target.is_neg():
                     self.stop_at(f"a write as {target.dtype} or negated", "write to it as it is")
                 self.writes.setdefault(owner, []).append((target.detach(), source))
-                return target
+                return args[0]
             if storage_key(target) not in self.memories:
                 self._track(target, writes=_only_value(target))
             # Copies are followed back at the end: what was read must not change afterwards.
@@ -385,6 +389,14 @@ class _Recorder(DispatchMode):
         elif packet is aten.stack:
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             writes += [(result.select(dim, at), tensor) for at, tensor in enumerate(tensors)]
+        elif packet is aten.flip:
+            if prod(result.shape[dim] for dim in args[1]) > _MAX_BOXES:
+                self.stop_at("a flip along a long dim", "flip weights elsewhere")
+            for place in product(*(range(result.shape[dim]) for dim in args[1])):
+                into, taken = result, tensors[0]
+                for dim, at in zip(args[1], place, strict=True):
+                    into, taken = into.narrow(dim, at, 1), taken.narrow(dim, result.shape[dim] - 1 - at, 1)
+                writes.append((into, taken))
         elif packet is aten.constant_pad_nd:
             writes += [(result, args[2] if len(args) > 2 else 0), _padded(result, tensors[0], args[1])]
         else:
