@@ -233,7 +233,7 @@ def _agreed_load(
 def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
     """Return the files, by rank of a written layout, and the index's tensors."""
     if isinstance(files, Mapping):
-        hint = "pass a list of files, in the order of the ranks that wrote them; stored_as has their layouts"
+        hint = "pass a list, in the order of the ranks that wrote the files"  # type: ignore[unreachable]  # untyped callers
         raise PlanError(Problem("wrong-type", "files", found=f"a {type(files).__qualname__}", hint=hint))
     if not isinstance(files, str | Path):
         return list(map(str, files)), {}
