@@ -207,7 +207,7 @@ def test_packing(ranks: Ranks, dtype: torch.dtype, move: tuple[str, str]) -> Non
     """shard-reshard's packing and unpacking against a copy of the same bytes and the bytes that it promises."""
     from shard_reshard import plan_reshard
     from shard_reshard.execution.exchange import Exchange
-    from shard_reshard.lowering.program import build_program
+    from shard_reshard.lowering import build_program
 
     device, side = ranks.device, 32768 if ranks.device.type == "cuda" else 64
     plan = plan_reshard((side, side), dtype, *move)

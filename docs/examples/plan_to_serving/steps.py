@@ -167,7 +167,7 @@ def serve(setting: Setting, planned: shard_spec.ShardingPlan, trained: Trained) 
     serving_plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": world.size})).build_plan(serving)
     tp_styles.apply_plan(serving, mesh, tp_styles.from_sharding_plan(serving_plan, serving))
     moved = shard_reshard.reshard_state_dict(trained.state, out=serving)
-    setting.pages["reshard"] = moved.explain()
+    setting.pages["reshard"] = moved.plan.explain()
     sent = moved.plan.wire_bytes // world.size
     setting.traffic.append(traffic.Line("to the serving layout", "all_to_all", "weights, mean rank", 1, sent))
 

@@ -109,8 +109,7 @@ def _result(world: int, moves: list[tuple[int, int, int]], messages: int, second
 def ours(topology: Topology) -> tuple[Result, int]:
     """Our plan, and the lower bound of its bytes."""
     from shard_reshard.layout.shard_map import MeshShardMap
-    from shard_reshard.state_dict.plan import RankMeta, TensorMeta
-    from shard_reshard.state_dict.planner import plan_state_dict
+    from shard_reshard.state_dict.plan import RankMeta, TensorMeta, plan_state_dict
     from shard_spec import Layout, MeshSpec
 
     metas: list[dict[str, TensorMeta]] = [{} for _ in range(topology.world)]
@@ -231,8 +230,7 @@ def _cell(result: Result | str) -> str:
 def large() -> str:
     """Seconds that a rank plans a model of DeepSeek-V3's size."""
     from shard_reshard.layout.shard_map import MeshShardMap
-    from shard_reshard.state_dict.plan import RankMeta, TensorMeta
-    from shard_reshard.state_dict.planner import plan_state_dict
+    from shard_reshard.state_dict.plan import RankMeta, TensorMeta, plan_state_dict
     from shard_spec import Layout, MeshSpec
 
     layers, experts, hidden, inner, ranks = 61, 256, 7168, 2048, 256

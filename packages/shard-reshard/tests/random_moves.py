@@ -16,7 +16,7 @@ from layout_pairs import local_tensors, random_layout, random_shape
 from shard_reshard import ReshardPlan
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.layout.shard_map import ITEMSIZES, MeshShardMap, ShardMap, torch_dtype
-from shard_reshard.lowering.program import build_program
+from shard_reshard.lowering import build_program
 from shard_reshard.planning import make_plan
 from shard_reshard.testing import _Mail
 from shard_spec import Layout, MeshSpec

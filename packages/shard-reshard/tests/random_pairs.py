@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from shard_reshard import ReshardPlan, plan_reshard, simulate
-from shard_reshard.lowering.program import build_program
+from shard_reshard.lowering import build_program
 
 
 @dataclass

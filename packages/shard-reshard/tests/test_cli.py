@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -22,13 +21,10 @@ def test_help_and_explain_do_not_import_torch() -> None:
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["explain", "--shape", "8192,8192", "--src", "8: S(0)", "--dst", "2x4: S(1), R"]
-    assert main([*arguments, "--name", "wq"]) == 0
+    assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert "wq: reshard of 8192 x 8192 float32" in text
+    assert "reshard of 8192 x 8192 float32" in text
     assert "896 MiB as float32, 1.00 x the lower bound" in text
-    assert main([*arguments, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["wire_bytes"] == data["lower_bound"] == sum(map(sum, data["bytes_matrix"]))
 
 
 def test_problems_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from shard_reshard import (
 )
 from shard_reshard.group import GroupInfo
 from shard_reshard.state_dict.agreement import Agreed, Question
-from shard_reshard.state_dict.planner import plan_state_dict
+from shard_reshard.state_dict.plan import plan_state_dict
 from shard_spec.specs import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -91,7 +91,7 @@ def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {"q": (8, 6), "k": (4, 6), "norm": (6,)}
     key_map = {"q": Part("qk"), "k": Part("qk", 8)}
 
-    def agreed(members: GroupInfo, asked: Question, facts: Any, *rest: Any) -> Any:
+    def agreed(members: GroupInfo, asked: Question, facts: Any, *rest: Any, **options: Any) -> Any:
         layouts, keys, size, strict = asked.dst_layouts, asked.key_map, asked.bucket_bytes, asked.strict
         plan = plan_state_dict([facts] * 2, layouts, keys, size, members.to_group, strict)
         return Agreed(plan, (), True, ())

@@ -300,6 +300,7 @@ def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
     out = {"w": torch.zeros(3, 4), "more": torch.ones(2)}
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("invalid-file", lambda: load_safetensors([folder / "cut"], "2: R")),
+        ("wrong-type", lambda: load_safetensors({0: folder / "good"}, "2: R")),  # type: ignore[arg-type]
         ("invalid-file", lambda: load_safetensors([folder / "good", folder / "none"], "2: R")),
         ("duplicate-name", lambda: load_safetensors([folder / "good", folder / "good"], "2: R")),
         (

@@ -324,6 +324,12 @@ def _flip(p: Any, w: Weights) -> None:
     p["x"][:, 6:].copy_(w["b"].t().flip(0, 1))
 
 
+def _bytes(p: Any, w: Weights) -> None:
+    p["x"].view(torch.uint8)[:, :24].copy_(w["a"].view(torch.uint8))
+    p["x"].view(torch.int32)[:, 6:].copy_(w["b"].t().contiguous().view(torch.int32))
+    p["y"].fill_(0.1)
+
+
 def _zeros(p: Any, w: Weights) -> None:
     buffer = w["a"].new_zeros(4, 12)
     buffer[1:, 2:8] = w["a"][:3]
@@ -341,16 +347,10 @@ def _filled_later(p: Any, w: Weights) -> None:
     p["y"].fill_(3)
     p["y"][:12].copy_(w["a"].view(12, 2))
     p["y"][4:6] = w["b"].view(12, 2)[:2]
-    buffer = torch.full_like(w["a"], 9)
+    buffer = torch.zeros_like(w["a"])
     buffer[1].fill_(4)
     buffer[1:, 3:].copy_(w["a"][1:, 3:])
     p["y"][12:].copy_(buffer.view(12, 2))
-
-
-def _bytes(p: Any, w: Weights) -> None:
-    p["x"].view(torch.uint8)[:, :24].copy_(w["a"].view(torch.uint8))
-    p["x"].view(torch.int32)[:, 6:].copy_(w["b"].t().contiguous().view(torch.int32))
-    p["y"].fill_(0.1)
 
 
 @pytest.mark.parametrize("load", [_pad, _flip, _zeros, _filled_later, _bytes])
@@ -424,6 +424,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "indexed": (lambda m, w: m.weight.copy_(w["a"][torch.tensor([1, 0, 2, 3])]), "aten.index"),
     "an indexed write": (lambda m, w: m.weight.index_copy_(0, torch.tensor([1]), w["a"][:1]), "index_copy"),
     "bits": (lambda m, w: m.weight.copy_(w["a"].view(torch.int32)), "int32"),
+    "bits of another dtype": (
+        lambda m, w: m.weight.view(torch.uint8).copy_(w["c"].view(torch.uint8)[:, :16]),
+        "uint8 or negated",
+    ),
+    "another constant": (lambda m, w: m.weight.copy_(torch.full_like(w["a"], 9)), "aten.full_like"),
     "rounded twice": (lambda m, w: m.weight.copy_(w["a"].half()), "float16"),
     "other values": (lambda m, w: m.weight.copy_(torch.ones(4, 4)), "aten.copy_"),
     "a half-filled copy": (lambda m, w: m.weight.copy_(w["a"].new_empty(4, 4)), "no checkpoint tensor"),
@@ -464,7 +469,7 @@ def test_constants_and_exact_casts_of_every_dtype(dtype: torch.dtype) -> None:
 
     def load(pairs: Any) -> None:
         model.x.fill_(1)
-        model.x[:2].copy_(dict(pairs)["a"].to(torch.bfloat16))
+        model.x[:2].copy_(dict(pairs)["a"].to(torch.float32))
 
     recorded = record_layouts(model, weights, load=load)
     wanted = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 6).to(dtype)

@@ -41,8 +41,7 @@ def test_random_programs_on_odd_tensors() -> None:
 
 def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Small tensors come whole from one holder and are not relayed; here they are, so that both ways are walked.
-    monkeypatch.setattr("shard_reshard.plan.schedule.SMALLEST_PART_BYTES", 1)
-    monkeypatch.setattr("shard_reshard.plan.plan.SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr("shard_reshard.plan.SMALLEST_PART_BYTES", 1)
     rng = random.Random(2)
     relayed = shared = reduced = 0
     for _ in range(200):

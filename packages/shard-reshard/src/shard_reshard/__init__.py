@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from shard_reshard.checkpoint.save import save_safetensors
     from shard_reshard.engines.record import record_layouts
     from shard_reshard.execution.mover import ReshardWork
-    from shard_reshard.layout.parse import OnRank
     from shard_reshard.planning import ReshardPlan, plan_reshard
     from shard_reshard.state_dict.outputs import Progress
     from shard_reshard.state_dict.plan import Part
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = [
     "plan_reshard",
     "ReshardPlan",
-    "OnRank",
     "simulate",
     "reshard",
     "Resharder",
@@ -65,7 +63,6 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "planning": ("plan_reshard", "ReshardPlan"),
-        "layout.parse": ("OnRank",),
         "testing": ("simulate",),
         "api.reshard": ("reshard", "Resharder"),
         "execution.mover": ("ReshardWork",),

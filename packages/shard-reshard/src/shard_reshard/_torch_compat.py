@@ -47,7 +47,7 @@ def outside_of_graphs(function: F) -> F:
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy every source to its target, on CUDA in as few kernels as torch supports; dtypes are converted."""
+    """Copy every source to its target. On CUDA in as few kernels as torch supports; dtypes are converted."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:
@@ -80,7 +80,7 @@ def modes() -> tuple[object, ...]:
 
 
 def mesh_groups(mesh: Any) -> tuple[str, ...]:
-    """Return the names of a mesh's process groups: equal meshes may have groups of different orders."""
+    """Return the names of a mesh's process groups. Equal meshes may have groups of different orders."""
     return tuple(getattr(mesh, "_dim_group_names", ()))
 
 
@@ -89,14 +89,14 @@ def declared_layouts(values: Sequence[Any]) -> list[object]:
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     declared = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
-    meshes = [getattr(entry, "mesh", None) for entry in declared]
-    # Every call with a state dict does this: few Python steps a tensor.
+    # Every call with a state dict does this: few Python steps a tensor, and none for plain ones.
+    meshes = [getattr(entry, "mesh", None) for entry in declared if entry is not None]
     groups = {key: mesh_groups(mesh) for key, mesh in dict(zip(map(id, meshes), meshes, strict=True)).items()}
     return [*declared, *map(groups.get, map(id, meshes))]
 
 
 def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:
-    """Return the detached local tensors of DTensors and plain tensors; None if another kind is among them."""
+    """Return the detached local tensors of DTensors and plain tensors. None if another kind is among them."""
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     kinds = set(map(type, values))
@@ -112,7 +112,7 @@ def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:
 
 
 def dtensor_local(value: Any) -> torch.Tensor | None:
-    """Return the local tensor of a DTensor, at a tenth of the cost of ``to_local``; None for anything else."""
+    """Return the local tensor of a DTensor, at a tenth of ``to_local``'s cost. None for anything else."""
     public = sys.modules.get("torch.distributed.tensor")
     if public is None or type(value) is not public.DTensor:
         return None
@@ -144,7 +144,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, also on meta; valid while the storage is alive."""
+    """Return the identity of a tensor's storage, also on meta. Valid while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -199,7 +199,7 @@ def make_sharded_tensor(shards: list[Any], spec: Any, shape: Sequence[int], grou
 
 
 def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int]) -> DTensor:
-    """Return the DTensor of a local tensor; uneven shards do not determine the global shape and stride."""
+    """Return the DTensor of a local tensor. Uneven shards do not determine the global shape and stride."""
     from torch.distributed.tensor import DTensor
 
     stride = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
@@ -38,21 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             out_dtype=arguments.out_dtype,
             max_workspace_bytes=arguments.max_workspace_bytes,
         )
-        text = plan.explain(arguments.name)
-        if arguments.json:
-            data = {
-                "plan": json.loads(plan.to_json()),
-                "digest": plan.digest,
-                "wire_bytes": plan.wire_bytes,
-                "lower_bound": plan.lower_bound,
-                "bytes_matrix": plan.bytes_matrix,
-                "peak_bytes": [plan.peak_bytes(rank) for rank in range(plan.world_size)],
-            }
-            text = json.dumps(data, sort_keys=True)
+        print(plan.explain())
     except PlanError as error:
         print(error, file=sys.stderr)
         return 1  # the problems are on stderr
-    print(text)
     return 0
 
 
@@ -72,8 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--dtype", default="float32", help="dtype of the source (default: float32)")
     explain.add_argument("--out-dtype", default=None, help="dtype of the destination (default: the source's)")
     explain.add_argument("--max-workspace-bytes", type=int, default=None, help="bound of a rank's buffers")
-    explain.add_argument("--name", default=None, help="what to call the tensor")
-    explain.add_argument("--json", action="store_true", help="machine-readable output")
     return parser
 
 

@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap, dtype_name, human
-from shard_reshard.lowering.memory_layout import buffer_bytes
-from shard_reshard.lowering.program import build_program
-from shard_reshard.plan import schedule
-from shard_reshard.plan.plan import Plan, check_plan
-from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of
+from shard_reshard.lowering import buffer_bytes, build_program
+from shard_reshard.plan import (
+    Plan,
+    RankSchedule,
+    all_ranks_copies,
+    check_plan,
+    crossings,
+    is_local,
+    rank_schedule,
+    receivers_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +40,7 @@ def plan_reshard(
     out_dtype: torch.dtype | str | None = None,
     max_workspace_bytes: int | None = None,
 ) -> ReshardPlan:
-    """Plan the move of a tensor from one layout to another, without process group or data.
+    """Plan a tensor's move from one layout to another, without process group or data.
 
     Args:
         shape: Global shape; None if one of the layouts has one (a DTensor, boxes).
@@ -106,7 +112,7 @@ class ReshardPlan(Plan):
 
     def rank_schedule(self, rank: int) -> tuple[RankSchedule, ...]:
         """Return the sends, receives and local copies of ``rank`` by stage."""
-        return schedule.rank_schedule(self, rank)
+        return rank_schedule(self, rank)
 
     # ---- how much ---------------------------------------------------------------------------------------------
 
@@ -148,7 +154,7 @@ class ReshardPlan(Plan):
         return buffer_bytes(build_program((self,), rank, self.world_size))
 
     def peak_bytes(self, rank: int) -> int:
-        """Return the peak bytes on ``rank`` beside its source tensors: the result and all temporary buffers."""
+        """Return the peak bytes on ``rank`` beside its sources: result and buffers."""
         out = sum(map(prod, self.dst.local_shapes(rank))) * ITEMSIZES[self.out_dtype]
         return out + self.workspace_bytes(rank)
 
@@ -159,7 +165,7 @@ class ReshardPlan(Plan):
         what = f"{name + ': ' if name else ''}{'gradient of a reshard' if self.adjoint else 'reshard'}"
         lines = [f"{what} of {shape} {dtype}, plan {self.digest[:12]}"]
         lines += [f"  from  {self.src.describe()}", f"  to    {self.dst.describe()}"]
-        if schedule.is_local(self):
+        if is_local(self):
             lines.append("  nothing is sent: every rank has what it needs")
             return "\n".join(lines)
         bound = self.lower_bound

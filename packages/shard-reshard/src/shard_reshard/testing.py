@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shard_reshard._shared.problems import PlanError
 from shard_reshard.execution.checks import Shards, as_list, as_result, local_problems
 from shard_reshard.execution.exchange import Collective, Exchange
-from shard_reshard.lowering.program import build_program
+from shard_reshard.lowering import build_program
 from shard_reshard.planning import ReshardPlan
 
 

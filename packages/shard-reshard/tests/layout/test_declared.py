@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranktest import Ranks
 from shard_reshard import PlanError, StateDictResharder, redistribute, reshard, reshard_state_dict
 from shard_spec import MeshSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+ordered_groups = pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="torch 2.11 makes ascending groups only"
+)
 
 
 @pytest.mark.ranks(2)
@@ -35,6 +41,7 @@ def test_meshes_in_another_order_than_their_groups_are_refused_by_all(ranks: Ran
         assert unsorted.to_local().eq(ranks.rank).all(), name
 
 
+@ordered_groups
 @pytest.mark.ranks(2)
 def test_a_mesh_that_equals_an_earlier_one_of_another_order_is_refused_by_all(ranks: Ranks) -> None:
     """Torch compares meshes by ranks and names: what was remembered for one is not what the other means."""
@@ -70,6 +77,7 @@ def test_a_mesh_that_equals_an_earlier_one_of_another_order_is_refused_by_all(ra
     assert torch.equal(redistribute(right, mesh, [Replicate()]).to_local(), right.full_tensor())
 
 
+@ordered_groups
 @pytest.mark.ranks(4)
 def test_meshes_whose_groups_have_their_order_are_moved_as_torch_gathers_them(ranks: Ranks) -> None:
     rng, compared = random.Random(5), 0

@@ -105,7 +105,7 @@ class _Redistribute(torch.autograd.Function):
             there = dtensor.device_mesh.get_coordinate() is not None
             tensors = [dtensor.to_local()] if there else []  # outside ranks hold an empty one
             members, target = group_info(group or _union_group(source[0], mesh)), (mesh, placements)
-            mover, _ = find_mover(members, tensors, source, target, shape, [], dtensor.dtype, None, "first")
+            mover, _ = find_mover(members, tensors, source, target, shape, dtype=dtensor.dtype)
             route = _Route(mover, there, [])
             remember(owner, "call", key, route)
         local = dtensor.to_local()
@@ -123,8 +123,8 @@ class _Redistribute(torch.autograd.Function):
             reason = f"a reduction by {', '.join(sorted(ops))}"
             hint = "detach() the tensor; gradients flow through sums and averages"
             raise PlanError(Problem("not-differentiable", "src", found=reason, hint=hint))
-        # A contributor to a sum has the gradient of the sum; a contributor to an average its share.
-        back = _of_gradients(ctx.placements)
+        # A contributor to a sum has the gradient of the sum, equal on its ranks; a contributor to an average its share.
+        back = tuple(Replicate() if isinstance(p, Partial) else p for p in ctx.placements)
         averaged = prod(
             size
             for size, p in zip(ctx.mesh.shape, ctx.placements, strict=True)
@@ -132,11 +132,6 @@ class _Redistribute(torch.autograd.Function):
         )
         moved = redistribute(grad, ctx.mesh, back, group=ctx.group)
         return (moved / averaged if averaged > 1 else moved), None, None, None
-
-
-def _of_gradients(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    # a sum's gradient is equal on its ranks
-    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 
 
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

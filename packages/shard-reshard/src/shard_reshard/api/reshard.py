@@ -13,7 +13,7 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, has_tangent, is_transforming, outside_of_graphs
 from shard_reshard.execution.checks import Match, Shards, as_list, as_result, has_memory, record_guards
 from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
-from shard_reshard.group import GroupInfo, all_gather_row, group_info, raise_on_all_ranks
+from shard_reshard.group import GroupInfo, all_gather_row, data_device, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, layout_value, resolve_layout
 from shard_reshard.layout.shard_map import dtype_name
 from shard_reshard.planning import ReshardPlan, cached_plan, resolve_layouts
@@ -88,7 +88,8 @@ def reshard(
             tensor, out = as_list(tensor), None if out is None else as_list(out)  # once: they may be iterators
         except Exception as error:
             raise_on_all_ranks(members, error)
-        mover, alone = find_mover(members, tensor, src, dst, shape, out or [], dtype, max_workspace_bytes, check)
+        options: Any = {"out": out or (), "max_workspace_bytes": max_workspace_bytes, "check": check}
+        mover, alone = find_mover(members, tensor, src, dst, shape, dtype=dtype, **options)
         if key is not None and alone:  # else ranks exchange dtypes in every call, all of them
             remember(members.group, "call", key, mover)
     return move(mover, tensor, out, async_op)
@@ -179,7 +180,8 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
                 problems.append(Problem("invalid-out", "out", found="a source that requires grad", hint=hint))
         except Exception as error:
             problems = list(problems_of(error))  # this rank still joins the comparison below
-        device = mover.device(tensors, outs or ())
+        first = next((each[0] for each in (tensors, outs) if each), None)
+        device = data_device(mover.members.group) if first is None else first.device
         mover.assert_consistent(problems, device, " with gradients" if grad else "")
         if grad:
             results, finish = differentiable_start(mover, tensors, async_op)
@@ -204,10 +206,11 @@ def find_mover(
     src: LayoutLike | None,
     dst: LayoutLike,
     shape: Sequence[int] | None,
-    out: list[torch.Tensor],
+    *,
     dtype: torch.dtype | None,
-    max_workspace_bytes: int | None,
-    check: str,
+    out: Sequence[torch.Tensor] = (),
+    max_workspace_bytes: int | None = None,
+    check: str = "first",
 ) -> tuple[Mover, bool]:
     """Return the mover of a call, and True if this rank's arguments alone determined it.
 
@@ -267,7 +270,7 @@ def differentiable_start(
 
 
 class _Move(torch.autograd.Function):
-    """A linear map of all ranks' tensors; its derivative is the transposed plan, by the same class."""
+    """A linear map of all ranks' tensors. Its derivative is the transposed plan, by the same class."""
 
     @staticmethod
     def forward(ctx: Any, mover: Mover, async_op: bool, finishing: list[Any], *tensors: torch.Tensor) -> Any:

@@ -8,14 +8,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shard_spec.specs import RemoteDevice, ShardingSpec, ShardMetadata, as_spec, from_torch, to_torch
+from shard_spec.specs import (
+    EnumerableShardingSpec,
+    RemoteDevice,
+    ShardingSpec,
+    ShardMetadata,
+    as_spec,
+    from_torch,
+    to_torch,
+)
 
 from shard_reshard import _torch_compat
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.api.reshard import reshard
 from shard_reshard.execution.checks import Shards, as_list
 from shard_reshard.group import group_info, raise_on_all_ranks
-from shard_reshard.layout.boxes import BoxShardMap
 
 
 def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
@@ -38,24 +45,15 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
         hint = "pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors"
         raise PlanError(Problem("wrong-type", "st", found=type(st).__qualname__, hint=hint))
     metadata, group = st.metadata(), st._process_group
-    members = group_info(group)
     try:
         wanted = _spec(spec, "spec")
     except PlanError as error:
-        raise_on_all_ranks(members, error)
-    shape = tuple(metadata.size)
+        raise_on_all_ranks(group_info(group), error)
+    shape, target = tuple(metadata.size), to_torch(wanted, tuple(metadata.size))
     # The tensor's metadata has the boxes, for any spec it was made from.
-    boxes: dict[int, list[Any]] = {}
-    for shard in map(from_torch, metadata.shards_metadata):
-        boxes.setdefault(members.to_group(shard.rank), []).append(shard.box)
-    local = [shard.tensor for shard in st.local_shards()]
-    moved = reshard(local or None, BoxShardMap(shape, boxes), wanted, shape=shape, group=group, dtype=st.dtype)
-    own_rank = members.global_ranks[members.rank]
-    own = [shard for shard in wanted.shards_for(shape) if shard.rank == own_rank]
-    shards = [
-        _torch_compat.torch_shard(tensor, to_torch(shard)) for tensor, shard in zip(as_list(moved), own, strict=True)
-    ]
-    return _torch_compat.make_sharded_tensor(shards, to_torch(wanted, shape), shape, group, st)
+    held = EnumerableShardingSpec(list(map(from_torch, metadata.shards_metadata)))
+    shards, _ = reshard_local_shard([shard.tensor for shard in st.local_shards()], shape, held, target, group)
+    return _torch_compat.make_sharded_tensor(shards, target, shape, group, st)
 
 
 @dataclass
@@ -126,7 +124,7 @@ def reshuffle_local_shard(
     resharding_spec: Any,
     pg: dist.ProcessGroup | None,
 ) -> tuple[list[Any], list[Any]]:
-    """Move shards to other ranks without a change of the sharded dim: any permutation, any shards per rank.
+    """Move shards to other ranks without a change of the sharded dim. Any permutation, any shards per rank.
 
     Arguments, result and errors as in `reshard_local_shard`, which handles every pair of specs.
     """

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import as_dtensor, storage_key
 from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load, stage_buckets, stored_tensors
 from shard_reshard.checkpoint.safetensors import (
     FileState,
@@ -22,6 +24,7 @@ from shard_reshard.checkpoint.safetensors import (
     indexed_files,
     read_rows,
 )
+from shard_reshard.execution.checks import has_memory
 from shard_reshard.group import (
     BEFORE_MOVING,
     BEFORE_WRITING,
@@ -32,25 +35,25 @@ from shard_reshard.group import (
     raise_on_all_ranks,
 )
 from shard_reshard.layout.parse import LayoutLike
-from shard_reshard.state_dict.agreement import plan_of_all
-from shard_reshard.state_dict.materialize import Materialized, differing_buffers, uninitialized_buffers
-from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
-from shard_reshard.state_dict.outputs import (
-    LocalTargets,
-    Progress,
-    ReceiveBuffers,
-    move_buckets,
-    write_outputs,
+from shard_reshard.state_dict.agreement import (
+    checksum,
+    collect_metadata,
+    device_of,
+    differing,
+    local_tensor,
+    local_tensors,
+    plan_of_all,
+    tensors_of,
 )
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta
-from shard_reshard.state_dict.planner import kept_layouts
+from shard_reshard.state_dict.outputs import LocalTargets, Progress, ReceiveBuffers, move_buckets, write_outputs
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, kept_layouts
 
 PathLike = str | Path
 Files = PathLike | Sequence[PathLike]
 
 
 class LoadedStateDict(dict[str, Any]):
-    """Name -> tensor on this rank, in its layout: a DTensor for layouts of a DeviceMesh.
+    """Name -> tensor on this rank, in its layout. A DTensor for layouts of a DeviceMesh.
 
     Attributes:
         plan: Reads of every rank, and the moves.
@@ -61,12 +64,6 @@ class LoadedStateDict(dict[str, Any]):
     plan: LoadPlan
     read_bytes: int
     materialized: tuple[str, ...]
-
-    def explain(self, name: str | None = None) -> str:
-        """Return reads and moves as text, see `LoadPlan.explain`."""
-        chosen = [entry for entry in self.materialized if name in (None, entry)]
-        text = self.plan.explain(name)
-        return f"{text}\n{len(chosen)} tensors of out were on meta and got memory" if chosen else text
 
 
 def load_safetensors(
@@ -124,9 +121,8 @@ def load_safetensors(
         facts = collect_metadata({}, targets, {}, {}, members)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    plan, states = _agreed_load(
-        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out
-    )
+    options: Any = {"key_map": key_map, "bucket_bytes": bucket_bytes, "strict": strict, "out": out}
+    plan, states = _agreed_load(members, files, dst_layouts, stored_as or {}, shapes or {}, facts, **options)
     device = device_of({}, targets, members)
     with torch.no_grad():
         here = LocalTargets(members, plan.moves, dst_layouts)
@@ -136,19 +132,16 @@ def load_safetensors(
             targets = materialized.targets or targets
             # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
             outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
-            problems, ties = here.out_problems(targets, outs, {}, atomic, strict)
-            # New tensors are not visible until they are registered at the end, so no second copy is needed, except for
-            # tensors stored twice and tied in the module.
-            atomic = atomic and len(materialized.names) < len(targets)
-            twice = {name for _, name in ties}
-            in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
+            problems = here.out_problems(targets, outs, {}, atomic, strict)
+            # New tensors are not visible until they are registered at the end: no second copy is needed.
+            in_place = None if atomic and len(materialized.names) < len(targets) else outs
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)
         assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
         arriving.fill(plan.moves.fills, outs)
         late = move_buckets(here, _buckets(plan, members, arriving, device, states), True, progress=progress)
-        moved = write_outputs(here, arriving, targets, outs, ties)
+        moved = write_outputs(here, arriving, targets, outs)
     if isinstance(out, torch.nn.Module):
         materialized.register(out)  # last: a failed load leaves the module unchanged
     result = LoadedStateDict(moved)
@@ -168,6 +161,7 @@ def _agreed_load(
     stored_as: Mapping[str, LayoutLike],
     shapes: Mapping[str, Sequence[int]],
     facts: RankMeta,
+    *,
     key_map: KeyMap | None,
     bucket_bytes: int,
     strict: bool,
@@ -212,7 +206,8 @@ def _agreed_load(
     assert_consistent(members, "a load", asked, problems)
 
     def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
-        problems += differing_buffers([sums for *_, sums in everyone])
+        reason = "other values on other ranks, and it is in no file"
+        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
         readable = []
         for at, path in enumerate(listed):
             table: FileTable = everyone[at % members.size][0][at]
@@ -236,7 +231,10 @@ def _agreed_load(
 
 
 def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the files, in the order of the ranks of a written layout, and the index's tensors."""
+    """Return the files, by rank of a written layout, and the index's tensors."""
+    if isinstance(files, Mapping):
+        hint = "pass a list, in the order of the ranks that wrote the files"  # type: ignore[unreachable]  # untyped callers
+        raise PlanError(Problem("wrong-type", "files", found=f"a {type(files).__qualname__}", hint=hint))
     if not isinstance(files, str | Path):
         return list(map(str, files)), {}
     folder = Path(files)
@@ -272,7 +270,7 @@ def _buckets(
 
     held: dict[str, list[torch.Tensor]] = {}
     agreed = members, "a load", plan.moves, plan.digest
-    for moves in stage_buckets(*agreed, lambda move: move.source, held, read, (BEFORE_MOVING, later)):
+    for moves in stage_buckets(*agreed, lambda move: move.source, held, read, states=(BEFORE_MOVING, later)):
         yield (
             [move.view(tensor) for move in moves for tensor in held[move.source]],
             [tensor for move in moves for tensor in arriving.tensors[move.target]],
@@ -293,3 +291,98 @@ def _read_boxes(
                 view = view.narrow(dim, low, size)
             boxes.append(view)
     return boxes
+
+
+# ---- modules on the meta device --------------------------------------------------------------------------------
+
+
+class Materialized:
+    """New tensors for a module's meta tensors; `register` installs them.
+
+    Until then a failed load leaves the module unchanged.
+
+    Attributes:
+        names: Tensors with new memory, in their order in the module.
+        targets: Name -> tensor, with the new ones in place of the old.
+    """
+
+    def __init__(self, targets: Mapping[str, Any], filled: Collection[str], device: torch.device) -> None:
+        self._fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the old one -> old, new
+        on_meta = {name: local_tensor(value) for name, value in targets.items() if _is_meta(value)}
+        # Shared memory stays shared: tied names, filled or not, get it, and so do filled views of it.
+        memory = {storage_key(local): local.untyped_storage() for name, local in on_meta.items() if name in filled}
+        for key, storage in memory.items():
+            memory[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+        places = {_place(local) for name, local in on_meta.items() if name in filled}
+        for name, local in on_meta.items():
+            value = targets[name]
+            if _place(local) in places and id(value) not in self._fresh:
+                fresh = torch.empty(0, dtype=local.dtype, device=device)
+                fresh.set_(memory[storage_key(local)], local.storage_offset(), local.shape, local.stride())
+                self._fresh[id(value)] = value, _like(value, fresh)
+        self.names = tuple(name for name, value in targets.items() if id(value) in self._fresh)
+        self.targets = {
+            name: self._fresh[id(value)][1] if id(value) in self._fresh else value for name, value in targets.items()
+        }
+
+    def register(self, module: nn.Module) -> None:
+        """Replace the old tensors by the new ones, at every place in the module."""
+        for part in module.modules():
+            for table in (part._parameters, part._buffers):
+                for name, value in table.items():
+                    if id(value) in self._fresh:
+                        table[name] = self._fresh[id(value)][1]  # type: ignore[assignment]  # as the old one was
+
+
+def _place(local: torch.Tensor) -> object:
+    return storage_key(local), local.storage_offset(), local.shape, local.stride(), local.dtype
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and local_tensor(value).is_meta
+
+
+def _like(value: Any, fresh: torch.Tensor) -> torch.Tensor:
+    """Return ``fresh`` as a tensor of the same kind. DTensor, parameter subclass and attributes are preserved."""
+    if hasattr(value, "device_mesh"):
+        dtensor: torch.Tensor = as_dtensor(fresh, value.device_mesh, value.placements, value.shape)
+        return nn.Parameter(dtensor, value.requires_grad) if isinstance(value, nn.Parameter) else dtensor
+    if isinstance(value, nn.Parameter):
+        # A subclass holds its sharding, which a plain Parameter around the same memory would lose.
+        fresh = torch.Tensor._make_subclass(type(value), fresh, value.requires_grad)
+    fresh.__dict__.update(value.__dict__)
+    return fresh
+
+
+# ---- buffers outside of files ---------------------------------------------------------------------------------
+
+
+_HINT = (
+    "build its module again on a device that has memory, for example model.rotary_emb = "
+    "type(model.rotary_emb)(config), or pass strict=False"
+)
+
+
+def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]:
+    """Return this rank's buffers without values, and checksums of the others to compare between ranks.
+
+    After ``to_empty()`` a buffer holds the allocator's old data: often NaNs, or different bits on each rank.
+    """
+    problems, sums = [], {}
+    saved = module.state_dict(keep_vars=True) if isinstance(module, nn.Module) else {}
+    for name, buffer in module.named_buffers() if isinstance(module, nn.Module) else ():
+        if name in saved or buffer.layout is not torch.strided:
+            continue
+        reason = ""
+        if _is_meta(buffer):
+            reason = "a buffer on the meta device, which is in no file"
+        elif not has_memory(local := local_tensor(buffer)):
+            reason = "a buffer whose storage was freed, which is in no file"
+        elif buffer.is_floating_point() and not hasattr(buffer, "device_mesh") and buffer.dtype.itemsize > 1:
+            if bool(local.isnan().any()):
+                reason = "a buffer of NaNs, which is in no file"
+            else:
+                sums[name] = checksum(local)
+        if reason:
+            problems.append(Problem("uninitialized-buffer", name, found=reason, hint=_HINT))
+    return problems, sums

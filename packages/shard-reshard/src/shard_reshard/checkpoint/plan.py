@@ -1,4 +1,4 @@
-"""Plans for loading safetensors files: their shards, the byte ranges of each rank, and the moves to destinations.
+"""Plans for loading safetensors files: shards, byte ranges of each rank, and moves to destinations.
 
 Each needed byte is read once, by one rank, in ranges of full rows. The reader is one of the ranks that need the
 rows: rows for one rank are read by that rank without transfers; rows for several ranks (replicas, or a sharding along
@@ -26,9 +26,16 @@ from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
-from shard_reshard.plan.plan import group_problems
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, TensorMove
-from shard_reshard.state_dict.planner import plan_state_dict
+from shard_reshard.plan import group_problems
+from shard_reshard.state_dict.plan import (
+    DstLayouts,
+    KeyMap,
+    RankMeta,
+    StateDictPlan,
+    TensorMeta,
+    TensorMove,
+    plan_state_dict,
+)
 
 T = TypeVar("T")
 
@@ -111,7 +118,7 @@ StoredTensor = tuple[tuple[int, ...], str, tuple[Stored, ...]]  # global shape, 
 def stored_tensors(
     files: Sequence[FileTable], stored_as: Mapping[str, LayoutLike], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of files by name; the files are in the order of the ranks that wrote them.
+    """Return the tensors of files by name. The files are in the order of the ranks that wrote them.
 
     Raises:
         PlanError: With the problems of all tensors.
@@ -226,7 +233,7 @@ class Wanted(NamedTuple):
 
 
 def rows_of_ranks(plan: StateDictPlan, by_source: bool = True) -> dict[str, list[Wanted]]:
-    """Return each source's rows, split at changes of their ranks; or each destination's, with their owners."""
+    """Return each source's rows, split at changes of their ranks. Or each destination's, with their owners."""
     rows: dict[str, dict[tuple[int, int], set[int]]] = {}
     for move in plan.moves:
         here, there = (move.plan.src, move.plan.dst) if by_source else (move.plan.dst, move.plan.src)
@@ -251,7 +258,7 @@ def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
 
 
 def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, first row, last row) of every read of a stored shard; adjacent rows of one rank are joined."""
+    """Yield (rank, first row, last row) of every read of a shard. Adjacent rows of one rank are joined."""
     row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
     last: tuple[int, int, int] | None = None
     for low, high, ranks in _rows_wanted(part, demand):
@@ -286,7 +293,7 @@ def _rows_wanted(part: Stored, demand: Iterable[Wanted]) -> Iterator[tuple[int, 
 
 
 def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Read, list[Box]]:
-    """Return rows ``low`` to ``high`` of a stored shard, with their boxes of the global tensor."""
+    """Return rows ``low`` to ``high`` of a stored shard, with their global boxes."""
     if not part.shape:
         return Read(name, part.path, part.file_bytes, part.begin, (), dtype, (((), ()),)), [Box((), ())]
     row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
@@ -315,10 +322,11 @@ def stage_buckets(
     name_of: Callable[[TensorMove], str],
     held: dict[str, T],
     make: Callable[[str], T],
+    *,
     states: tuple[str, str],
     finish: Callable[[str, T], None] | None = None,
 ) -> Iterator[list[TensorMove]]:
-    """Yield the moves of each bucket once every rank has made what they need; a collective.
+    """Yield the moves of each bucket once every rank is ready; a collective.
 
     Args:
         members: The group; every member iterates.

@@ -29,7 +29,7 @@ _CHANGED_HINT = "load again when no process writes to it"
 
 
 class Entry(NamedTuple):
-    """A tensor of a file; ``dtype`` is the file's word for it, ``begin`` and ``end`` are bytes of the file."""
+    """A tensor of a file. ``dtype`` is the file's word for it, ``begin`` and ``end`` are bytes of the file."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -22,13 +22,20 @@ from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out, sta
 from shard_reshard.checkpoint.safetensors import DTYPES, writable
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup
+from shard_reshard.layout.parse import LayoutLike, ToGroup
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, human, torch_dtype
-from shard_reshard.state_dict.agreement import differing_tensors, plain_checksums, plan_of_all
-from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
+from shard_reshard.state_dict.agreement import (
+    PLAIN,
+    collect_metadata,
+    device_of,
+    differing,
+    local_tensors,
+    plain_checksums,
+    plan_of_all,
+    tensors_of,
+)
 from shard_reshard.state_dict.outputs import Bucket, LocalTargets, move_buckets
-from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan
-from shard_reshard.state_dict.planner import plan_state_dict
+from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan, plan_state_dict
 
 _WORDS = {name: word for word, name in DTYPES.items()}
 _UNPUBLISHED = "no file of the save has its name yet"
@@ -45,7 +52,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Files of a save by name, and the exchanges before: each rank's destinations are its rows to write."""
+    """Files of a save by name, and the exchanges before. Each rank's destinations are its rows to write."""
 
     moves: StateDictPlan
     files: Mapping[str, File]
@@ -119,7 +126,7 @@ def save_safetensors(
     assert_consistent(members, "a save", asked, [*problems, *facts.problems])
 
     def make(everyone: list[Any], problems: list[Problem]) -> tuple[SavePlan, list[str]]:
-        problems += differing_tensors([sums for _, sums in everyone])
+        problems += differing([sums for _, sums in everyone], *PLAIN)
         plan = plan_save([held for held, _ in everyone], key_map, max_file_bytes, bucket_bytes, members.to_group)
         problems += LocalTargets(members, plan.moves).source_problems(sources)
         return plan, [*plan.moves.lines, plan.digest]
@@ -150,7 +157,7 @@ def plan_save(
 ) -> SavePlan:
     """Plan a save from the metadata of all ranks. Pure and equal on every rank."""
     # Ownership does not depend on writers: a first plan, with one rank as writer of everything, gives it.
-    held = plan_state_dict(everyone, OnRank(0), key_map, bucket_bytes, to_group)
+    held = plan_state_dict(everyone, "rank 0", key_map, bucket_bytes, to_group)
     written = {name: target for name, target in held.targets.items() if name not in held.aliases}
     problems = [
         Problem("partial-value", move.source, found=move.plan.src.describe(), hint="reduce it before writing")
@@ -204,7 +211,7 @@ def _num_bytes(moves: StateDictPlan, name: str) -> int:
 
 
 def _file(moves: StateDictPlan, names: list[list[str]]) -> File:
-    """Build the file of tensors, each with all its names; the first is its name in the file."""
+    """Build the file of tensors, each with all its names. The first is its name in the file."""
     names = sorted(names, key=lambda group: -ITEMSIZES[moves.targets[group[0]][1]])  # every tensor is aligned
     ties = {other: first for first, *others in names for other in others}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
@@ -246,7 +253,7 @@ def _create(plan: SavePlan, folder: Path) -> None:
 
 
 def _publish(plan: SavePlan, folder: Path) -> None:
-    """Rename files to their final names, after the index: without it some of several would pass for all."""
+    """Rename files to their final names, after the index. Without it some of several would pass for all."""
     if len(plan.files) > 1:
         total = sum(file.num_bytes - len(file.head) for file in plan.files.values())
         weights = {name: path for path, file in plan.files.items() for name in file.names}
@@ -271,8 +278,8 @@ def _buckets(
     def write(name: str, rows: list[tuple[bytearray, torch.Tensor]]) -> None:
         _write_rows(plan, folder, name, rank, rows)
 
-    agreed = members, "a save", plan.moves, plan.digest
-    for moves in stage_buckets(*agreed, lambda move: move.target, held, make, (_UNPUBLISHED, _UNPUBLISHED), write):
+    agreed, states = (members, "a save", plan.moves, plan.digest), (_UNPUBLISHED, _UNPUBLISHED)
+    for moves in stage_buckets(*agreed, lambda move: move.target, held, make, states=states, finish=write):
         yield (
             [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
             [tensor for move in moves for _, tensor in held[move.target]],

@@ -1,4 +1,4 @@
-"""An end of a sync between jobs that leaves their group where an exchange fails, so that its peers fail as well."""
+"""An end of a sync between jobs. It leaves the group after a failed exchange, so that its peers fail as well."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ class SyncEnd:
                 until the timeout, but fail once the last reference to the group is gone, and its connections with it.
         """
         assert self.resharder is not None
-        if failure := _failure_of(self.resharder, *given, **options):
+        failure = ""  # the text alone: an error's traceback holds the group
+        try:
+            self.resharder(*given, **options)
+        except RuntimeError as error:
+            failure = str(error)
+        if failure:
             memo.pop(self.resharder._members.group, None)
             unregister_group(self.resharder._members.group)
             self.resharder = None
             gc.collect()  # movers and their transposed ones hold each other, and the group
             raise RuntimeError(f"{failure}; this end has left the group, initialize it again")
-
-
-def _failure_of(resharder: StateDictResharder, *given: Any, **options: Any) -> str:
-    """Return the text of an error alone: its traceback would hold the group."""
-    try:
-        resharder(*given, **options)
-    except RuntimeError as error:
-        return str(error)
-    return ""

@@ -1,4 +1,4 @@
-"""Record a loader: the boxes of checkpoint tensors that a model's loading code copies to this rank.
+"""Record a loader: the boxes of checkpoint tensors that it copies to this rank.
 
 Checkpoint tensors are on meta, so torch itself computes every view of them. A dispatch mode sees the loader's copies to
 the model's memory, and writes nothing there. Operators that are neither views nor copies are refused.
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,27 +30,17 @@ from shard_reshard._torch_compat import (
     tensor_leaves,
     written_tensors,
 )
-from shard_reshard.engines.strided import (
-    Landing,
-    StridedCopy,
-    divide,
-    intersect,
-    landings,
-    merge_landings,
-    visible,
-)
 from shard_reshard.group import group_info
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.shard_map import Index
-from shard_reshard.lowering.memory_layout import is_contiguous
+from shard_reshard.lowering import dense_strides, is_contiguous
 from shard_reshard.state_dict.plan import Part
 
 aten = torch.ops.aten
 _NEW_MEMORY = {aten.clone, aten._to_copy, aten.cat, aten.stack, aten.lift_fresh, aten.flip, aten.constant_pad_nd}
-# Of the kind of a weight, without its values; what they are filled with, or where it stands in the arguments.
+# Of the kind of a weight, without its values, and what they are filled with.
 _FILLED_WITH = {aten.empty_like: None, aten.new_empty: None, aten.zeros_like: 0, aten.new_zeros: 0}
-_FILLED_WITH |= {aten.ones_like: 1, aten.new_ones: 1}
-_FILL_ARGUMENT = {aten.full_like: 1, aten.new_full: 2}
+_WIDE = (torch.float32, torch.float64)
 _MAX_BOXES = 4096  # of one tensor on one rank
 
 
@@ -208,7 +199,7 @@ class _Memory(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A box of a checkpoint tensor with a strided view of a model's tensor as destination."""
+    """A box of a checkpoint tensor, and its strided view of a model's tensor."""
 
     tensor: str
     box: Box | None  # None: a constant
@@ -217,7 +208,7 @@ class _View(NamedTuple):
     offset: int  # from the tensor's start
 
     def of(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the view of the present memory of ``held``; without the classes of an engine's parameters."""
+        """Return the view of the present memory of ``held``. Classes of an engine's parameters are left off."""
         own = held[self.tensor].detach().as_subclass(torch.Tensor)
         return own.as_strided(self.sizes, self.strides, own.storage_offset() + self.offset)
 
@@ -340,11 +331,16 @@ class _Recorder(DispatchMode):
                 self._stop(func, tensors)
             return output
         if packet is aten.copy_ and is_recorded[1] and not is_wrapper(args[0]):
-            target, source = self._elements(args[0], args[1])
+            target, source, dtype = args[0], args[1], self.memories[storage_key(args[1])].dtype
+            owner = self.owners.get(storage_key(target))
+            if owner is not None and target.dtype is source.dtype is not dtype is self.held[owner].dtype:
+                with suppress(RuntimeError):  # bits of whole elements are copied as elements
+                    target, source = target.view(dtype), source.view(dtype)
             source = source.expand(target.shape)
             self.read.add(storage_key(source))
-            owner = self.owners.get(storage_key(target))
             if owner is not None:
+                if target.dtype is not self.held[owner].dtype or target.is_conj() or target.is_neg():
+                    self.stop_at(f"a write as {target.dtype} or negated", "write to it as it is")
                 self.writes.setdefault(owner, []).append((target.detach(), source))
                 return args[0]
             if storage_key(target) not in self.memories:
@@ -366,7 +362,7 @@ class _Recorder(DispatchMode):
             self._stop(func, tensors)
         if packet is aten._to_copy:
             kwargs = {key: value for key, value in kwargs.items() if key in ("dtype", "memory_format")}
-        elif packet in _FILLED_WITH or packet in _FILL_ARGUMENT:
+        elif packet in _FILLED_WITH:
             kwargs = {key: value for key, value in kwargs.items() if key == "dtype"}
         elif len({tensor.is_meta for tensor in tensors}) > 1:
             self._stop(func, tensors)
@@ -375,12 +371,11 @@ class _Recorder(DispatchMode):
         shared = {storage_key(tensor) for tensor in tensors}
         if results and all(storage_key(result) in shared for result in results):
             return output  # views
-        if packet not in _NEW_MEMORY and packet not in _FILLED_WITH and packet not in _FILL_ARGUMENT:
+        if packet not in _NEW_MEMORY and packet not in _FILLED_WITH:
             self._stop(func, tensors)
         (result,) = results
-        if packet not in _NEW_MEMORY:
-            fill = args[_FILL_ARGUMENT[packet]] if packet in _FILL_ARGUMENT else _FILLED_WITH[packet]
-            self._track(result, writes=[] if fill is None else [(result, fill)])
+        if packet in _FILLED_WITH:
+            self._track(result, writes=[] if _FILLED_WITH[packet] is None else [(result, _FILLED_WITH[packet])])
             return output
         self.read.update(shared)
         self._track(result)
@@ -396,25 +391,17 @@ class _Recorder(DispatchMode):
             writes += [(result.select(dim, at), tensor) for at, tensor in enumerate(tensors)]
         elif packet is aten.flip:
             if prod(result.shape[dim] for dim in args[1]) > _MAX_BOXES:
-                self._refuse(self.current, "a flip along a long dim", "flip weights elsewhere")
-            else:
-                writes += _flipped(result, tensors[0], list(args[1]))
+                self.stop_at("a flip along a long dim", "flip weights elsewhere")
+            for place in product(*(range(result.shape[dim]) for dim in args[1])):
+                into, taken = result, tensors[0]
+                for dim, at in zip(args[1], place, strict=True):
+                    into, taken = into.narrow(dim, at, 1), taken.narrow(dim, result.shape[dim] - 1 - at, 1)
+                writes.append((into, taken))
         elif packet is aten.constant_pad_nd:
             writes += [(result, args[2] if len(args) > 2 else 0), _padded(result, tensors[0], args[1])]
         else:
             writes.append((result, tensors[0]))
         return output
-
-    def _elements(self, target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both as what they are where bits of a weight are copied into a parameter of its dtype."""
-        owner, dtype = self.owners.get(storage_key(target)), self.memories[storage_key(source)].dtype
-        if owner is None or source.dtype is dtype or target.dtype is not source.dtype:
-            return target, source
-        with suppress(RuntimeError):  # their last dims do not make whole elements
-            views = target.view(dtype), source.view(dtype)
-            if self.held[owner].dtype is dtype and views[0].shape == views[1].shape:
-                return views
-        return target, source
 
     def _is_unread_copy(self, target: torch.Tensor) -> bool:
         memory = self.memories[storage_key(target)]
@@ -423,7 +410,7 @@ class _Recorder(DispatchMode):
     def _reads_loaded(
         self, name: str, read: list[torch.Tensor], results: list[torch.Tensor], written: list[torch.Tensor]
     ) -> bool:
-        """Return True for an operator that would see old values: recorded writes do not reach the model."""
+        """Return True for an operator that would see old values. Recorded writes do not reach the model."""
         loaded = {self.owners[storage_key(tensor)] for tensor in read if storage_key(tensor) in self.owners}
         if not loaded & self.writes.keys():
             return False
@@ -435,7 +422,7 @@ class _Recorder(DispatchMode):
     # ---- destinations -----------------------------------------------------------------------------------------
 
     def _resolve(self, owner: str) -> None:
-        """Follow the writes into a tensor back to boxes of checkpoint tensors, the last one first."""
+        """Follow a tensor's writes back to boxes of checkpoint tensors, the last one first."""
         held = self.held[owner]
         start = int(held.storage_offset())
         hidden = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool)
@@ -457,12 +444,15 @@ class _Recorder(DispatchMode):
     def _landed(self, owner: str, target: torch.Tensor, source: torch.Tensor, hidden: torch.Tensor) -> None:
         """Note the boxes that one write brings."""
         start, covered = int(self.held[owner].storage_offset()), 0
-        if target.dtype is not self.held[owner].dtype or target.is_conj() or target.is_neg():
-            self._refuse(owner, f"a write as {target.dtype} or negated", "write to it as it is")
         for origin, landing, dtypes in self._origins(owner, source, StridedCopy.of(source, target, -start)):
             covered += prod(landing.sizes)
-            rounded = [dtype for dtype in dtypes if dtype not in (dtypes[0], target.dtype)]
-            rounded = [dtype for dtype in rounded if not _has_values_of(dtype, dtypes[0])]
+            # By way of float32 or float64 nothing shorter is rounded: no float, no whole number.
+            rounded = [
+                dtype
+                for dtype in dtypes
+                if dtype not in (dtypes[0], target.dtype)
+                and not (dtype in _WIDE and dtypes[0].itemsize < dtype.itemsize)
+            ]
             if rounded and origin != 0:
                 name = origin if isinstance(origin, str) else owner
                 self._refuse(name, f"a cast by way of {rounded[0]}", "cast to the parameter's dtype at once")
@@ -471,7 +461,7 @@ class _Recorder(DispatchMode):
             self._refuse(owner, "values that no checkpoint tensor has", "fill them in with fill_(), beside the copies")
 
     def _note(self, owner: str, origin: Any, whole: Landing, hidden: torch.Tensor) -> None:
-        """Note what is not hidden of a box of a checkpoint tensor, or of a constant."""
+        """Note the visible part of a box of a checkpoint tensor, or of a constant."""
         place = whole.offset + int(self.held[owner].storage_offset())
         for landing in visible(whole, hidden.as_strided(whole.sizes, whole.strides, place)):
             if isinstance(origin, str):
@@ -485,7 +475,7 @@ class _Recorder(DispatchMode):
     def _origins(
         self, owner: str, source: torch.Tensor, copy: StridedCopy
     ) -> Iterator[tuple[Any, Landing, list[torch.dtype]]]:
-        """Yield the boxes of a copy with the name of the checkpoint tensor that they are of, or a number."""
+        """Yield the boxes of a copy, each with a checkpoint tensor's name or a number."""
         memory = self.memories[storage_key(source)]
         if source.dtype is not memory.dtype or source.is_conj() or source.is_neg():
             self._refuse(memory.name or owner, f"bits read as {source.dtype}, or negated", "copy weights as they are")
@@ -524,14 +514,14 @@ class _Recorder(DispatchMode):
         return views
 
     def places(self) -> dict[str, tuple[str, object]]:
-        """Return how what is loaded or filled lies in memory, by all names that it has."""
+        """Return the places in memory of all loaded or filled tensors, by every name."""
         held = _tensors(self.model, False)
         owners = {name: self.owners.get(storage_key(value), "") for name, value in held.items()}
         return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in self.writes}
 
 
 def _only_value(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
-    """Return memory that a loader is about to write to with its value, where that is one."""
+    """Return a loader's own memory with its value before the first write, if one."""
     flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
     with suppress(RuntimeError):  # not every dtype can be compared
         if not flat.is_meta and flat.numel() and bool((flat == flat[0]).all()):
@@ -539,37 +529,14 @@ def _only_value(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
     return []
 
 
-def _flipped(
-    result: torch.Tensor, source: torch.Tensor, dims: list[int]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if not dims:
-        yield result, source
-        return
-    size = result.shape[dims[0]]
-    for at in range(size):
-        parts = result.narrow(dims[0], at, 1), source.narrow(dims[0], size - 1 - at, 1)
-        yield from _flipped(*parts, dims[1:])
-
-
 def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the part of a padded tensor that has values, and these; negative numbers cut off."""
+    """Return the part of a padded tensor that has values, and these. Negative numbers cut off."""
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         dim = result.dim() - 1 - number
         size = source.shape[dim] + min(before, 0) + min(after, 0)
         source = source.narrow(dim, max(-before, 0), size)
         result = result.narrow(dim, max(before, 0), size)
     return result, source
-
-
-def _has_values_of(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Return True if ``dtype`` represents every value of ``source``."""
-    if not dtype.is_floating_point or source.is_complex:
-        return False
-    wide = torch.finfo(dtype)
-    if not source.is_floating_point:
-        return source is torch.bool or torch.iinfo(source).max <= 2 / wide.eps
-    small = torch.finfo(source)
-    return wide.eps <= small.eps and wide.max >= small.max and wide.tiny * wide.eps <= small.tiny * small.eps
 
 
 # ---- one answer for all ranks ---------------------------------------------------------------------------------
@@ -614,3 +581,163 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
                     )
                     break
     return destinations
+
+
+# ---- strided copies as boxes of dense tensors ------------------------------------------------------------------
+
+
+class StridedCopy(NamedTuple):
+    """Elements of one memory and of another, index by index."""
+
+    dims: tuple[tuple[int, int, int], ...]  # size, stride in the source, stride in the target
+    source: int  # offsets of the first element
+    target: int
+
+    @classmethod
+    def of(cls, source: torch.Tensor, target: torch.Tensor, shift: int = 0) -> StridedCopy:
+        """Return the copy of one view into another of its shape. ``shift`` is added to the target's offset."""
+        dims = zip(source.shape, source.stride(), target.stride(), strict=True)
+        return cls(tuple(dims), int(source.storage_offset()), int(target.storage_offset()) + shift)
+
+
+class Landing(NamedTuple):
+    """A box of a dense tensor and its strided destination view. Strides of dims of size 1 are 0."""
+
+    start: Index
+    sizes: Index
+    strides: Index
+    offset: int
+
+
+def landings(copy: StridedCopy, shape: Index) -> Iterator[Landing]:
+    """Yield the boxes of a dense source of ``shape`` that a copy reads."""
+    dims = [dim for dim in copy.dims if dim[0] != 1]
+    if any(size == 0 for size, _, _ in dims):
+        return
+    merged = True
+    while merged:  # joins dims that form one dim on both sides
+        merged = False
+        for outer in dims:
+            inner = next((d for d in dims if d is not outer and outer[1:] == (d[0] * d[1], d[0] * d[2])), None)
+            if inner is not None:
+                dims = [d for d in dims if d is not outer and d is not inner]
+                dims.append((outer[0] * inner[0], *inner[1:]))
+                merged = True
+                break
+    yield from _boxes(dims, copy.source, copy.target, shape, dense_strides(shape))
+
+
+def _boxes(
+    dims: list[tuple[int, int, int]], source: int, target: int, shape: Index, strides: Index
+) -> Iterator[Landing]:
+    start = tuple(source // stride % size for size, stride in zip(shape, strides, strict=True))
+    sizes, places = [1] * len(shape), [0] * len(shape)
+    for number, (size, step, to) in enumerate(dims):
+        if size == 1:
+            continue
+        rest = dims[:number] + dims[number + 1 :]
+        at = next((d for d in range(len(shape)) if shape[d] > 1 and strides[d] == step), None)
+        if at is None or sizes[at] > 1:  # skips or repeats elements: one index at a time
+            for index in range(size):
+                yield from _boxes(rest, source + index * step, target + index * to, shape, strides)
+            return
+        room = shape[at] - start[at]
+        if size > room:  # continues in the next dim
+            first = room if start[at] else size // room * room
+            rows = first // room
+            head = [*rest, (rows, step * room, to * room), (room, step, to)] if rows > 1 else [*rest, (room, step, to)]
+            yield from _boxes(head, source, target, shape, strides)
+            if size > first:
+                tail = [*rest, (size - first, step, to)]
+                yield from _boxes(tail, source + first * step, target + first * to, shape, strides)
+            return
+        sizes[at], places[at] = size, to
+    yield Landing(start, tuple(sizes), tuple(places), target)
+
+
+def intersect(filled: Landing, wanted: Landing) -> StridedCopy | None:
+    """Compose copies through a dense memory: ``filled`` writes to it, ``wanted`` reads from it."""
+    dims, source, target = [], filled.offset, wanted.offset
+    for a, n, s, b, m, t in zip(
+        filled.start, filled.sizes, filled.strides, wanted.start, wanted.sizes, wanted.strides, strict=True
+    ):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        dims.append((high - low, s, t))
+        source, target = source + (low - a) * s, target + (low - b) * t
+    return StridedCopy(tuple(dims), source, target)
+
+
+def cut(landing: Landing, dim: int, low: int, high: int) -> Landing:
+    """Return the part of a landing whose indices along ``dim`` are from ``low`` to ``high``."""
+    offset = landing.offset + (low - landing.start[dim]) * landing.strides[dim]
+    start, sizes = _with(landing.start, dim, low), _with(landing.sizes, dim, high - low)
+    return landing._replace(start=start, sizes=sizes, offset=offset)
+
+
+def divide(landing: Landing, box: Landing) -> tuple[Landing | None, list[Landing]]:
+    """Return the part of a landing inside of another one's box, and those outside."""
+    bounds = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*landing[:2], *box[:2], strict=True)]
+    if any(low >= high for low, high in bounds):
+        return None, [landing]
+    outside = []
+    for dim, (low, high) in enumerate(bounds):
+        end = landing.start[dim] + landing.sizes[dim]
+        if landing.start[dim] < low:
+            outside.append(cut(landing, dim, landing.start[dim], low))
+        if high < end:
+            outside.append(cut(landing, dim, high, end))
+        landing = cut(landing, dim, low, high)
+    return landing, outside
+
+
+def visible(landing: Landing, hidden: torch.Tensor) -> Iterator[Landing]:
+    """Yield the parts of a landing whose elements, in its shape, are not ``hidden``."""
+    if not bool(hidden.any()):
+        yield landing
+        return
+    for dim in range(hidden.dim()):
+        slabs = hidden.movedim(dim, 0).flatten(1) if hidden.dim() > 1 else hidden[:, None]
+        marks = (slabs[1:] != slabs[:-1]).any(1).nonzero().view(-1).add(1).tolist()
+        if marks:  # else all indices along the dim are alike
+            for low, high in pairwise([0, *marks, len(slabs)]):
+                part = cut(landing, dim, landing.start[dim] + low, landing.start[dim] + high)
+                yield from visible(part, hidden.narrow(dim, low, high - low))
+            return
+
+
+def merge_landings(found: Sequence[Landing]) -> list[Landing]:
+    """Merge neighbouring landings that form one box in one view."""
+    merged = list(found)
+    for dim in reversed(range(len(merged[0].sizes) if merged else 0)):
+        merged.sort(key=lambda entry: (_without(entry.start, dim), entry.start[dim]))
+        joined: list[Landing] = []
+        for entry in merged:
+            one = _follows(joined[-1], entry, dim) if joined else None
+            if one is None:
+                joined.append(entry)
+            else:
+                joined[-1] = one
+        merged = joined
+    return merged
+
+
+def _follows(one: Landing, other: Landing, dim: int) -> Landing | None:
+    """Join two landings; None if they are not neighbours along ``dim`` in box and view."""
+    if any(_without(a, dim) != _without(b, dim) for a, b in zip(one[:3], other[:3], strict=True)):
+        return None
+    step, rest = divmod(other.offset - one.offset, one.sizes[dim])
+    strides = {entry.strides[dim] for entry in (one, other) if entry.sizes[dim] > 1} | {step}
+    if one.start[dim] + one.sizes[dim] != other.start[dim] or rest or len(strides) > 1 or step <= 0:
+        return None
+    sizes = _with(one.sizes, dim, one.sizes[dim] + other.sizes[dim])
+    return one._replace(sizes=sizes, strides=_with(one.strides, dim, step))
+
+
+def _without(index: Index, dim: int) -> Index:
+    return index[:dim] + index[dim + 1 :]
+
+
+def _with(index: Index, dim: int, value: int) -> Index:
+    return (*index[:dim], value, *index[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Weight transfer from a sharded trainer to vLLM: each worker receives its own shards, in one exchange.
+"""Weight transfer from a sharded trainer to vLLM. Each worker receives its own shards, in one exchange.
 
 vLLM finds `register` by the entry point group ``vllm.general_plugins``; ``backend="shard_reshard"`` names both ends.
 Trainer ranks come first in a group of their own, workers after them. Workers record their loader's destination of each
@@ -31,7 +31,7 @@ from shard_reshard.engines.leave import SyncEnd
 from shard_reshard.engines.record import RecordedLayouts, record_layouts
 from shard_reshard.group import group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import own_layout
-from shard_reshard.state_dict.meta import tensors_of
+from shard_reshard.state_dict.agreement import tensors_of
 from shard_reshard.state_dict.resharder import StateDictResharder
 
 __all__ = ["ShardedSource", "TrainerInit", "TrainerEngine", "WorkerEngine", "register"]
@@ -73,7 +73,7 @@ class WorkerInit(base.WeightTransferInitInfo):  # type: ignore[misc]  # untyped 
 
 
 class WorkerEngine(SyncEnd, base.WeightTransferEngine[WorkerInit, base.WeightTransferUpdateInfo]):  # type: ignore[misc]
-    """vLLM's end: receives the shards of a worker, and leaves the model as it was where an exchange fails."""
+    """vLLM's end, for the shards of a worker. A failed exchange leaves the model as it was."""
 
     init_info_cls = WorkerInit
     update_info_cls = base.WeightTransferUpdateInfo
@@ -174,13 +174,13 @@ def _unfilled(model: nn.Module, recorded: RecordedLayouts) -> list[Problem]:
 
 
 class ShardedSource(base.WeightSource):  # type: ignore[misc]
-    """Tensors as they lie (DTensors, ``_sharding_info``): those that a module saves, or what a function returns."""
+    """Tensors as they lie (DTensors, ``_sharding_info``), of a module or from a function."""
 
     def __init__(self, tensors: nn.Module | Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._tensors = tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this moment; of a module also the buffers that its checkpoints hold, ties once."""
+        """Return the tensors of this moment. Of a module also the buffers of its checkpoints, ties once."""
         if not isinstance(self._tensors, nn.Module):
             return dict(self._tensors())
         saved = tensors_of(self._tensors)
@@ -211,7 +211,7 @@ class TrainerInit(base.TrainerInitInfo):  # type: ignore[misc]
 
 
 class TrainerEngine(SyncEnd, base.TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[misc]
-    """The trainer's end, on every rank of its default group; rank 0 drives vLLM through ``client``."""
+    """The trainer's end, on every rank of its default group. Rank 0 drives vLLM through ``client``."""
 
     init_info_cls = TrainerInit
 

@@ -11,7 +11,7 @@ from shard_reshard.execution.exchange import INTEGERS
 
 
 class Message(NamedTuple):
-    """Header of the changes for one peer: values, then the number of unchanged elements before each."""
+    """Header of the changes for one peer. Values come first, then the unchanged elements before each."""
 
     width: int  # bytes of a digit of these numbers; 0: all bytes are sent instead
     num_values: int
@@ -33,7 +33,7 @@ class ChangeExchange:
         self._kept: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def begin(self, full: bool) -> None:
-        """Start a call; ``full`` on all ranks alike: it sends everything, both ends do not hold the same."""
+        """Start a call. ``full`` on all ranks alike: it sends everything, both ends do not hold the same."""
         self._full, self._number = full or not self._kept, 0  # a new plan has nothing yet, on any rank
         if self._full:
             self._kept = []

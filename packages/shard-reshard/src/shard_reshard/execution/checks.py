@@ -20,7 +20,7 @@ from shard_reshard._torch_compat import (
     waited_for,
 )
 from shard_reshard.layout.shard_map import shortened
-from shard_reshard.plan.plan import Plan
+from shard_reshard.plan import Plan
 
 Shards = torch.Tensor | Sequence[torch.Tensor] | None
 
@@ -103,7 +103,7 @@ def freed_problems(name: str, tensor: torch.Tensor) -> list[Problem]:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return False if the storage ends before the tensor: sharded data parallelism frees it between uses."""
+    """Return False if the storage ends before the tensor. Sharded data parallelism frees it between uses."""
     if not tensor.numel() or tensor.layout != torch.strided or type(tensor) not in PLAIN_TYPES or is_fake((tensor,)):
         return True
     strides = tensor.stride()  # no Python loop: every replay calls this
@@ -176,7 +176,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> list[tuple[int, int]]:
-    """Return the pairs of tensors with common bytes: two of ``tensors``, or one of them and one of ``others``.
+    """Return the pairs with common bytes: two of ``tensors``, or one of each list.
 
     Pairs of positions, the smaller one first; ``others`` are counted after ``tensors``.
     """
@@ -271,7 +271,7 @@ class TensorGuards:
 
 
 def record_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
-    """Return guards on these tensors; None if some have no memory or no strides to compare."""
+    """Return guards on these tensors. None if some have no memory or no strides to compare."""
     if not PLAIN_TYPES.issuperset(map(type, tensors)) or is_fake(tensors) or True in map(_is_nested, tensors):
         return None
     return TensorGuards(tensors) if {tensor.layout for tensor in tensors} <= _STRIDED else None

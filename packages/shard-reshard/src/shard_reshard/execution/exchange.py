@@ -17,15 +17,18 @@ import torch.distributed as dist
 from shard_reshard._torch_compat import foreach_copy_
 from shard_reshard.execution.checks import pointers
 from shard_reshard.layout.shard_map import torch_dtype
-from shard_reshard.lowering.memory_layout import (
+from shard_reshard.lowering import (
+    Program,
     Region,
     Side,
     Span,
+    Step,
     StepMemory,
+    accumulates_apart,
     lay_out_step,
+    reduction_dtype,
 )
-from shard_reshard.lowering.program import Program, Step, accumulates_apart, reduction_dtype
-from shard_reshard.plan.plan import Plan
+from shard_reshard.plan import Plan
 
 
 class Reduction:
@@ -235,7 +238,7 @@ class Exchange:
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def memories(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[list[StepMemory], int]:
-        """Return what each step reads and writes, for tensors of these strides, and the most bytes of a buffer."""
+        """Return the reads and writes of each step for these strides, and a buffer's bytes."""
         key = src, dst = tuple(map(torch.Tensor.stride, sources)), tuple(map(torch.Tensor.stride, outs))
         if key not in self._memories:
             if len(self._memories) >= _MAX_STRIDES:  # callers whose strides differ in every call
@@ -280,7 +283,7 @@ class Exchange:
         self.workspace, self.prepared, self._places = {}, None, {}
 
     def as_wire_dtype(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
-        """Return detached tensors in the dtype of their copies: their own, or integers of that size."""
+        """Return detached tensors in the dtype of their copies. It is their own, or integers of that size."""
         # The memory itself, unless a view negates on reading.
         resolved = list(map(torch.Tensor.resolve_neg, map(torch.Tensor.detach, tensors)))
         if not self.copies_values:

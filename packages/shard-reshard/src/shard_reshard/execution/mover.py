@@ -17,8 +17,8 @@ from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import TensorGuards, destination_problems, local_problems
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_device
-from shard_reshard.lowering.program import build_program
-from shard_reshard.plan.plan import Plan, group_problems
+from shard_reshard.lowering import build_program
+from shard_reshard.plan import Plan, group_problems
 
 Finish = Callable[[], None]
 
@@ -62,7 +62,7 @@ def shared_mover(members: GroupInfo, plans: tuple[Plan, ...], check: str) -> Mov
 
 
 class Mover:
-    """Executor of one or several fused plans: one collective, or one for each stage or round."""
+    """Executor of one or several fused plans, by one collective for each stage or round."""
 
     def __init__(
         self, plans: Sequence[Plan], members: GroupInfo, keep_workspace: bool = False, check: str = "first"
@@ -192,11 +192,6 @@ class Mover:
                 self._freed = torch.cuda.Event()
             self._freed.record(torch.cuda.current_stream(device))
 
-    def device(self, *tensors: Sequence[torch.Tensor]) -> torch.device:
-        """Return the device of this rank's tensors; without any, the group's."""
-        first = next((tensor for each in tensors for tensor in each), None)
-        return data_device(self.members.group) if first is None else first.device
-
     def _collective(
         self,
         output: torch.Tensor,
@@ -241,7 +236,7 @@ class _Finish(NamedTuple):
             self.mover._release(self.device)
 
     def abandon(self) -> None:
-        """Drop the workspace: the collective may still write to it, so later calls must not use it."""
+        """Drop the workspace. The collective may still write to it, so later calls must not use it."""
         self.mover.exchange.drop_workspace()
         self.mover._in_flight = False
 
@@ -271,7 +266,7 @@ class ReshardWork(NotPicklable):
         self._error: Exception | None = None
 
     def wait(self) -> Any:
-        """Wait, unpack on the current stream, and return the destination tensor (a list for several boxes)."""
+        """Wait, unpack on the current stream, and return the result (a list for several boxes)."""
         if self._error is not None:  # a failed call stays failed
             raise self._error
         if not self._done:

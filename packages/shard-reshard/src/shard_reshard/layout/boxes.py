@@ -187,7 +187,7 @@ class BoxShardMap(ShardMap):
 
     @cached_property
     def _sorted(self) -> tuple[int, list[Cell], list[int], list[int]]:
-        """Return the sort dim (most distinct starts), sorted cells, their starts, and a running maximum of stops."""
+        """Return the sort dim (most distinct starts), sorted cells, their starts, and the furthest stops."""
         merged: dict[tuple[Index, Index], dict[int, int]] = {}
         for rank, boxes in self.boxes.items():
             for tensor, box in enumerate(boxes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,21 +22,9 @@ if TYPE_CHECKING:
     from shard_reshard.group import GroupInfo
 
 
-@dataclass(frozen=True)
-class OnRank:
-    """The full tensor on one rank of the group."""
-
-    rank: int
-
-    def __post_init__(self) -> None:
-        rank: object = self.rank
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise PlanError(Problem("invalid-argument", "rank", found=repr(rank), hint="ranks are counted from 0"))
-
-
 LayoutLike: TypeAlias = Any
 """What says where a tensor lies: a shard-spec `Layout`, a sharding spec of shard-spec or torch, a DTensor, a pair of
-DeviceMesh and placements, boxes by rank, `OnRank(r)`, or text such as ``"2x4: S(1), R"``."""
+DeviceMesh and placements, boxes by rank, or text such as ``"2x4: S(1), R"`` and ``"rank 0"``."""
 
 ToGroup = Callable[[int], int]
 
@@ -53,7 +40,7 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     Args:
         layout: See :data:`LayoutLike`.
         shape: Global shape; None if the layout itself has one.
-        to_group: Maps a global rank to a rank of the group. Layouts, boxes and `OnRank` use ranks of the group;
+        to_group: Maps a global rank to a rank of the group. Layouts, boxes and texts use ranks of the group;
             DeviceMeshes and sharding specs use global ranks. None: the group is the default group.
 
     Raises:
@@ -66,8 +53,6 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
         return _same_shape(layout, shape)
     if isinstance(layout, Layout):
         return MeshShardMap(layout, sizes_of(shape, "a Layout"))
-    if isinstance(layout, OnRank):
-        return BoxShardMap.whole(sizes_of(shape, "OnRank"), layout.rank)
     if isinstance(layout, Mapping):
         boxes = {rank: (own,) if isinstance(own, Box) else own for rank, own in layout.items()}
         for rank, own in boxes.items():
@@ -102,12 +87,12 @@ def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
 
 
 def layout_value(layout: Any) -> Any:
-    """Return a layout as a comparable value for caches; None for one that may reference tensors."""
+    """Return a layout as a comparable value for caches. None for one that may reference tensors."""
     if type(layout) is tuple and len(layout) == 2 and isinstance(layout[1], list | tuple):
         from shard_reshard._torch_compat import mesh_groups
 
         return layout[0], tuple(layout[1]), mesh_groups(layout[0])  # the same mesh may get new groups
-    return layout if type(layout) is str or isinstance(layout, Layout | OnRank | ShardMap) else None
+    return layout if type(layout) is str or isinstance(layout, Layout | ShardMap) else None
 
 
 def _same_shape(bound: ShardMap, shape: Sequence[int] | None) -> ShardMap:
@@ -167,7 +152,7 @@ def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> Sh
     spec = as_spec(layout)  # torch's specs too
     if spec is None:
         reason = f"{layout!r} of type {type(layout).__qualname__}"
-        hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank, OnRank or a text"
+        hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank or a text"
         raise PlanError(Problem("invalid-layout", found=reason, hint=hint))
     if shape is None and isinstance(spec, EnumerableShardingSpec):
         shape = _extent([shard.box for shard in spec.shards])

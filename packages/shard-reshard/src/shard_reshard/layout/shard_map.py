@@ -154,7 +154,7 @@ class ShardMap(ABC):
 
     @abstractmethod
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
-        """Return the shapes of the local tensors of ``rank``; none for a rank outside of the layout."""
+        """Return the shapes of the local tensors of ``rank``. None for a rank outside of the layout."""
 
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
@@ -301,7 +301,7 @@ class MeshShardMap(ShardMap):
             )
 
     def _held_by(self, flat: int) -> tuple[tuple[int, ...], ...]:
-        """For each partial value, the ranks that hold what position ``flat`` in the list of ranks holds."""
+        """For each partial value, the ranks with the data of position ``flat``."""
         if flat not in self._owners:
             ranks, replicas = self.ranks, self._replicas
             self._owners[flat] = tuple(tuple([ranks[flat + at + to] for to in replicas]) for at in self._partials)

@@ -1,4 +1,4 @@
-"""Consensus of ranks before a state dict moves: one plan, and equal values of plain tensors."""
+"""Metadata of a rank's tensors, and the consensus of ranks on plan and values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,151 @@ import torch
 import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
-from shard_reshard._shared.problems import Problem, raise_problems
-from shard_reshard._torch_compat import is_fake, mesh_groups, real_tensors
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems
+from shard_reshard._torch_compat import (
+    PLAIN_TYPES,
+    dtensor_local,
+    is_fake,
+    mesh_groups,
+    plain_locals,
+    real_tensors,
+    storage_key,
+    waited_for,
+)
+from shard_reshard.execution.checks import memory_of
 from shard_reshard.execution.mover import memo, remember
-from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent
-from shard_reshard.plan.plan import group_problems
-from shard_reshard.state_dict.meta import local_tensor
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan
-from shard_reshard.state_dict.planner import plan_state_dict
+from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent, data_device
+from shard_reshard.layout.parse import LayoutLike, layout_mismatches, own_layout, resolve_layout
+from shard_reshard.layout.shard_map import ShardMap, dtype_name
+from shard_reshard.plan import group_problems
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
 
 P = TypeVar("P")
+
+
+def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the tensors of a module or mapping; parameters of a module keep their ``_sharding_info``."""
+    if given is None:
+        return {}
+    if isinstance(given, torch.nn.Module):
+        tensors = given.state_dict(keep_vars=True)  # first: FSDP2 shards a module again that a forward has gathered
+        everything: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
+        everything.update(given.named_parameters(remove_duplicate=False))
+        return {name: value for name, value in everything.items() if name in tensors}
+    return dict(given)
+
+
+def collect_metadata(
+    state_dict: Mapping[str, Any],
+    outs: Mapping[str, Any],
+    src_layouts: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Any],
+    members: GroupInfo,
+) -> RankMeta:
+    """Collect the metadata of source and destination tensors, and their problems."""
+    tensors: list[Any] = [*state_dict, *outs]
+    strange = [name for name in tensors if not isinstance(name, str)]
+    if strange:
+        raise PlanError(
+            Problem("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
+        )
+    problems: list[Problem] = []
+    sources: dict[str, TensorMeta] = {}
+    known_outs: dict[str, TensorMeta] = {}
+    alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object, pickled once
+    others = {name: value for name, value in outs.items() if isinstance(value, torch.Tensor)}
+    for table, given_tensors in ((sources, state_dict), (known_outs, others)):
+        for name, value in given_tensors.items():
+            given_layout = (src_layouts.get(name), shapes.get(name)) if table is sources else (None, None)
+            try:
+                metadata = tensor_metadata(name, value, *given_layout, members)
+                table[name] = metadata._replace(layout=alike.setdefault(metadata.layout, metadata.layout))
+            except Exception as error:
+                listed = problems_of(error)
+                problems += [p.named(name) for p in listed]
+    elsewhere = tuple(name for name in src_layouts if name not in state_dict)
+    return RankMeta(_tied(sources, state_dict), _tied(known_outs, outs), tuple(problems), elsewhere)
+
+
+def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: GroupInfo) -> TensorMeta:
+    if not isinstance(value, torch.Tensor):
+        reason = f"a {type(value).__qualname__}"
+        raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
+    if value.is_nested or value.layout is not torch.strided:
+        reason = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
+        raise PlanError(Problem("unsupported-tensor", name, found=reason, hint="only dense tensors can be moved"))
+    if layout is None:  # declared by the tensor, or plain
+        own = own_layout(name, value, members.to_group)  # None: a full tensor
+        full = tuple(value.shape) if own is None else own.shape
+        if shape is not None and tuple(shape) != full:
+            reason, hint = f"shapes={tuple(shape)}, the tensor is of {full}", "say how it is sharded in src_layouts"
+            raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
+        return TensorMeta(full, dtype_name(value.dtype), own, name, value.is_meta)
+    bound = resolve_layout(layout, shape, members.to_group)
+    differs = layout_mismatches(name, value, bound, members)
+    if differs:
+        raise PlanError(differs)
+    return TensorMeta(bound.shape, dtype_name(value.dtype), bound, name, value.is_meta)
+
+
+def _tied(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
+    """Mark tensors that are one memory and one shard."""
+    first: dict[object, str] = {}
+    tied_to: dict[str, str] = {}
+    for name in sorted(known):
+        local = local_tensor(tensors[name])
+        if local.numel() and not is_fake((local,)):
+            # On meta every tensor has address 0.
+            place = (storage_key(local), local.storage_offset()) if local.is_meta else ()
+            tied_to[name] = first.setdefault((place, *memory_of(local), *known[name][:3]), name)
+    return {name: meta._replace(tied_to=tied_to.get(name, name)) for name, meta in known.items()}
+
+
+def local_tensor(value: Any) -> torch.Tensor:
+    """Return the local tensor of a DTensor, else the tensor itself; detached."""
+    local = dtensor_local(value)
+    if local is None:
+        local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
+    if not isinstance(local, torch.Tensor):
+        reason = f"a {type(value).__qualname__}"
+        raise PlanError(Problem("wrong-type", found=reason, hint="leave it out of the state dict"))
+    if type(local) not in PLAIN_TYPES:
+        if getattr(local, "_sharding_info", None) is not None:
+            local = local.as_subclass(torch.Tensor)  # such a class may report the global shape
+        local = waited_for(local)
+    return local.detach() if local.requires_grad else local
+
+
+def local_tensors(outs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the local tensors of all tensors; other values of a mapping are left out."""
+    locals_ = plain_locals(list(outs.values()))  # fast path of most state dicts
+    if locals_ is not None:
+        return dict(zip(outs, locals_, strict=True))
+    return {name: local_tensor(value) for name, value in outs.items() if isinstance(value, torch.Tensor)}
+
+
+def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: GroupInfo) -> torch.device:
+    """Return the device of the tensors; the group's if none has memory."""
+    for value in (*state_dict.values(), *outs.values()):
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            return local_tensor(value).device
+    return data_device(members.group)
+
+
+def declared_mismatches(
+    tensors: Mapping[str, Any], wanted: Callable[[str], ShardMap | None], members: GroupInfo
+) -> list[Problem]:
+    """Report tensors that declare another layout than the planned one, even of equal local shape."""
+    problems: list[Problem] = []
+    for name, value in tensors.items():
+        if hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None:
+            layout = wanted(name)
+            problems += [] if layout is None else layout_mismatches(name, value, layout, members)
+    return problems
+
+
+# ---- consensus -------------------------------------------------------------------------------------------------
+
 
 # Numbers of calls among the rows that ranks gather: ranks in different calls raise.
 ONE_SHOT, KEPT_CALL, NEW_RESHARDER = 3, 4, 5
@@ -38,7 +173,7 @@ class Question(NamedTuple):
     serial: int = 0  # of a question that is not to equal another one, though its text does
 
     def text(self) -> str:
-        """Return it as text; of layouts that are a function, the serial number stands for them."""
+        """Return it as text. The serial number stands for layouts that are a function."""
         options = (self.bucket_bytes, self.strict, self.check, self.changed_only, self.serial)
         layouts = self.dst_layouts
         if isinstance(layouts, Mapping):
@@ -69,11 +204,12 @@ def agreed_plan(
     digest: bytes,
     tensors: Mapping[str, Any],
     call: int = ONE_SHOT,
+    *,
     problems: Sequence[Problem] = (),
     prepared: Agreed | None = None,
     token: bytes = b"",
 ) -> Agreed:
-    """Return the plan for the metadata of all ranks, or raise the problems of all on all of them; a collective.
+    """Return the plan for all ranks' metadata, or raise all problems on all; a collective.
 
     Metadata travels only when a rank's changed: else 64 bytes of each rank do.
 
@@ -109,7 +245,7 @@ def agreed_plan(
     if plan is None:
 
         def make(everyone: list[Any], problems: list[Problem]) -> tuple[StateDictPlan, list[str]]:
-            problems += differing_tensors([sums for _, sums in everyone])
+            problems += differing([sums for _, sums in everyone], *PLAIN)
             metadata = [metadata for metadata, _ in everyone]
             plan = plan_state_dict(metadata, *question[:3], members.to_group, question.strict)
             problems += group_problems((move.plan for move in plan.moves), members.size)
@@ -125,7 +261,7 @@ def agreed_plan(
     if len({row[24:32] for row in rows if any(row[24:32])}) > 1:  # other values, or other names
         everyone: list[Any] = [None] * members.size
         dist.all_gather_object(everyone, sums, group=members.group)
-        raise_problems(differing_tensors(everyone))
+        raise_problems(differing(everyone, *PLAIN))
     same = {row[32:40] for row in rows} == {bytes.fromhex(plan.digest[:16])}
     return Agreed(plan, key, same, tuple(row[40:] for row in rows))
 
@@ -159,16 +295,19 @@ def plain_checksums(facts: RankMeta, tensors: Mapping[str, Any]) -> dict[str, by
     return {name: checksum(tensors[name]) for name in plain}
 
 
-def differing_tensors(everyone: Sequence[Mapping[str, bytes]]) -> list[Problem]:
-    """Report plain tensors of one name with different values: they are shards, and would get lost."""
-    problems = []
-    for name in sorted({name for found in everyone for name in found}):
-        values = [found[name] for found in everyone if name in found]
-        if len(set(values)) > 1:
-            found = "plain tensors that differ between ranks"
-            hint = "if they are shards, declare them in src_layouts (and shapes)"
-            problems.append(Problem("missing-argument", name, found=found, hint=hint))
-    return problems
+# Code, reason and remedy for plain tensors with different values: they are shards, and would get lost.
+PLAIN = (
+    "missing-argument",
+    "plain tensors that differ between ranks",
+    "if they are shards, declare them in src_layouts (and shapes)",
+)
+
+
+def differing(by_rank: Sequence[Mapping[str, bytes]], code: str, reason: str, hint: str) -> list[Problem]:
+    """Report names with different checksums on their ranks."""
+    names = sorted({name for sums in by_rank for name in sums})
+    values = {name: {sums[name] for sums in by_rank if name in sums} for name in names}
+    return [Problem(code, name, found=reason, hint=hint) for name in names if len(values[name]) > 1]
 
 
 _CHUNK = 1 << 19  # numbers per sum
@@ -198,7 +337,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
 
 
 def _layout_text(layout: Any) -> str:
-    """Return the text of a layout; for a DeviceMesh with ranks and groups, which its repr lacks."""
+    """Return the text of a layout. For a DeviceMesh with ranks and groups, which its repr lacks."""
     if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
         layout = layout.device_mesh, tuple(layout.placements)
     if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh"):

@@ -1,4 +1,4 @@
-"""Execution of a planned state dict: an exchange for each bucket, then results by destination name."""
+"""Execution of a planned state dict: an exchange for each bucket, then results by name."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ import torch
 from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import as_dtensor, dtensor_maker
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import (
-    ONE_MEMORY_HINT,
-    address,
-    destination_problems,
-    freed_problems,
-    local_problems,
-    memory_of,
-)
+from shard_reshard.execution.checks import address, destination_problems, freed_problems, local_problems, memory_of
 from shard_reshard.execution.mover import Mover, shared_mover
-from shard_reshard.group import BEFORE_WRITING, GroupInfo, assert_consistent
+from shard_reshard.group import GroupInfo
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.shard_map import ShardMap, torch_dtype
-from shard_reshard.state_dict.meta import declared_mismatches
-from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove
-from shard_reshard.state_dict.planner import given_layout
+from shard_reshard.state_dict.agreement import declared_mismatches
+from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove, given_layout
 
 
 class Progress(NamedTuple):
@@ -39,21 +31,13 @@ class Progress(NamedTuple):
 
 
 class MovedStateDict(dict[str, Any]):
-    """Name -> tensor on this rank, in the destination layout: a DTensor for layouts of a DeviceMesh.
+    """Name -> tensor on this rank, in the destination layout. A DTensor for layouts of a DeviceMesh.
 
     Attributes:
         plan: The executed plan.
     """
 
     plan: StateDictPlan
-
-    def explain(self, name: str | None = None) -> str:
-        """Return the plan as text, see `StateDictPlan.explain`."""
-        return self.plan.explain(name)
-
-
-Ties = list[tuple[str, str]]
-"""Names of ``out`` on one rank that are one memory, and that two tensors arrive for."""
 
 
 class LocalTargets:
@@ -80,6 +64,7 @@ class LocalTargets:
         members: GroupInfo,
         plan: StateDictPlan,
         dst_layouts: DstLayouts = None,
+        *,
         check: str = "first",
         keep: bool = False,
         changed_only: bool = False,
@@ -178,8 +163,8 @@ class LocalTargets:
         sources: Mapping[str, torch.Tensor],
         atomic: bool,
         strict: bool,
-    ) -> tuple[list[Problem], Ties]:
-        """Return the problems of ``given`` as ``out`` on this rank (locally ``outs``), and its ties."""
+    ) -> list[Problem]:
+        """Return the problems of ``given`` as ``out`` on this rank (locally ``outs``)."""
         targets = self.plan.targets
         problems = declared_mismatches(given, lambda name: targets[name][0] if name in targets else None, self.members)
 
@@ -208,32 +193,13 @@ class LocalTargets:
             if name not in planned and address(out) not in memories:
                 hint = "leave it out of out=, or pass strict=False"
                 problems.append(Problem("missing-source", name, found="a tensor of out= without a source", hint=hint))
-        ties: Ties = []
         if not problems:
-            filled, ties = self._filled(planned, atomic)
+            # Tensors tied at the source too move once, and are written once. Ties only here would get two values.
+            once = {(memory_of(out), self.plan.aliases.get(name, name)): name for name, out in planned.items()}
+            filled = {name: planned[name] for name in once.values()}
             names = [f"{name}: rank {self.rank}, out" for name in filled]
             problems = destination_problems(list(filled.values()), names, list(sources.values()), not atomic)
-        return problems, ties
-
-    def _filled(self, planned: Mapping[str, torch.Tensor], atomic: bool) -> tuple[dict[str, torch.Tensor], Ties]:
-        """Return the tensors to write, each memory once if it gets one value, and ties.
-
-        Tensors tied at the source too are moved once. Ties only here need equal values: `write_outputs` checks.
-        """
-        ties: Ties = []
-        filled: dict[str, torch.Tensor] = {}
-        by_memory: dict[tuple[object, ...], str] = {}
-        for name, out in planned.items():
-            alias = self.plan.aliases.get(name, name)
-            first = by_memory.setdefault(memory_of(out), name)
-            apart = first != name and alias != self.plan.aliases.get(first, first)
-            # Peers do not know ties outside of the plan, and would not join the comparison of values.
-            refused = apart and not {first, name} <= self.plan.tied
-            if first == name or not out.numel() or refused or (not atomic and alias == name):
-                filled[name] = out
-            elif apart:
-                ties.append((first, name))
-        return filled, ties
+        return problems
 
 
 class ReceiveBuffers:
@@ -274,7 +240,7 @@ def move_buckets(
     unchanged: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Exception | None:
-    """Run one exchange after the other; return the first error of ``progress``, for which no other rank waits."""
+    """Run all exchanges; return the first error of ``progress``, for which no other rank waits."""
     plan, done_bytes, done, late = here.plan, 0, 0, None
     sizes = [] if progress is None else [prod(move.plan.shape) * move.plan.itemsize for move in plan.moves]
     for mover, bucket, (flat, outs) in zip(here.movers, plan.buckets, calls, strict=True):
@@ -295,23 +261,9 @@ def write_outputs(
     arriving: ReceiveBuffers,
     outs: Mapping[str, Any],
     locals_: Mapping[str, torch.Tensor],
-    ties: Ties,
 ) -> MovedStateDict:
-    """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``).
-
-    Raises:
-        PlanError: ``invalid-out``, on all ranks, if tied tensors of ``outs`` on any rank got different values.
-    """
+    """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``)."""
     plan, result = here.plan, MovedStateDict()
-    if plan.tied:
-        problems = []
-        for first, second in ties:
-            one, other = (arriving.tensors[plan.aliases.get(name, name)][0].reshape(-1) for name in (first, second))
-            # Bits, too: NaNs never compare equal.
-            if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-                reason = f"tied to {first} on rank {here.rank}, other values"
-                problems.append(Problem("invalid-out", second, found=reason, hint=ONE_MEMORY_HINT))
-        assert_consistent(here.members, "ties of a state dict", [plan.digest], problems, BEFORE_WRITING)
     for name in plan.targets:  # in the order of their names
         if name in arriving.in_place:
             result[name] = outs[name]

@@ -1,4 +1,4 @@
-"""Reshard a full state dict: trainer to server, checkpoint to model, in a few fused exchanges."""
+"""Reshard a full state dict in a few fused exchanges."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from shard_reshard.state_dict.agreement import (
     Agreed,
     Question,
     agreed_plan,
+    collect_metadata,
+    device_of,
+    local_tensors,
     metadata_digest,
+    tensors_of,
 )
-from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import (
     Bucket,
     LocalTargets,
     MovedStateDict,
     ReceiveBuffers,
-    Ties,
     move_buckets,
     write_outputs,
 )
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap
-from shard_reshard.state_dict.planner import kept_layouts
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, kept_layouts
 
 
 @outside_of_graphs
@@ -165,8 +166,9 @@ class StateDictResharder(NotPicklable):
         """Work out, once for all calls, what this rank does in a plan."""
         self._agreed, self.plan = agreed, agreed.plan
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
-        options = self._question.dst_layouts, self._check, self._keeps, self._changed_only
-        self._here = LocalTargets(self._members, self.plan, *options, self._facts.sources, dropped)
+        options: Any = {"check": self._check, "keep": self._keeps, "changed_only": self._changed_only}
+        options |= {"known": self._facts.sources, "dropped": dropped}
+        self._here = LocalTargets(self._members, self.plan, self._question.dst_layouts, **options)
         self._compared = False  # all ranks have compared their tensors with the plan
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
@@ -205,11 +207,10 @@ class StateDictResharder(NotPicklable):
         return result
 
     def _agree(self, call: PreparedState, kind: int, token: bytes = b"") -> tuple[PreparedState, tuple[bytes, ...]]:
-        """Compare a call with those of all ranks; return it, prepared for the plan of all, and their tokens."""
-        agreed = agreed_plan(
-            *(self._members, self._question, self._facts, self._digest, call.tensors),
-            *(kind, call.problems, self._agreed, token),
-        )
+        """Compare a call with those of all ranks. Return it, prepared for the plan of all, and their tokens."""
+        known = self._members, self._question, self._facts, self._digest
+        options: Any = {"problems": call.problems, "prepared": self._agreed, "token": token}
+        agreed = agreed_plan(*known, call.tensors, kind, **options)
         if agreed.plan is not self.plan:  # other ranks have other tensors now
             self._follow(agreed)
             call = self._prepare(call.tensors, call.targets, call.atomic)
@@ -244,7 +245,7 @@ class StateDictResharder(NotPicklable):
         here, all_problems = self._here, list(problems)
         sources: Mapping[str, torch.Tensor] = {}
         outs: Mapping[str, torch.Tensor] = {}
-        match, calls, ties = Match.NONE, list[Bucket](), Ties()
+        match, calls = Match.NONE, list[Bucket]()
         arriving: ReceiveBuffers | None = None
         with torch.no_grad():
             try:
@@ -267,17 +268,14 @@ class StateDictResharder(NotPicklable):
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
                     all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
-                    wrong, ties = here.out_problems(targets, outs, sources, atomic, self._question.strict)
-                    all_problems += wrong
+                    all_problems += here.out_problems(targets, outs, sources, atomic, self._question.strict)
                     self._again = None
-                elif match is Match.MEMORY and self._guards is not None:
-                    ties = self._guards.tied_outs
             except Exception as error:
                 all_problems += problems_of(error)
-        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems, ties)
+        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems)
 
     def _compare(self, call: PreparedState) -> None:
-        """Raise the problems of all ranks on all of them; after a checked first call, of this rank alone."""
+        """Raise the problems of all ranks on all of them. After a checked first call, of this rank alone."""
         if self._compared:
             raise_problems(call.problems)
             return
@@ -296,13 +294,13 @@ class StateDictResharder(NotPicklable):
                 if guards is not None and comparable:
                     names, ties = (list(call.tensors), list(call.targets)), _ties(call.sources, call.outs)
                     layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
-                    self._guards = StateGuards(names, layouts, guards, ties, call.atomic, call.tied_outs)
+                    self._guards = StateGuards(names, layouts, guards, ties, call.atomic)
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             arriving.fill(self.plan.fills, call.outs)
             unchanged = call.match is Match.MEMORY
             move_buckets(here, call.buckets, arriving.fresh, unchanged)
-            result = write_outputs(here, arriving, call.targets, call.outs, call.tied_outs)
+            result = write_outputs(here, arriving, call.targets, call.outs)
         result.plan = self.plan
         return result
 
@@ -329,7 +327,6 @@ class PreparedState(NamedTuple):
     arriving: ReceiveBuffers | None
     buckets: list[Bucket]
     problems: list[Problem]
-    tied_outs: Ties
 
 
 class StateGuards(NamedTuple):
@@ -340,7 +337,6 @@ class StateGuards(NamedTuple):
     tensors: TensorGuards  # on local tensors
     ties: list[int]
     atomic: bool
-    tied_outs: Ties
 
 
 def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
@@ -358,7 +354,7 @@ def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor])
 def _recent_resharder(
     members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> tuple[StateDictResharder, Compared] | None:
-    """Return a resharder of an earlier one-shot call of the same arguments and metadata, ties among it."""
+    """Return the resharder of an earlier one-shot call of the same arguments, metadata and ties."""
     for resharder in reversed(list(memo.get(members.group, {}).get("state dict", {}).values())):
         guards = resharder._guards
         if resharder._asked == asked and guards is not None:

@@ -1,15 +1,223 @@
-"""Schedules: sends and receives of one rank, derived without loops over other ranks."""
+"""The plan of one tensor as a value, its validation, and each rank's schedule.
+
+A plan says which rank sends which box to which rank. It is pure, and the same on every rank. A rank derives its own
+schedule without loops over other ranks.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from operator import add, attrgetter, sub
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from shard_reshard.layout.shard_map import Cell, Index, new_tuple
-from shard_reshard.plan.plan import SMALLEST_PART_BYTES, Plan
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.layout.shard_map import FLOATING, ITEMSIZES, Cell, Index, ShardMap, new_tuple
+
+FORMAT = 1
+
+# Smaller shares are not worth a message: boxes are split among owners in shares of at least this size.
+SMALLEST_PART_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan of one tensor from one layout to another, as a value.
+
+    Attributes:
+        shape: Shape of the global tensor.
+        dtype: Name of the source's dtype, for example ``"float32"``.
+        out_dtype: Name of the destination's dtype.
+        src: Layout of the source.
+        dst: Layout of the destination.
+        max_workspace_bytes: The most bytes of temporary buffers a rank may use, or None.
+        adjoint: True for a plan of gradients: values that arrive at one place from several ranks are added up.
+    """
+
+    shape: Index
+    dtype: str
+    out_dtype: str
+    src: ShardMap
+    dst: ShardMap
+    max_workspace_bytes: int | None = None
+    adjoint: bool = False
+
+    # ---- identity ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the full content; equal plans have equal digests on every rank."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the plan as JSON, byte-stable."""
+        data = {
+            "format": FORMAT,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "out_dtype": self.out_dtype,
+            "src": self.src.to_json(),
+            "dst": self.dst.to_json(),
+            "max_workspace_bytes": self.max_workspace_bytes,
+            "adjoint": self.adjoint,
+        }
+        return json.dumps(data, separators=(",", ":"), sort_keys=True)
+
+    # ---- derived ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks needed by the plan: its largest rank plus one."""
+        return max(max(side.ranks, default=-1) for side in (self.src, self.dst)) + 1
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """True if source and destination are one layout: every rank copies locally."""
+        return self.src == self.dst
+
+    @cached_property
+    def wire_dtype(self) -> str:
+        """Name of the dtype in transfers. The smaller of both; the source's if values are still to be reduced."""
+        if self.reduce_op is not None or ITEMSIZES[self.dtype] < ITEMSIZES[self.out_dtype]:
+            return self.dtype
+        return self.out_dtype
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one element in a transfer."""
+        return ITEMSIZES[self.wire_dtype]
+
+    @cached_property
+    def reduce_op(self) -> str | None:
+        """Reduction on the way: "sum", "min", "max" or "product"; None for none."""
+        if self.adjoint:
+            return "sum"
+        if self.is_identity or self.src.num_partials == 1:
+            return None
+        op = self.src.reduce_ops[0]
+        return "sum" if op == "avg" else op  # summed, then divided once
+
+    @cached_property
+    def divisor(self) -> int:
+        """Divisor of a reduced value: the number of averaged ranks."""
+        layout = self.dst if self.adjoint else self.src
+        return 1 if self.is_identity else layout.averaged
+
+    @cached_property
+    def uses_scatter_allgather(self) -> bool:
+        """True if replicated destinations are filled by scatter and all-gather (see `_busiest`)."""
+        if self.is_identity or self.adjoint or self.dst.num_partials > 1:
+            return False
+        if self.dst.max_replicas == 1 or 0 in self.shape:  # nothing to relay
+            return False
+        if self.src.num_partials > 1 and self.dtype != self.out_dtype:
+            return False  # relayed values would be rounded to the wire dtype: replicas would differ
+        direct, relayed = _busiest(self)
+        return relayed + SMALLEST_PART_BYTES <= direct  # a second exchange has to pay off
+
+    def identity_value(self, rank: int) -> int | None:
+        """Return the fill value of a partial destination without a contribution. 0 for a sum, 1 for a product."""
+        if self.adjoint:
+            return 0
+        if self.is_identity or self.dst.num_partials == 1 or not set(self.dst.reduce_ops) & {"sum", "product"}:
+            return None
+        return 1 if self.dst.reduce_ops[0] == "product" else 0
+
+    def transpose(self) -> Self:
+        """Return the plan of the gradients: every copy reversed, arrivals added up.
+
+        ``plan.transpose().transpose() == plan``.
+        """
+        turned: Self | None = self.__dict__.get("_transposed")
+        if turned is None:
+            turned = type(self)(
+                self.shape, self.out_dtype, self.dtype, self.dst, self.src, self.max_workspace_bytes, not self.adjoint
+            )
+            self.__dict__["_transposed"], turned.__dict__["_transposed"] = turned, self
+        return turned
+
+
+def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
+    """Report plans with ranks outside of a group of ``size`` ranks."""
+    highest = max((plan.world_size for plan in plans), default=0)
+    if highest <= size:
+        return []
+    reason = f"a layout names rank {highest - 1}, the group has {size} ranks"
+    return [Problem("rank-outside-mesh", "group", found=reason, hint="pass a larger group=")]
+
+
+def _busiest(plan: Plan) -> tuple[int, int]:
+    """Estimate the bytes of the busiest rank: directly, and with a relay among the replicas.
+
+    Directly an owner sends its data to every replica (its share, if there are several owners), and a replica receives
+    every partial value. With a relay an owner sends its data once, and a replica relays and receives its own.
+    """
+    replicas, owners, addends = plan.dst.max_replicas, plan.src.max_replicas, plan.src.num_partials
+    has, gets = plan.src.largest * plan.itemsize, plan.dst.largest * plan.itemsize
+    if addends > 1:
+        direct = max(has * (replicas - 1), gets * (addends - 1))
+        relayed = max(has, gets * addends // replicas) * (replicas - 1) // replicas + gets * (replicas - 1) // replicas
+        return direct, relayed
+    if plan.src.rank_set >= plan.dst.rank_set and owners >= replicas:
+        return 0, 0  # mostly own copies
+    return has * replicas // owners, has // owners + gets
+
+
+_UNSIGNED = ("uint16", "uint32", "uint64")  # torch has no kernels to add or compare them
+
+
+def _size(cell: Cell) -> int:
+    return prod(map(sub, cell.stop, cell.start))
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise everything that keeps a plan from being carried out."""
+    problems: list[Problem] = []
+
+    def add(code: str, name: str, found: str, hint: str) -> None:
+        problems.append(Problem(code, name, found=found, hint=hint))
+
+    ops = set() if plan.is_identity else set(plan.src.reduce_ops)
+    pending = set() if plan.is_identity else set(plan.dst.reduce_ops)
+    wanted = plan.dst.cells() if plan.src.holes else ()
+    if any(sum(map(_size, plan.src.cross(cell.start, cell.stop))) < _size(cell) for cell in wanted):
+        add("boxes-incomplete", "src", "elements that no rank has", "only a destination may leave elements out")
+    if len(ops) > 1 and not ops <= {"sum", "avg"}:
+        hint = "reduce one axis after the other: redistribute to a layout that keeps one of them first"
+        add("unsupported-dtype", "src", f"partial axes of {_listed(ops)}", hint)
+    # Found here, because a rank that finds it while it reduces leaves the others waiting.
+    is_complex, is_unsigned = plan.dtype.startswith("complex"), plan.dtype in _UNSIGNED
+    if (
+        ("avg" in ops and plan.dtype not in FLOATING)
+        or (ops and plan.dtype == "bool")
+        or (is_unsigned and ops - {"product"})
+        or (is_complex and ops & {"min", "max"})
+    ):
+        hint = "convert it before, to a dtype that torch can add and compare"
+        add("unsupported-dtype", "src", f"{_listed(ops)} of {plan.dtype}", hint)
+    if len(pending) > 1 and pending & {"sum", "product"}:
+        hint = "make all partial axes of the destination one op"
+        add("unsupported-dtype", "dst", f"partial axes of {_listed(pending)}", hint)
+    if is_complex and not plan.out_dtype.startswith("complex"):
+        add("dtype-mismatch", "dtype", f"{plan.dtype} to {plan.out_dtype}", "take the real part before")
+    limit = plan.max_workspace_bytes
+    if limit is not None and limit < 1:
+        reason = f"max_workspace_bytes={limit}"
+        add("invalid-argument", "max_workspace_bytes", reason, "at least one byte, or None")
+    if problems:
+        raise PlanError(problems)
+
+
+def _listed(ops: set[str]) -> str:
+    return ", ".join(sorted(ops))
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------
 
 
 class Copy(NamedTuple):
@@ -36,7 +244,7 @@ class Copy(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A share of the common box of a source and a destination cell, with both ranks."""
+    """A share of the common box of a source and a destination cell."""
 
     stage: int
     partial_index: int
@@ -140,7 +348,7 @@ def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
 
 
 def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
-    """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
+    """Every copy between all ranks, with those that stay on their rank."""
     for rank in plan.dst.ranks:
         yield from copies_of(plan, rank, plan.uses_scatter_allgather)[0]
 
@@ -181,72 +389,54 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
             Copy(0, 0, start, tuple(map(sub, stop, start)), rank, rank, tensor, local, tensor, local)
             for start, stop, tensor, local in plan.src.pieces(rank)
         ], []
-    if not relay and plan.src.num_partials == plan.dst.num_partials == 1:
-        return _direct_copies_of(plan, rank)
     arriving: list[Copy] = []
     leaving: list[Copy] = []
-    for box in plan.dst.pieces(rank):
-        for cell in plan.dst.cross(box.start, box.stop):
+    # Without addends and relays most boxes have one sender, chosen alike by both ends: the lean case of large worlds.
+    direct = not relay and plan.src.num_partials == plan.dst.num_partials == 1
+    for start, stop, tensor, local_start in plan.dst.pieces(rank):
+        shift = tuple(map(sub, local_start, start))
+        for cell in plan.dst.cross(start, stop):
             receivers = receivers_of(plan, cell)
-            if rank in receivers:
-                for src in plan.src.cross(box.start, box.stop):
-                    dst = cut_cell(cell, src.start, src.stop)
-                    for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
-                        if move.dst_rank == rank:
-                            arriving.append(make_copy(move, src, dst))
-                        elif move.stage == 1:
-                            leaving.append(make_copy(move, src, dst))
-    for box in plan.src.pieces(rank):
-        for cell in plan.src.cross(box.start, box.stop):
-            for dst in plan.dst.cross(box.start, box.stop):
-                src = cut_cell(cell, dst.start, dst.stop)
-                for move in moves(src, dst, receivers_of(plan, dst), plan.itemsize, relay, rank):
+            for src in plan.src.cross(start, stop) if rank in receivers else ():
+                low, high, there, addends, tensors = src
+                owners, sizes = addends[0], tuple(map(sub, high, low))
+                if direct and (len(owners) == 1 or rank in owners or num_shares(owners, sizes, plan.itemsize) < 2):
+                    sender, here = rank if rank in owners else owners[rank % len(owners)], tuple(map(add, low, shift))
+                    number = 0 if tensors is None else tensors[sender]
+                    arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
+                    continue
+                dst = cut_cell(cell, low, high)
+                for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
+                    if move.dst_rank == rank:
+                        arriving.append(make_copy(move, src, dst))
+                    elif move.stage == 1:
+                        leaving.append(make_copy(move, src, dst))
+    for start, stop, tensor, local_start in plan.src.pieces(rank):
+        shift = tuple(map(sub, local_start, start))
+        for cell in plan.src.cross(start, stop):
+            owners, holding, count = cell.owners[0], frozenset(cell.owners[0]), len(cell.owners[0])
+            for dst in plan.dst.cross(start, stop):
+                low, high, there, addends, tensors = dst
+                receivers = addends[0] if direct else receivers_of(plan, dst)
+                if direct and holding.issuperset(receivers):
+                    continue
+                sizes = tuple(map(sub, high, low))
+                if direct and (count == 1 or num_shares(owners, sizes, plan.itemsize) < 2):
+                    here = tuple(map(add, low, shift))
+                    for to in receivers:
+                        if to not in holding and (count == 1 or owners[to % count] == rank):
+                            number = 0 if tensors is None else tensors[to]
+                            leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, to, tensor, here, number, there)))
+                    continue
+                src = cut_cell(cell, low, high)
+                for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
                     if move.src_rank == rank and move.dst_rank != rank and move.stage == 0:
                         leaving.append(make_copy(move, src, dst))
     return arriving, leaving
 
 
-def _direct_copies_of(plan: Plan, rank: int) -> tuple[list[Copy], list[Copy]]:
-    """Same for direct moves without partial values, the lean case of large worlds."""
-    arriving: list[Copy] = []
-    leaving: list[Copy] = []
-    for start, stop, tensor, local_start in plan.dst.pieces(rank):
-        shift = tuple(map(sub, local_start, start))
-        for low, high, there, (owners,), tensors in plan.src.cross(start, stop):
-            sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-            sender = owners[0]  # both ends have to choose alike
-            if len(owners) > 1:
-                if rank not in owners and num_shares(owners, sizes, plan.itemsize) > 1:
-                    src = Cell(low, high, there, (owners,), tensors)
-                    dst = Cell(low, high, here, ((rank,),), {rank: tensor})
-                    arriving += [make_copy(move, src, dst) for move in fetch_moves(owners, rank, sizes, plan.itemsize)]
-                    continue
-                sender = rank if rank in owners else owners[rank % len(owners)]
-            number = 0 if tensors is None else tensors[sender]
-            arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
-    for start, stop, tensor, local_start in plan.src.pieces(rank):
-        shift = tuple(map(sub, local_start, start))
-        (owners,) = next(plan.src.cross(start, stop)).owners
-        count, holding = len(owners), frozenset(owners)
-        for low, high, there, (receivers,), tensors in plan.dst.cross(start, stop):
-            sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-            shared = count > 1 and num_shares(owners, sizes, plan.itemsize) > 1
-            for receiver in receivers:
-                if receiver in holding:
-                    continue
-                if shared:
-                    src = Cell(low, high, here, (owners,), {rank: tensor})
-                    dst = Cell(low, high, there, (receivers,), tensors)
-                    parts = fetch_moves(owners, receiver, sizes, plan.itemsize)
-                    leaving += [make_copy(move, src, dst) for move in parts if move.src_rank == rank]
-                elif count == 1 or owners[receiver % count] == rank:
-                    number = 0 if tensors is None else tensors[receiver]
-                    leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, receiver, tensor, here, number, there)))
-    return arriving, leaving
-
-
 def receivers_of(plan: Plan, cell: Cell) -> tuple[int, ...]:
-    """Return the ranks that receive a destination cell: of a pending sum only the first, others are filled."""
+    """Return the ranks that receive a destination cell. Of a pending sum only the first; others are filled."""
     if len(cell.owners) == 1 or plan.identity_value(cell.owners[0][0]) is not None:
         return cell.owners[0]
     return tuple(rank for ranks in cell.owners for rank in ranks)
@@ -282,7 +472,7 @@ def turned(copy: Copy) -> Copy:
 
 
 def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int) -> Iterator[Move]:
-    """The moves from or to rank ``me`` that bring the common box of two cells (cut to it) to all ``receivers``."""
+    """Yield the moves of rank ``me`` for two cells, both cut to their common box."""
     sizes = tuple(map(sub, src.stop, src.start))
     if len(src.owners) > 1:
         yield from _reducing(src.owners, receivers, sizes, relay, me)
@@ -302,12 +492,12 @@ def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: 
 
 
 def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
-    """Return the number of owners that each send a part of a box; 0 and 1 mean that one owner sends all of it."""
+    """Return the number of owners that share a box. 0 and 1 mean that one owner sends all of it."""
     return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
 
 
 def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
-    """Yield a box's moves to ``rank``: a large one in shares from ``owners``, a small one from one."""
+    """Yield a box's moves to ``rank``, from one owner or in shares from several."""
     shares = num_shares(owners, sizes, itemsize)
     if shares <= 1:
         yield Move(0, 0, owners[rank % len(owners)], rank, (0,) * len(sizes), sizes)
@@ -335,7 +525,7 @@ def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index,
 def _reducing(
     owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int
 ) -> Iterator[Move]:
-    """Send every addend to a reducer: each receiver, or with ``relay`` one receiver for each share."""
+    """Send every addend to the reducers: all receivers, or with ``relay`` one for each share."""
     if not relay or len(receivers) == 1:
         for rank in receivers:
             yield from _addends(owners, rank, (0,) * len(sizes), sizes, me)
@@ -348,7 +538,7 @@ def _reducing(
 
 
 def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int) -> Iterator[Move]:
-    """All addends to one rank, each from one holder: they have to arrive in one shape to be reduced."""
+    """All addends to one rank, each from one holder. They arrive in one shape, to be reduced."""
     for partial_index, ranks in enumerate(owners):
         source = rank if rank in ranks else ranks[rank % len(ranks)]
         if me in (rank, source):
