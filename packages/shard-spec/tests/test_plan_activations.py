@@ -123,7 +123,9 @@ class Stack(nn.Module):
 
 def peak_of(step: Callable[[], object]) -> int:
     """Most bytes that the CPU allocator handed out at one time during a real step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         held = step()
     assert profile.profiler is not None
     events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]

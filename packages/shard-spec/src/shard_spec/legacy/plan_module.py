@@ -257,7 +257,7 @@ def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, Shard
     problems: list[Problem] = []
     for path, value in (plan.output_plan or {}).items():
         try:
-            wanted = (as_spec(value) or value) if is_spec(value) else to_layout(value, plan.mesh)
+            wanted: Any = (as_spec(value) or value) if is_spec(value) else to_layout(value, plan.mesh)
         except PlanError:
             continue  # validate lists it
         name = f"output_plan[{path!r}]"
