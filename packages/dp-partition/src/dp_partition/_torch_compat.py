@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -69,16 +69,6 @@ def symbolic_scalar(mode: FakeTensorMode, value: Any, label: str) -> torch.Tenso
 
     real = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     return mode.from_tensor(real, source=ConstantSource(label))
-
-
-def symbolic_size(mode: FakeTensorMode, value: int, label: str) -> Any:
-    """Return a size with its own symbol in a mode's shape environment; arguments as for `symbolic_scalar`."""
-    from torch._dynamo.source import ConstantSource
-
-    shapes: Any = mode.shape_env
-    source = ConstantSource(label)
-    symbol = shapes.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
-    return shapes.create_symintnode(symbol, hint=value, source=source)
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

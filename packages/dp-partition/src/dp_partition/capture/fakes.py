@@ -18,7 +18,6 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import StaleParameter, is_stale, mark_current, mark_stale
 from dp_partition._torch_compat import FakeTensorMode, parameter_like, pytree, storage_key, symbolic_scalar
 from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
-from dp_partition.capture.lengths import Sizes, marked_dims, symbolic_fake
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
 
 
@@ -51,7 +50,6 @@ class Fakes:
     hyperparameters: dict[Hyperparameter, torch.Tensor]
     numbers: dict[Hyperparameter, float]
     args: list[torch.Tensor]
-    sizes: Sizes
     given: dict[int, torch.Tensor]
 
 
@@ -61,7 +59,6 @@ def make_fakes(
     tensors: list[torch.Tensor],
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
     device: str | None = None,
-    marked: tuple[int, ...] = (),
     given: Mapping[int, float] = MappingProxyType({}),
 ) -> Fakes:
     """Make a fake of every tensor read by the step.
@@ -72,10 +69,8 @@ def make_fakes(
         tensors: The tensors among the step's arguments.
         batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
         device: Apparent device of fakes; None: the tensors' own.
-        marked: Dims of the arguments with symbolic sizes.
         given: Numbers among the step's arguments that stay live, by position.
     """
-    sizes: Sizes = {}
 
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         # Counters stay on the CPU, as in optimizers.
@@ -84,11 +79,6 @@ def make_fakes(
             if shape is None or shape == tuple(tensor.shape):
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=there)
             return torch.empty(shape, dtype=tensor.dtype, device=there)
-
-    def argument(index: int, tensor: torch.Tensor) -> torch.Tensor:
-        if marked_dims(tensor, marked):
-            return symbolic_fake(mode, tensor, index, marked, sizes, device or tensor.device)
-        return fake(tensor, batch_of(tensor) if batch_of else None)
 
     params = {fqn: parameter_like(fake(param), param) for fqn, param in step_state.params.items()}
     states: dict[tuple[int, str], dict[Any, Any]] = {}
@@ -113,8 +103,7 @@ def make_fakes(
         states,
         {hyper: symbolic_scalar(mode, number, hyper.label) for hyper, number in numbers.items()},
         numbers,
-        [argument(index, tensor).requires_grad_(tensor.requires_grad) for index, tensor in enumerate(tensors)],
-        sizes,
+        [fake(x, batch_of(x) if batch_of else None).requires_grad_(x.requires_grad) for x in tensors],
         {position: symbolic_scalar(mode, number, f"number{position}") for position, number in given.items()},
     )
 

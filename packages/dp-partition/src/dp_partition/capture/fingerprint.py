@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-import itertools
 import operator
 import types
 import weakref
@@ -27,7 +26,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._torch_compat import global_hooks
-from dp_partition.capture.lengths import length_key
 
 if TYPE_CHECKING:
     from dp_partition.capture.arguments import CallArguments
@@ -325,11 +323,10 @@ class ModuleReads:
         return self.structure, fingerprint(values, self._names), hooks
 
 
-def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
+def leaf_key(leaf: Any) -> Any:
     """Return the part of a trace's key for one leaf of the arguments."""
     if isinstance(leaf, torch.Tensor):
-        geometry = length_key(leaf, marked) if marked else (tuple(leaf.shape), tuple(leaf.stride()))
-        return *geometry, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
+        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)
     if type(leaf) not in PLAIN_TYPES and _counts(leaf):
@@ -346,7 +343,6 @@ def program_key(
     call: CallArguments,
     reads: FunctionReads,
     optimizers: OptimizerReads,
-    marked: tuple[int, ...] = (),
 ) -> Any:
     """Return all dependencies of a trace, hashable.
 
@@ -355,7 +351,6 @@ def program_key(
         call: The step's arguments.
         reads: Values read by its function from elsewhere.
         optimizers: Values read from its optimizers.
-        marked: Dims of tensors with symbolic sizes in the trace.
     """
     training = tuple([module.training for module in step_state.reads.modules])
     params = step_state.params.values()
@@ -372,5 +367,5 @@ def program_key(
     keyed = call.leaves
     if call.live:  # of these the type alone counts
         keyed = [type(leaf) if at in call.live else leaf for at, leaf in enumerate(keyed)]
-    leaves = tuple(map(leaf_key, keyed, itertools.repeat(marked)))
+    leaves = tuple(map(leaf_key, keyed))
     return leaves, call.spec, training, trained, optimizers.key, constants

@@ -30,9 +30,9 @@ from dp_partition._torch_compat import (
     without_modes,
     without_onednn,
 )
+from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
-from dp_partition.capture.lengths import Sizes, erase_full_slices, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
@@ -53,7 +53,6 @@ class Capture:
         mode: The fake mode of the nodes' ``meta["val"]``.
         cleared: The step clears gradients before its first backward.
         gradients: Names of parameters with gradients read by the step, and the number of backward passes to each.
-        sizes: The symbol of each symbolic size.
         numbers: The symbol of each live number among the arguments, by its position.
         modes: Modules left in another mode than before, and that mode.
         trained: Parameters left with another `requires_grad`, and its value.
@@ -69,7 +68,6 @@ class Capture:
     symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
     cleared: bool = False
     gradients: Counter[str] = field(default_factory=Counter)
-    sizes: Sizes = field(default_factory=dict)
     numbers: dict[int, Any] = field(default_factory=dict)
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     trained: dict[str, bool] = field(default_factory=dict)
@@ -90,16 +88,7 @@ class Capture:
 
 
 class _Tracing:
-    """One step on fake tensors.
-
-    Args:
-        function: The train step, as written for one device.
-        call: Its arguments and keyword arguments.
-        step_state: The modules and optimizers among them.
-        batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
-        device: Apparent device of fakes; None: the tensors' own.
-        marked: Dims of the arguments with symbolic sizes.
-        live: Positions of numbers among the arguments that are inputs.
+    """One step on fake tensors; arguments as for `trace_step`.
 
     Attributes:
         mode: The fake mode.
@@ -119,19 +108,16 @@ class _Tracing:
     def __init__(
         self,
         function: Callable[..., Any],
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        call: CallArguments,
         step_state: StepState,
         batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
         device: str | None,
-        marked: tuple[int, ...],
-        live: frozenset[int],
     ) -> None:
-        self.function, self.step_state = function, step_state
-        self.leaves, self.spec = pytree.tree_flatten(call)
+        self.function, self.step_state, self.leaves, self.spec = function, step_state, call.leaves, call.spec
         self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.mode = new_fake_mode()
-        tensors, given = [self.leaves[i] for i in self.positions], {i: self.leaves[i] for i in sorted(live)}
-        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, marked, given)
+        tensors, given = [self.leaves[i] for i in self.positions], {i: self.leaves[i] for i in sorted(call.live)}
+        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, given)
         self.numbers: dict[int, Any] = {}
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
@@ -215,25 +201,19 @@ class _WrittenTensors(TorchDispatchMode):
 
 def trace_step(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CallArguments,
     step_state: StepState,
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
     device: str | None = None,
-    marked: tuple[int, ...] = (),
-    live: frozenset[int] = frozenset(),
 ) -> Capture:
-    """Trace ``function(*args, **kwargs)``.
+    """Trace ``function`` with a call's arguments.
 
     Args:
         function: The train step, as written for one device.
-        args: Its arguments; tensors among them become graph inputs, other leaves are constants of the trace.
-        kwargs: Its keyword arguments.
+        call: Tensors and live numbers among its arguments become graph inputs, other leaves are constants.
         step_state: The modules and optimizers among the arguments.
         batch_of: Traced shape of a tensor argument, from the given tensor; default its own.
         device: Apparent device of the tensors; default their own.
-        marked: Dims of the arguments with symbolic sizes in the graph.
-        live: Positions of numbers among the flattened arguments that are inputs of the graph.
 
     Raises:
         PlanError: The step cannot be traced (code ``not-traceable``), passes gradients or Python state from one
@@ -241,7 +221,7 @@ def trace_step(
             (``hyperparameter-changed``), draws numbers that a graph would burn in (``random-replay``), or reads a
             number outside of its result (``value-kept``).
     """
-    tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device, marked, live)
+    tracing = _Tracing(function, call, step_state, batch_of, device)
     try:
         module = tracing.record()
     except PlanError:  # it has its own problem
@@ -250,7 +230,7 @@ def trace_step(
         problem = trace_problem(tracing.name, error, tracing.phases.stepping)
         raise PlanError(problem, "the train step could not be traced") from error
     parts = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
-    capture = Capture(module, *parts, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
+    capture = Capture(module, *parts, tracing.phases.cleared, modes=tracing.modes)
     capture.groups = _groups(step_state)  # for fused kernels, which take plain floats
     capture.numbers = tracing.numbers
     for name, param in tracing.fakes.params.items():
@@ -258,9 +238,6 @@ def trace_step(
             capture.trained[name] = param.requires_grad
         if param.grad is not None:
             capture.left.append(name)
-    if capture.sizes:  # only a trace with symbols
-        erase_full_slices(module.graph)
-        use_first_sizes(module.graph, tracing.mode)
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
     _name_placeholders(module, capture.inputs)

@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition.capture.phases import hook_gradient
-from dp_partition.mesh import all_groups, num_replicas, shard_world
-from dp_partition.passes.reduction import division
+from dp_partition.mesh import all_groups
 from dp_partition.plan.settings import CommConfig
 from dp_partition.runtime.consensus import group_device
 
@@ -182,13 +181,6 @@ class GradientAverage:
     def _reduce_flat(self, flat: torch.Tensor) -> torch.Tensor:
         dtype = self.comm.reduce_dtype
         sent = flat if dtype is None else flat.to(dtype)
-        world, replicas = shard_world(self.mesh), num_replicas(self.mesh)
-        if sent.dtype is not flat.dtype and dtype is torch.float16:
-            before, after = division(world * replicas)
-            sent = sent / before  # within float16's range
-            for group in all_groups(self.mesh):
-                dist.all_reduce(sent, group=group)
-            return (sent / after).to(flat.dtype)
         for group in all_groups(self.mesh):  # the average of each axis, as in the graph's collectives
             dist.all_reduce(sent, group=group)
             sent = sent / dist.get_world_size(group)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
@@ -16,6 +15,7 @@ from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.passes.decompose import decompose, remove_tags
 from dp_partition.passes.local_shapes import local_inputs, record_local_values
+from dp_partition.passes.moves import Mover
 from dp_partition.passes.normalize import eliminate_dead, erase_profiler, merge_aliases
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import (
@@ -29,7 +29,7 @@ from dp_partition.plan.placements import (
     TupleStrategy,
 )
 from dp_partition.plan.settings import CommConfig
-from dp_partition.runtime.state import as_dtensor, local_shard, local_tensor
+from dp_partition.runtime.state import local_tensor
 from dp_partition.sharding.op_rules.table import OutputPlacement
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate
 
@@ -62,7 +62,7 @@ def partition_data_parallel(
         args: The step's arguments; the graph is enough, they are not used.
         kwargs: The step's keyword arguments; likewise.
         mesh: One-dimensional mesh.
-        parallel_style: ``DEFAULT``, ``REPLICATE`` or ``FULLY_SHARD``.
+        parallel_style: ``REPLICATE`` or ``FULLY_SHARD``.
         input_batch_dim: The batch dim of the batch's tensors.
 
     Returns:
@@ -78,76 +78,49 @@ def partition_data_parallel(
         single = isinstance(strategy, DataParallelStrategy)
         meta_of(node)["node_type"] = strategy.node_type if single else NodeType.NON_TENSOR  # type: ignore[union-attr]
     partitioned = partitioner(graph)
-    choose: Chooser = {
-        DataParallelStyle.REPLICATE: replicate_all,
-        DataParallelStyle.FULLY_SHARD: shard_all,
-        DataParallelStyle.DEFAULT: shard_even(mesh.size()),
-    }[parallel_style]
-    place_tensors(model, optimizer, params_buffers, named_states, mesh, choose)
+    placement = Shard(0) if parallel_style is DataParallelStyle.FULLY_SHARD else Replicate()
+    _place_tensors(model, optimizer, params_buffers, named_states, mesh, placement)
     return partitioned
 
 
-def place_tensors(
+def _place_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     params_buffers: dict[str, torch.Tensor],
     named_states: dict[str, Any],
     mesh: DeviceMesh,
-    choose: Chooser,
+    placement: Placement,
 ) -> None:
     """Replace the parameters, buffers and state by DTensors."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        own = [placement if tensor.ndim else Replicate()]
+        return distribute_tensor(tensor.detach(), mesh, own, src_data_rank=None)  # ranks hold equal values
+
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     names: dict[torch.Tensor, str] = {}
     for name, tensor in list(params_buffers.items()):
         if tensor not in replaced:  # tied tensors once
-            names[tensor] = name
-            placed = place_one(tensor, mesh, choose(tuple(tensor.shape)))
+            names[tensor], placed = name, place(tensor)
             is_param = isinstance(tensor, nn.Parameter)
             replaced[tensor] = nn.Parameter(placed, tensor.requires_grad) if is_param else placed
         params_buffers[name] = local_tensor(replaced[tensor].detach())
     for module in model.modules():
         tables: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
         for table in tables:
-            for attribute, tensor in list(table.items()):
-                if tensor is not None and tensor in replaced:
-                    table[attribute] = replaced[tensor]
-    if optimizer is not None:
-        _place_optimizer(optimizer, replaced, names, named_states, mesh, choose)
-
-
-def place_one(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
-    """Return a DTensor with this rank's shard of ``tensor``."""
-    full = tensor.detach()
-    part = local_shard(full, placement, mesh.size(), mesh.get_local_rank())
-    return as_dtensor(part, full, mesh, placement)
-
-
-def _place_optimizer(
-    optimizer: torch.optim.Optimizer,
-    replaced: dict[torch.Tensor, torch.Tensor],
-    names: dict[torch.Tensor, str],
-    named_states: dict[str, Any],
-    mesh: DeviceMesh,
-    choose: Chooser,
-) -> None:
-    for group in optimizer.param_groups:
-        for index, param in enumerate(group["params"]):
-            if param not in replaced:
-                continue
-            new = replaced[param]
-            group["params"][index] = new
-            if param not in optimizer.state:
-                continue
-            state = optimizer.state.pop(param)
-            name = names[param]
+            table.update({key: replaced[x] for key, x in table.items() if x is not None and x in replaced})
+    for group in [] if optimizer is None else optimizer.param_groups:
+        listed = [param for param in group["params"] if param in replaced]
+        group["params"] = [replaced.get(param, param) for param in group["params"]]
+        for param in [param for param in listed if param in optimizer.state]:  # type: ignore[union-attr]
+            state: dict[Any, Any] = optimizer.state.pop(param)  # type: ignore[union-attr]
+            known = named_states.get(names[param], {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
-                    state[key] = place_one(value, mesh, choose(tuple(value.shape)))
-                if name in named_states and key in named_states[name]:
-                    named_states[name][key] = (
-                        local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
-                    )
-            optimizer.state[new] = state
+                    state[key] = place(value)
+                if key in known:
+                    known[key] = local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
+            optimizer.state[replaced[param]] = state  # type: ignore[union-attr]
 
 
 def mark_data_parallel_shardings(
@@ -164,15 +137,11 @@ def mark_data_parallel_shardings(
         num_parameters: Number of leading placeholders of parameters or buffers.
         num_states: Number of placeholders after them of optimizer state.
         dp_strategy_map: Result of `build_data_parallel_strategies`.
-        parallel_mode: ``REPLICATE`` and ``FULLY_SHARD`` take the replicated and the sharded strategy of each node;
-            ``DEFAULT`` shards parameters and state that divide evenly and replicates the rest.
+        parallel_mode: ``REPLICATE`` and ``FULLY_SHARD`` take the replicated and the sharded strategy of each node.
 
     Raises:
-        PlanError: Another style (code ``conflicting-arguments``), or a mixture that cannot be distributed.
+        PlanError: Another style (code ``conflicting-arguments``), as in torch 2.1.
     """
-    if parallel_mode is DataParallelStyle.DEFAULT:
-        _mark_mixed(train_step_graph.graph, num_parameters, num_states, dp_strategy_map)
-        return
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
         hint = "use dp_partition.compile for it"
         raise PlanError(Problem("conflicting-arguments", "parallel_mode", found=str(parallel_mode), hint=hint))
@@ -182,35 +151,9 @@ def mark_data_parallel_shardings(
         meta_of(node)["sharding"] = strategies[index] if strategies else None
 
 
-def _mark_mixed(graph: fx.Graph, num_params: int, num_states: int, strategies: dict[fx.Node, StrategyType]) -> None:
-    mesh = mesh_of(strategies)
-    batch_dim = next((dim for dim in map(_batch_dim, strategies.items()) if dim is not None), 0)
-    plans = plan_graph(graph, num_params, num_params + num_states, mesh.size(), batch_dim, shard_even(mesh.size()))
-    for node, plan in plans.items():
-        chosen = strategy_of(node, plan, mesh) if strategies[node].strategies else None
-        meta_of(node)["sharding"] = chosen
-
-
-def _batch_dim(item: tuple[fx.Node, StrategyType]) -> int | None:
-    node, strategy = item
-    if node.op == "placeholder" and isinstance(strategy, DataParallelStrategy) and strategy.node_type is NodeType.ACT:
-        placement = _placement(strategy.strategies[0])
-        return getattr(placement, "dim", None)
-    return None
-
-
 def _placement(strategy: PlacementStrategy) -> Placement:
     spec = strategy.output_spec
     return spec.placement if isinstance(spec, PlacementSpec) else Replicate()
-
-
-def mesh_of(strategies: dict[fx.Node, StrategyType]) -> DeviceMesh:
-    """Return the mesh of strategies."""
-    for strategy in strategies.values():
-        for one in strategy.strategies:
-            if isinstance(one.output_spec, PlacementSpec):
-                return one.output_spec.mesh
-    raise PlanError(Problem("nothing-to-optimize", "dp_strategy_map", found="no tensor in the graph"))
 
 
 def partitioner(graph: GraphModule) -> GraphModule:
@@ -233,12 +176,13 @@ def partitioner(graph: GraphModule) -> GraphModule:
         hint = "call mark_data_parallel_shardings first"
         raise PlanError(Problem("not-sharded", "graph", found='no node has meta["sharding"]', hint=hint))
     world, rank = mesh.size(), mesh.get_local_rank()
+    mover = Mover(graph.graph, world, rank, mesh.get_group().group_name)
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]
     mode = _fake_mode(graph.graph)  # fakes of one graph share a mode
     inputs = local_inputs(graph.graph, placements, mode, world, rank)
     plans = {node: _plan_of(node, strategy) for node, strategy in strategies.items()}
-    partition_for_rank(graph, plans, world, rank, mesh.get_group().group_name, CommConfig())
+    partition_for_rank(graph, plans, mover, CommConfig())
     graph.recompile()
     record_local_values(graph, inputs, mode)
     return graph
@@ -274,24 +218,6 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or new_fake_mode()
 
 
-Chooser = Callable[[tuple[int, ...]], Placement]
-
-
-def replicate_all(shape: tuple[int, ...]) -> Placement:
-    """Replicate everything."""
-    return Replicate()
-
-
-def shard_all(shape: tuple[int, ...]) -> Placement:
-    """Shard everything with a dim 0 on it."""
-    return Shard(0) if shape else Replicate()
-
-
-def shard_even(world: int) -> Chooser:
-    """Shard even sizes, replicate the rest."""
-    return lambda shape: Shard(0) if shape and shape[0] and shape[0] % world == 0 else Replicate()
-
-
 def build_data_parallel_strategies(
     train_step_graph: GraphModule,
     num_params: int,
@@ -323,8 +249,8 @@ def build_data_parallel_strategies(
     graph = train_step_graph.graph
     num_fixed = num_params + num_states
     ways = [
-        plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, choose)
-        for choose in (replicate_all, shard_all)
+        _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, placement)
+        for placement in (Replicate(), Shard(0))
     ]
     return {node: _strategies(node, [way[node] for way in ways], mesh) for node in graph.nodes}
 
@@ -338,18 +264,18 @@ def prepare(module: GraphModule) -> None:
     decompose(module, _fake_mode(module.graph))
 
 
-def plan_graph(
-    graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, choose: Chooser
+def _plan_graph(
+    graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, placement: Placement
 ) -> dict[fx.Node, NodePlan]:
-    """Propagate with parameters and state placed by ``choose``."""
-    homes = StoragePlacements({}, {}, lambda name, shape: choose(shape), keep_outputs=True)
+    """Propagate with parameters and state in one placement; scalars are replicated."""
+    homes = StoragePlacements({}, {}, lambda name, shape: placement if shape else Replicate(), keep_outputs=True)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             homes.placements[node] = Replicate()
         elif position < num_fixed:
-            homes.placements[node] = choose(tuple(value.shape))
+            homes.placements[node] = placement if value.ndim else Replicate()
             homes.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
         else:
             homes.placements[node] = _batch_placement(node, value, batch_dim, world)

@@ -16,7 +16,7 @@ Style = Literal["default", "replicate", "zero1", "zero2", "fully_shard", "hybrid
 Semantics = Literal["local", "global"]
 Backend = Literal["eager", "inductor"]
 
-_REDUCED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_REDUCED = (torch.bfloat16, torch.float32, torch.float64)  # a sum in float16 leaves its range
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,6 @@ class CommConfig:
     bucket_bytes: int = 25 << 20
     prefetch: int = 1
     reduce_dtype: torch.dtype | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Return True if gradients are averaged by the plain collective, in their own dtype."""
-        return self.reduce_dtype is None
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,6 @@ class Settings:
         reshard: ``True``, ``False``, or the names of parameters to gather again for backward.
         backend: ``"eager"`` or ``"inductor"``.
         check: ``"sampled"``, ``"first"`` or ``"never"``.
-        dynamic: Dims of tensor arguments with symbolic sizes in a trace.
         capture: ``"auto"``, ``"always"`` or ``"never"``.
         full: ``"keep"`` or ``"refuse"``.
         observe: An eager step in shards runs its first call on full parameters.
@@ -80,7 +74,6 @@ class Settings:
     reshard: bool | frozenset[str] = True
     backend: str = "eager"
     check: str = "sampled"
-    dynamic: tuple[int, ...] = ()
     capture: str = "auto"
     full: str = "keep"
     observe: bool = True
@@ -88,7 +81,7 @@ class Settings:
     def text(self) -> str:
         """Return choices to compare between ranks, as they show neither in the plan nor in collectives."""
         chosen = (self.semantics, self.accumulate, self.batch_dim, self.backend, self.check, self.capture)
-        return ", ".join(map(str, (*chosen, self.dynamic)))
+        return ", ".join(map(str, chosen))
 
     def needs_graph(self) -> str:
         """Return a choice that needs a graph; empty if the step may run eagerly."""
@@ -124,13 +117,6 @@ class Settings:
         if self.capture == "never" and self.needs_graph():  # no eager way to do it
             hint = "leave it out, or use capture='always'"
             result.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
-        if not all(isinstance(dim, int) for dim in self.dynamic):
-            hint = "pass a dim, or several"
-            result.append(Problem("invalid-argument", "mark_dynamic", found=repr(self.dynamic), hint=hint))
-        if self.dynamic and (self.semantics, self.accumulate, self.backend) != ("local", 1, "eager"):
-            hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
-            found_ = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
-            result.append(Problem("conflicting-arguments", "mark_dynamic", found=found_, hint=hint))
         dtype: object = self.comm.reduce_dtype  # not checked yet
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"
