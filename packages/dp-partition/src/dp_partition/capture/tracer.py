@@ -31,7 +31,7 @@ from dp_partition._torch_compat import (
     without_onednn,
 )
 from dp_partition.capture.arguments import CallArguments
-from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
+from dp_partition.capture.fakes import REACHED, Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
@@ -312,6 +312,9 @@ def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> Non
 def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
     """Return the problem of a failed trace."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()
+    if "Multiple dispatch failed" in text[0]:  # a parameter among fakes; the trace would burn its value in
+        reason, hint = REACHED
+        return Problem("parameter-in-closure", name, found=f"a parameter: {reason}{user_line(error)}", hint=hint)
     if optimizer:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
         reason = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
