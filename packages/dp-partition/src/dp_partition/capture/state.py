@@ -57,6 +57,15 @@ class StepState:
                         if tensor is not None:
                             yield (f"{base}.{attribute}" if base else attribute), module, attribute, is_param
 
+    def states(self) -> Iterator[tuple[int, str, dict[Any, Any]]]:
+        """Yield the state of every parameter with some, under the number of its optimizer and its name."""
+        fqn_of = {id(param): fqn for fqn, param in self.params.items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param in optimizer.state and id(param) in fqn_of:
+                        yield number, fqn_of[id(param)], optimizer.state[param]
+
 
 def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
     """Find the modules and optimizers among the arguments, and their tensors.

@@ -311,7 +311,11 @@ class CheckedCall:
 
     def versions(self) -> list[int]:
         """Return version counters of all live tensors: they show each write of a copy to one of them."""
-        return [local_tensor(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
+        return [local_tensor(tensor.detach())._version for tensor in self.live()]
+
+    def live(self) -> list[torch.Tensor]:
+        """Return all live tensors that the step may write."""
+        return [tensor for *_, tensor in live_tensors(self.binding.step_state, self.arguments)]
 
     def random_state(self) -> RandomState:
         """Return the state of all generators within the step's reach."""
@@ -331,7 +335,7 @@ class CheckedCall:
 
     def not_checkable(self) -> str:
         """Return the reason not to check the call, else empty. Sets the schedule's seed as well."""
-        tensors = [tensor for _, _, _, tensor in live_tensors(self.binding, self.arguments)]
+        tensors = self.live()
         if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
         if self.binding.mesh.size() > 1 and any(map(_is_fake, all_groups(self.binding.mesh))):

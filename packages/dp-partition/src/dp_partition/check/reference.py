@@ -94,7 +94,7 @@ def copy_step(
         plain = nn.Parameter(change(full_copy(param)), param.requires_grad)
         vars(plain).update({k: v for k, v in vars(param).items() if not isinstance(v, torch.Tensor)})
         replaced[id(param)] = plain
-    for _, _, state in binding.states():
+    for _, _, state in binding.step_state.states():
         for value in state.values():
             if isinstance(value, DTensor):
                 replaced[id(value)] = change(full_copy(value))
@@ -288,36 +288,10 @@ def _generator_states() -> list[torch.Tensor]:
 
 
 def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of a copy's tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def enter(name: str, tensor: torch.Tensor, like: torch.Tensor | None) -> None:
-        part = shard_like(tensor.detach(), like, binding)
-        tensors[name] = part.clone() if clone else part
-
-    for fqn, param in step_state.params.items():
-        enter(fqn, param, binding.params[fqn])
-    for fqn, module, attribute, is_param in step_state.slots():
-        if not is_param and fqn not in step_state.aliases:
-            enter(fqn, module._buffers[attribute], None)  # type: ignore[arg-type]  # slots() yields tensors only
-    names = {id(param): fqn for fqn, param in step_state.params.items()}
-    states, live_states = states_by_id(step_state.optimizers), states_by_id(binding.step_state.optimizers)
-    for number in range(len(step_state.optimizers)):
-        live = live_states[number]
-        # State of parameters removed from the groups stays in the optimizer, and no step updates it.
-        updated = {id(param) for group in step_state.optimizers[number].param_groups for param in group["params"]}
-        for key, state in states[number].items():
-            fqn = names.get(key, "") if key in updated else ""
-            placed = live.get(id(binding.params.get(fqn)), {})
-            for entry, value in state.items():
-                if isinstance(value, torch.Tensor) and fqn:
-                    enter(state_name(number, fqn, entry), value, placed.get(entry))
-        table: dict[Any, Any] = dict(step_state.optimizers[number].state)
-        for index, (owner, entries) in enumerate(table.items()):
-            for place, value in enumerate(pytree.tree_leaves(entries)):
-                if not isinstance(owner, torch.Tensor) and isinstance(value, torch.Tensor):
-                    enter(f"optim{number} state {index}.{place} under no parameter", value, None)
-    return tensors
+    """Return this rank's shards of a copy's tensors, in the layouts of the live ones."""
+    live = {name: tensor for name, _, _, tensor in live_tensors(binding.step_state)}
+    own = {n: shard_like(t.detach(), live.get(n), binding) for n, _, _, t in live_tensors(step_state)}
+    return {name: one.clone() for name, one in own.items()} if clone else own
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor | None, binding: Binding) -> torch.Tensor:
@@ -350,7 +324,7 @@ def live_outcome(
     leaves, spec = pytree.tree_flatten(result)
     tensors: dict[str, torch.Tensor] = {}
     old: dict[str, torch.Tensor] = {}
-    for name, _, _, tensor in live_tensors(binding, arguments):
+    for name, _, _, tensor in live_tensors(binding.step_state, arguments):
         tensors[name] = local_tensor(tensor.detach())
         value = before(tensor)
         if value is not None:
