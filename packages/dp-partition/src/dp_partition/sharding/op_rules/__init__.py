@@ -6,8 +6,7 @@ import torch
 from torch import fx
 
 from dp_partition.ops import base_name
-from dp_partition.sharding.op_rules import matmul, neural, reductions, views
-from dp_partition.sharding.op_rules.pointwise import EXTRA_POINTWISE, foreach, pointwise
+from dp_partition.sharding.op_rules import matmul, neural, pointwise, reductions, views
 from dp_partition.sharding.op_rules.table import RULES, Rule
 
 _FAMILIES = (matmul, neural, reductions, views)
@@ -17,9 +16,9 @@ def find_rule(node: fx.Node) -> Rule | None:
     """Return the rule of a call: by name, else by family (lists of tensors, elementwise operators)."""
     name = base_name(node)
     if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
-        return pointwise
+        return pointwise.pointwise
     if name in RULES:
         return RULES[name]
     if name.startswith(("_foreach_", "_fused_")):
-        return foreach
-    return pointwise if name in EXTRA_POINTWISE else None
+        return pointwise.foreach
+    return pointwise.pointwise if name in pointwise.EXTRA_POINTWISE else None
