@@ -19,11 +19,9 @@ import dp_partition as dp
 import pytest
 import torch
 import torch.distributed as dist
-from dp_partition.analysis.comms import num_bytes, tensors_of, wait_positions
 from dp_partition.analysis.memory import KINDS, live_memory
-from dp_partition.ops import is_collective
 from ranktest import Ranks
-from torch import fx, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -136,26 +134,6 @@ def measured_peak(run: Callable[[], object], repeat: int = 4) -> int:
     return min(peaks)
 
 
-def peak_with_copies(graph: fx.Graph) -> int:
-    """The peak of live memory with what only the CPU adds: gloo's copies, and packing of rows that do not divide."""
-    nodes, totals = list(graph.nodes), list(live_memory(graph).totals)
-    positions = {node: position for position, node in enumerate(nodes)}
-    for position, node in enumerate(nodes):
-        name = str(node.target)
-        if "_chunk_cat" in name:
-            world: Any = node.args[2]
-            members = [member.meta["val"] for member in node.args[0]]  # type: ignore[union-attr]
-            padded = [-(-m.shape[0] // world) * world * num_bytes(m[0]) for m in members if m.shape[0] % world]
-            totals[position] += sum(padded)
-        elif is_collective(node) and ("all_gather" in name or "reduce_scatter" in name):
-            gathers = "all_gather" in name  # over when the next node runs; what is summed is received until the wait
-            last = position if gathers else max(wait_positions(node, positions))
-            copied = tensors_of(node) if gathers else [x for n in node.all_input_nodes for x in tensors_of(n)]
-            for at in range(position, last + 1):
-                totals[at] += sum(map(num_bytes, copied))
-    return max(totals)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", [None, 3961494716])
 def test_messages_and_peak_are_those_of_a_run(ranks: Ranks, case: int | None) -> None:
@@ -188,12 +166,12 @@ def test_messages_and_peak_are_those_of_a_run(ranks: Ranks, case: int | None) ->
         for _ in range(6):  # on a busy machine ranks may be out of step in all of the first runs
             more = measured_peak(lambda: step(model, own, batch)) + found.memory.resident_bytes
             peak = min(peak, more)
-            wanted = peak_with_copies(step.graph.graph)
-            close = abs(wanted - peak) <= 0.05 * peak
+            close = abs(found.peak_bytes - peak) <= 0.05 * peak
             if all(ranks.gather(close)):
                 break
-        assert close, (wanted, peak, found.memory.peak_kinds, said)
-        assert wanted / 1.5 <= found.peak_bytes <= wanted, (found.peak_bytes, wanted, said)
+        assert close, (found.peak_bytes, peak, found.memory.peak_kinds, said)
+        late = live_memory(step.graph.graph, late=True).peak_bytes  # at most so much where the other rank is behind
+        assert found.peak_bytes <= late <= 1.5 * found.peak_bytes, (found.peak_bytes, late, said)
 
 
 def test_nothing_of_the_caller_changes() -> None:
@@ -244,13 +222,13 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 def test_a_gpu_is_estimated_where_there_is_none() -> None:
-    """The graph is the CPU's."""
+    """The graph is the CPU's; what gloo and packing on the CPU copy is not counted."""
     arguments = on_meta(models.mlp, torch.ones(4, 8))
     on_cpu = dp.estimate(models.mean_step, *arguments, world=8, style="fully_shard")
     on_gpu = dp.estimate(models.mean_step, *arguments, world=8, style="fully_shard", device="cuda")
     assert [m.sent_bytes for m in on_gpu.messages] == [m.sent_bytes for m in on_cpu.messages]
     assert on_gpu.held == on_cpu.held
-    assert on_gpu.held.param_bytes < on_gpu.peak_bytes == on_cpu.peak_bytes
+    assert on_gpu.held.param_bytes < on_gpu.peak_bytes < on_cpu.peak_bytes
 
 
 def test_the_picture_has_a_band_for_each_kind_of_memory(tmp_path: Path) -> None:

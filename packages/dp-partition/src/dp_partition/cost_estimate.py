@@ -165,7 +165,7 @@ def estimate(
 
     Tensors may be real or on the meta device; nothing is computed and no object of the caller is changed. Bytes of
     collectives are exact; live memory is that of the graph, without rounding by allocators and temporary memory
-    of kernels and backends (gloo copies what it gathers and sums).
+    of kernels.
 
     Args:
         train_step: The train step, as for `compile`.
@@ -174,7 +174,7 @@ def estimate(
         style: As for `compile`.
         rank: The rank to estimate for.
         device: Device to estimate for, for example ``"cuda"``; default: the tensors' own, the CPU for meta tensors.
-            If it is not available here, the step is traced on the CPU.
+            If it is not available here, the step is traced on the CPU and counted without the CPU's copies.
         settings: Other arguments of `compile`: ``semantics``, ``batch``, ``placements``, ``bucket_mb``, ``prefetch``,
             ``reshard_after_forward``, ``accumulate``, ...
 
@@ -197,7 +197,7 @@ def estimate(
     program = runner.build(step_state, plan, call, traced_on)
     full = sum(bytes_by_kind(program.module.graph).values())  # before local values replace global ones
     graph = program.with_local_values().graph  # at this rank's shapes from here on
-    memory = live_memory(graph)
+    memory = live_memory(graph, on_cpu=torch.device(device or kind).type == "cpu")
     sizes = bytes_by_kind(graph)
     trained = [param for param in plan.params if param.info.requires_grad]
     grads = sum(p.local_numel(p.grad, plan.world, shard_rank(mesh)) * p.info.dtype.itemsize for p in trained)

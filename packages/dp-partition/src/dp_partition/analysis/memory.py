@@ -1,8 +1,9 @@
 """Live memory of a rank at every node of its graph, from fake values.
 
 A tensor's memory begins at its first node and ends after the last use of any view of it: fx
-deletes names after their last use. A collective's payload is held until its wait. Memory of kernels within one node,
-and of the backend within a collective, is not counted.
+deletes names after their last use. A collective's payload is held until its wait. Gloo, the backend of CPU
+tensors, makes copies of its own. Temporary memory of kernels within one node is not
+counted, except that of packing.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import torch
 from torch import fx
 
 from dp_partition._torch_compat import collectives, storage_key
-from dp_partition.analysis.comms import name_of, tensors_of, wait_positions
+from dp_partition.analysis.comms import name_of, num_bytes, tensors_of, wait_positions
 from dp_partition.capture.node_meta import kind_of, meta_of
-from dp_partition.ops import is_collective, is_wait
+from dp_partition.ops import aten, is_collective, is_wait
 from dp_partition.plan.placements import NodeType
 
 KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered", "gradients", "collectives", "update")
 
 _COPYING = (collectives.all_reduce.default, collectives.all_reduce_coalesced.default)  # they send their result's memory
+
+# Gloo's own copy, while it gathers (torch 2.13), and what it receives to sum where that is awaited (`backends.gloo`).
+_GLOO_COPIES = ("all_gather", "reduce_scatter")
 
 _PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer", "arg": "batch"}
 
@@ -80,21 +84,43 @@ class _Block:
     resident: bool = False
 
 
-def live_memory(graph: fx.Graph) -> Memory:
-    """Follow every block of memory through a rank's graph with local values in ``meta["val"]``."""
+def live_memory(graph: fx.Graph, *, late: bool = False, on_cpu: bool = True) -> Memory:
+    """Follow every block of memory through a graph with local values in ``meta["val"]``.
+
+    Args:
+        graph: A rank's graph.
+        on_cpu: Tensors of the CPU stay there: gloo, and packing on the CPU, then make copies.
+        late: The backend's copies live until the waits, as for ranks apart in time;
+            else a collective is over when the next node runs.
+    """
     nodes = list(graph.nodes)
-    blocks = _blocks(nodes)
+    blocks = _blocks(nodes, late, on_cpu)
     changes = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
     for block in set(blocks.values()):
         changes[block.kind][0 if block.resident else block.born] += block.size
         changes[block.kind][len(nodes) if block.resident else min(block.last + 1, len(nodes))] -= block.size
     columns = [list(accumulate(changes[kind]))[: len(nodes)] for kind in KINDS]
+    for position, node in enumerate(nodes):
+        if on_cpu and node.target is aten._chunk_cat.default:
+            columns[KINDS.index("collectives")][position] += _padded_bytes(node)
     resident = [sum(b.size for b in set(blocks.values()) if b.resident and b.kind == kind) for kind in KINDS]
     live = tuple(zip(*columns, strict=True))
     return Memory(tuple(node.name for node in nodes), live, tuple(resident))
 
 
-def _blocks(nodes: list[fx.Node]) -> dict[Any, _Block]:
+def _padded_bytes(node: fx.Node) -> int:
+    """Return the temporary bytes of packing: on the CPU, rows that do not divide are copied and padded."""
+    members: Any = node.args[0]
+    world: Any = node.args[2]
+    total = 0
+    for member in members:
+        value = member.meta["val"]
+        if value.device.type == "cpu" and value.shape[0] % world:
+            total += -(-value.shape[0] // world) * world * num_bytes(value[0])
+    return total
+
+
+def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]:
     positions = {node: position for position, node in enumerate(nodes)}
     blocks: dict[Any, _Block] = {}
     for position, node in enumerate(nodes):
@@ -115,7 +141,22 @@ def _blocks(nodes: list[fx.Node]) -> dict[Any, _Block]:
                 for tensor in tensors_of(source):
                     sent = blocks[storage_key(tensor)]
                     sent.last = max(sent.last, waited)
+            kind, copied = _copied_bytes(node)
+            if copied and on_cpu:
+                stays = late or kind == "reduce_scatter"
+                blocks[node] = _Block("collectives", copied, position, waited if stays else position)
     return blocks
+
+
+def _copied_bytes(node: fx.Node) -> tuple[str, int]:
+    """Return the kind of a collective with extra memory in the backend, and its bytes."""
+    target: Any = node.target
+    name = target._schema.name.split("::")[-1]
+    kind = next((kind for kind in _GLOO_COPIES if name.startswith(kind)), None)
+    sent = [tensor for source in node.all_input_nodes for tensor in tensors_of(source) if tensor.device.type == "cpu"]
+    if kind is None or not sent:
+        return "", 0
+    return kind, sum(map(num_bytes, tensors_of(node) if kind == "all_gather" else sent))
 
 
 def _kind_of(node: fx.Node) -> str:
