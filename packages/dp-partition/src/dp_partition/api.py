@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
@@ -39,6 +39,7 @@ def compile(
     capture: Literal["auto", "always", "never"] = "auto",
     full: Literal["keep", "refuse"] = "keep",
     observe: bool = True,
+    mark_dynamic: int | Sequence[int] = (),
     share: Step | None = None,
 ) -> Step:
     """Make a train step, written for one device, run data-parallel.
@@ -63,8 +64,8 @@ def compile(
         reshard_after_forward: Free sharded parameters after forward and gather them again for backward:
             ``True`` all, ``False`` none, or the full names of some.
         accumulate: Number of micro-batches of a call's batch; one reduction per call.
-        reduce_dtype: Dtype of the reduction of gradients (not float16): they are cast before they are sent, averaged
-            by the collective, and cast back; None reduces in their own.
+        reduce_dtype: Dtype of the reduction of gradients: they are cast before they are sent, averaged by the
+            collective (in float16 divided before and after the sum), and cast back; None reduces in their own.
         backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles its compute between collectives.
         check: Calls to compare with an eager run of the step on a copy of everything it uses: ``"sampled"``:
             calls 1, 2 and one drawn from each [2^k, 2^(k+1)), ``"first"``: calls 1 and 2, ``"never"``: none;
@@ -75,6 +76,8 @@ def compile(
         full: For an eager step in shards: ``"keep"`` leaves parameters beyond FSDP2 full, ``"refuse"`` raises.
         observe: An eager step runs its first call on full parameters, to find those beyond FSDP2. ``False`` shards all
             before it, for a model that does not fit full beside its gradients; uses beyond FSDP2 raise then.
+        mark_dynamic: Dims of the tensor arguments with changing lengths: one trace then serves all lengths. A trace in
+            need of numbers is replaced, with a warning, by one for each length.
         share: Another step, to use its placed parameters (evaluation); mesh, style and placements are its.
 
     Raises:
@@ -116,6 +119,7 @@ def compile(
         reshard,
         backend,
         check,
+        (mark_dynamic,) if isinstance(mark_dynamic, int) else tuple(mark_dynamic),
         capture,
         full,
         observe,

@@ -77,6 +77,7 @@ class Runner:
         latest: The program of the last call.
         num_traces: How many programs were traced.
         num_compiled: How many pieces of programs were compiled.
+        marked: Dims of tensor arguments whose sizes are symbols of a trace; none once that has failed.
         schedule: Which calls are checked.
         num_checked: How many calls were checked.
         unchecked: Why calls that were to be checked were not.
@@ -107,6 +108,7 @@ class Runner:
         self.num_traces = self.num_compiled = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
         self.unchecked: list[str] = []
+        self.marked = settings.dynamic
 
     # ---- choices ----------------------------------------------------------------------------------------------------
 
@@ -174,7 +176,7 @@ class Runner:
         return ""
 
     def call_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Restore placed tensors, and run this call and all later ones eagerly; on all ranks together."""
+        """Restore placed tensors, and run this call and all later ones eagerly. On all ranks together."""
         self.before_trace = None
         roots: tuple[Any, ...] = ()
         if self.binding is not None:
@@ -199,6 +201,7 @@ class Runner:
         self.before_trace, binding = None, self.binding
         if binding is None:
             call = read_arguments(self.name, args, kwargs)
+            call.marked = self.marked
             binding, program, optimizers = self.first_call(call)
         else:
             call, program, optimizers = self.later_call(binding, args, kwargs)
@@ -367,6 +370,14 @@ class Runner:
         Raises:
             PlanError: ``python-state`` if a run of the step changed Python values it reads: its graph would not.
         """
+        if call.marked:
+            try:
+                return self.trace(step_state, plan, call, device)
+            except Exception as error:  # of any rule or kernel in need of a number
+                self.marked = call.marked = ()
+                reason = str(error).strip().splitlines()[-1]
+                text = f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}"
+                warnings.warn(text, stacklevel=2)
         if call.live:
             try:
                 return self.trace(step_state, plan, call, device)
@@ -417,7 +428,7 @@ class Runner:
         return program_key(step_state, call, self.reads, optimizers)
 
     def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
-        """Raise if running the step changed what it reads, or a counter of an object: its graph would not."""
+        """Raise if running the step changed what it reads, or a counter of an object. Its graph would not."""
         if before != after or changes:
             names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
             reason = f"running it changes Python values that it reads: {names}"
@@ -429,20 +440,21 @@ class Runner:
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program with valid guards for these arguments; trace one if there is none."""
         for program in self.programs.get(self.key_of(binding.step_state, call, optimizers), []):
-            numbers = program.numbers_of(call.leaves) if program.capture.numbers else ()
-            if program.guards_hold(optimizers.values, numbers):
+            has_numbers = program.capture.numbers or program.capture.sizes
+            if program.guards_hold(optimizers.values, program.numbers_of(call.leaves) if has_numbers else ()):
                 self.latest = program
                 return program
         announce(self.trace_label, dist.get_rank())
         self.note_values(call)
         program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
         program.is_new = True
-        # The key is computed here: a trace with live numbers may have been replaced by one without.
+        # The key is computed here: a trace with symbols may have been replaced by one without.
         self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)
         if self.num_traces == MANY_TRACES + 1 and not self.switches:
             warnings.warn(
                 f"{self.name} was traced {self.num_traces} times: each new shape, and each new Python value among its "
-                "arguments, takes a trace. Pad batches to few lengths; pass numbers that change in tensors",
+                "arguments, takes a trace. Where lengths change, pass mark_dynamic=1 to compile, or the dim that they "
+                "are in, or pad batches to few lengths; pass numbers that change in tensors",
                 stacklevel=4,
             )
         while sum(map(len, self.programs.values())) > MOST_PROGRAMS:
@@ -450,7 +462,7 @@ class Runner:
         return program
 
     def note_values(self, call: CallArguments) -> None:
-        """Let numbers among the arguments be inputs of the graph from their second value on; name a second text."""
+        """Let numbers among the arguments be inputs of the graph from their second value on. Name a second text."""
         values = {at: leaf for at, leaf in enumerate(call.leaves) if type(leaf) in (int, float, str)}
         before, live = self.values.get(call.spec, {}), self.live.get(call.spec, frozenset())
         self.values[call.spec] = values
@@ -478,7 +490,7 @@ class Runner:
 
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
             call = read_arguments(self.name, args, kwargs)
-            call.live = self.live.get(call.spec) or frozenset()
+            call.live, call.marked = self.live.get(call.spec) or frozenset(), self.marked
             self.check_step_state(binding, call.leaves)
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
@@ -498,7 +510,7 @@ class Runner:
                     raise error
                 if self.has_agreed and self.switches and self.num_traces > MANY_TRACES:
                     reason = f"{self.num_traces} traces: a shape or a Python value changes in most calls"
-                    hint = "pad batches to few lengths, and pass the value in a tensor"
+                    hint = "pass mark_dynamic= for lengths, and the value in a tensor"
                     raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
                 return None, facts
 
@@ -511,7 +523,7 @@ class Runner:
 
     @property
     def trace_label(self) -> str:
-        """Text for a trace in this call, common to all ranks; empty if they have none."""
+        """Text for a trace in this call, common to all ranks. Empty if they have none."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
 
     # ---- ownership of the model -------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
-STYLES = {"replicate": dp.DataParallelStyle.REPLICATE, "fully_shard": dp.DataParallelStyle.FULLY_SHARD}
+STYLES = {"replicate": dp.DataParallelStyle.REPLICATE, "fully_shard": dp.DataParallelStyle.FULLY_SHARD,
+          "default": dp.DataParallelStyle.DEFAULT}  # fmt: skip
 
 
 @pytest.mark.ranks(2)
@@ -170,12 +171,11 @@ def test_strategies_and_markings(ranks: Ranks) -> None:
     assert strategies[placeholders[8]].node_type is dp.NodeType.ACT  # type: ignore[union-attr]
     losses = [s for s in strategies.values() if isinstance(s, dp.DataParallelStrategy) and s.reduction_over_batch]
     assert losses
-    dp.mark_data_parallel_shardings(graph, 4, 4, strategies)
+    dp.mark_data_parallel_shardings(graph, 4, 4, strategies, dp.DataParallelStyle.DEFAULT)
     specs = [node.meta["sharding"].output_spec.placements[0] for node in placeholders[:4]]
-    assert specs == [Shard(0)] * 4
-    for style in (dp.DataParallelStyle.DEFAULT, dp.DataParallelStyle.ZERO1):  # torch 2.1 has them in `compile` at most
-        with pytest.raises(dp.PlanError, match="conflicting-arguments"):
-            dp.mark_data_parallel_shardings(graph, 4, 4, strategies, style)
+    assert specs == [Shard(0), Shard(0), Replicate(), Replicate()]  # 16 rows, 3 rows
+    with pytest.raises(dp.PlanError, match="conflicting-arguments"):
+        dp.mark_data_parallel_shardings(graph, 4, 4, strategies, dp.DataParallelStyle.ZERO1)
     analyzer = dp.BatchDimAnalyzer(0)
     with pytest.raises(RuntimeError, match="init_batch_dim_size"):
         analyzer.compute_batch_dim(placeholders[8])

@@ -17,6 +17,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import is_stale, mark_current, mark_stale
 from dp_partition._torch_compat import FakeTensorMode, parameter_like, storage_key, symbolic_scalar
 from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
+from dp_partition.capture.lengths import Sizes, marked_dims, symbolic_fake
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
 
 REACHED = (
@@ -27,7 +28,7 @@ REACHED = (
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg; ``key`` that of a state entry."""
+    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg. ``key`` that of a state entry."""
 
     kind: str
     name: str
@@ -54,6 +55,7 @@ class Fakes:
     hyperparameters: dict[Hyperparameter, torch.Tensor]
     numbers: dict[Hyperparameter, float]
     args: list[torch.Tensor]
+    sizes: Sizes
     given: dict[int, torch.Tensor]
 
 
@@ -63,6 +65,7 @@ def make_fakes(
     tensors: list[torch.Tensor],
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
     device: str | None = None,
+    marked: tuple[int, ...] = (),
     given: Mapping[int, float] = MappingProxyType({}),
 ) -> Fakes:
     """Make a fake of every tensor read by the step.
@@ -73,6 +76,7 @@ def make_fakes(
         tensors: The tensors among the step's arguments.
         batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
         device: Apparent device of fakes; None: the tensors' own.
+        marked: Dims of the arguments with symbolic sizes.
         given: Numbers among the step's arguments that stay live, by position.
     """
 
@@ -83,6 +87,13 @@ def make_fakes(
             if shape is None or shape == tuple(tensor.shape):
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=there)
             return torch.empty(shape, dtype=tensor.dtype, device=there)
+
+    sizes: Sizes = {}
+
+    def argument(index: int, tensor: torch.Tensor) -> torch.Tensor:
+        if marked_dims(tensor, marked):
+            return symbolic_fake(mode, tensor, index, marked, sizes, device or tensor.device)
+        return fake(tensor, batch_of(tensor) if batch_of else None)
 
     params = {fqn: parameter_like(fake(param), param) for fqn, param in step_state.params.items()}
     states: dict[tuple[int, str], dict[Any, Any]] = {}
@@ -107,7 +118,8 @@ def make_fakes(
         states,
         {hyper: symbolic_scalar(mode, number, hyper.label) for hyper, number in numbers.items()},
         numbers,
-        [fake(x, batch_of(x) if batch_of else None).requires_grad_(x.requires_grad) for x in tensors],
+        [argument(index, tensor).requires_grad_(tensor.requires_grad) for index, tensor in enumerate(tensors)],
+        sizes,
         {position: symbolic_scalar(mode, number, f"number{position}") for position, number in given.items()},
     )
 
@@ -155,7 +167,7 @@ def installed(step_state: StepState, fakes: Fakes) -> Iterator[dict[Hyperparamet
 
 @contextlib.contextmanager
 def _untraced(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
-    """Refuse within the block any use of a parameter instead of its fake; other uses than `.grad` fail in torch."""
+    """Refuse within the block any use of a parameter instead of its fake. Other uses than `.grad` fail in torch."""
     marked = [(fqn, parameter) for fqn, parameter in parameters if not is_stale(parameter)]
     reason, hint = REACHED
     for fqn, parameter in marked:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import types
 import weakref
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._torch_compat import global_hooks
+from dp_partition.capture.lengths import length_key
 
 if TYPE_CHECKING:
     from dp_partition.capture.arguments import CallArguments
@@ -184,7 +186,7 @@ class FunctionReads:
                 ]
 
     def _enter(self, function: types.FunctionType, owner: Any) -> list[tuple[Any, Any]]:
-        """Note a function's reads; return functions and modules it names, and methods of its own class."""
+        """Note a function's reads. Return functions and modules it names, and methods of its own class."""
         is_torch = (function.__module__ or "").split(".")[0] == "torch"
         if is_torch and function is not getattr(owner, "forward", None):
             return []
@@ -195,9 +197,9 @@ class FunctionReads:
         self.names |= names
         table = function.__globals__
         self._places += [(table, name) for name in sorted(names) if name in table and _counts(table[name])]
-        others = (getattr(function, "__wrapped__", None), *map(_contents, cells))
+        others = (getattr(function, "__wrapped__", None), *map(contents, cells))
         named = [(one, None) for one in (*others, *(table[name] for name in names if name in table))]
-        values = dict(zip(function.__code__.co_freevars, map(_contents, cells), strict=True))
+        values = dict(zip(function.__code__.co_freevars, map(contents, cells), strict=True))
         values |= {name: table[name] for name in names if name in table}
         code = (*_FUNCTIONS, type, types.ModuleType)
         self.past |= {name for name, value in values.items() if not isinstance(value, code)}
@@ -209,20 +211,16 @@ class FunctionReads:
 
     def read(self, placed: Collection[int] = ()) -> tuple[Any, ...]:
         """Return a fingerprint of the values as they are now; ``placed`` as for `fingerprint`."""
-        values = [*self._held, *[table.get(key) for table, key in self._places]]
-        for cell in self._cells:
-            try:
-                values.append(cell.cell_contents)
-            except ValueError:  # empty
-                values.append(None)
+        values = [*self._held, *[table.get(key) for table, key in self._places], *map(contents, self._cells)]
         return fingerprint(values, self.names, placed)
 
 
-def _contents(cell: types.CellType) -> Any:
+def contents(cell: types.CellType, empty: Any = None) -> Any:
+    """Return what a closure's cell holds; ``empty`` if nothing."""
     try:
         return cell.cell_contents
     except ValueError:
-        return None
+        return empty
 
 
 def names_used(function: Callable[..., Any]) -> frozenset[str]:
@@ -323,10 +321,11 @@ class ModuleReads:
         return self.structure, fingerprint(values, self._names), hooks
 
 
-def leaf_key(leaf: Any) -> Any:
+def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     """Return the part of a trace's key for one leaf of the arguments."""
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
+        geometry = length_key(leaf, marked) if marked else (tuple(leaf.shape), tuple(leaf.stride()))
+        return *geometry, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)
     if type(leaf) not in PLAIN_TYPES and _counts(leaf):
@@ -367,5 +366,5 @@ def program_key(
     keyed = call.leaves
     if call.live:  # of these the type alone counts
         keyed = [type(leaf) if at in call.live else leaf for at, leaf in enumerate(keyed)]
-    leaves = tuple(map(leaf_key, keyed))
+    leaves = tuple(map(leaf_key, keyed, itertools.repeat(call.marked)))
     return leaves, call.spec, training, trained, optimizers.key, constants

@@ -168,7 +168,7 @@ def choose_foreach(optimizer: Optimizer) -> None:
 
 
 def keyless_state(optimizers: list[Optimizer]) -> list[Problem]:
-    """Return a problem for each optimizer with state under other keys than parameters: a graph would lose it."""
+    """Return a problem for each optimizer with state under other keys than parameters. A graph would lose it."""
     hint = "keep it in the state of a parameter, self.state[p], or in a buffer of the model"
     return [
         Problem("python-state", f"optimizer {number}", found=f"{type(optimizer).__name__}.state[{key!r}]", hint=hint)
@@ -183,7 +183,7 @@ def _any(key: Any) -> Any:
 
 
 def has_state(state: dict[Any, Any] | None) -> TypeGuard[dict[Any, Any]]:
-    """Return True if a parameter's state holds anything: SGD keeps a None buffer until its first step."""
+    """Return True if a parameter's state holds anything. SGD keeps a None buffer until its first step."""
     return state is not None and any(value is not None for value in state.values())
 
 

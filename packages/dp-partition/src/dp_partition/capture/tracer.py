@@ -33,6 +33,7 @@ from dp_partition._torch_compat import (
 from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.fakes import REACHED, Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
+from dp_partition.capture.lengths import Sizes, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
@@ -53,6 +54,7 @@ class Capture:
         mode: The fake mode of the nodes' ``meta["val"]``.
         cleared: The step clears gradients before its first backward.
         gradients: Names of parameters with gradients read by the step, and the number of backward passes to each.
+        sizes: The symbol of each symbolic size.
         numbers: The symbol of each live number among the arguments, by its position.
         modes: Modules left in another mode than before, and that mode.
         trained: Parameters left with another `requires_grad`, and its value.
@@ -68,6 +70,7 @@ class Capture:
     symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
     cleared: bool = False
     gradients: Counter[str] = field(default_factory=Counter)
+    sizes: Sizes = field(default_factory=dict)
     numbers: dict[int, Any] = field(default_factory=dict)
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     trained: dict[str, bool] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class _Tracing:
         self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.mode = new_fake_mode()
         tensors, given = [self.leaves[i] for i in self.positions], {i: self.leaves[i] for i in sorted(call.live)}
-        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, given)
+        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, call.marked, given)
         self.numbers: dict[int, Any] = {}
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
@@ -175,7 +178,7 @@ class _Tracing:
 
 
 class _WrittenTensors(TorchDispatchMode):
-    """Keeps the values of real tensors before a trace writes them: its graph writes them again in each call.
+    """Keeps the values of real tensors before a trace writes them. Its graph writes them again in each call.
 
     Such tensors are outside of the arguments, in a closure or an attribute, so no fake replaces them.
     """
@@ -230,7 +233,7 @@ def trace_step(
         problem = trace_problem(tracing.name, error, tracing.phases.stepping)
         raise PlanError(problem, "the train step could not be traced") from error
     parts = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
-    capture = Capture(module, *parts, tracing.phases.cleared, modes=tracing.modes)
+    capture = Capture(module, *parts, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
     capture.groups = _groups(step_state)  # for fused kernels, which take plain floats
     capture.numbers = tracing.numbers
     for name, param in tracing.fakes.params.items():
@@ -238,6 +241,8 @@ def trace_step(
             capture.trained[name] = param.requires_grad
         if param.grad is not None:
             capture.left.append(name)
+    if capture.sizes:  # only a trace with symbols
+        use_first_sizes(module.graph, tracing.mode)
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
     _name_placeholders(module, capture.inputs)
@@ -248,7 +253,7 @@ def trace_step(
 
 
 def _without_recurrent_kernels(step_state: StepState) -> contextlib.AbstractContextManager[Any]:
-    """Trace torch's own operators for recurrent layers: oneDNN's keep a workspace that no graph can hold."""
+    """Trace torch's own operators for recurrent layers. oneDNN's keep a workspace that no graph can hold."""
     layers = any(isinstance(m, nn.RNNBase) for _, root in step_state.modules for m in root.modules())
     return without_onednn() if layers else contextlib.nullcontext()
 
@@ -266,7 +271,7 @@ def _without_cast_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_other_draws(name: str) -> Iterator[None]:
-    """Raise if the block draws from Python's or NumPy's generator, or seeds torch's; put all of them back.
+    """Raise if the block draws from Python's or NumPy's generator, or seeds torch's. Put all of them back.
 
     Fakes draw nothing, so torch's generator changes only when it is seeded.
 
@@ -295,7 +300,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
 
 
 def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> None:
-    """Refuse a number read from a tensor without use in the graph: a list or a log would get it only once."""
+    """Refuse a number read from a tensor without use in the graph. A list or a log would get it only once."""
     hint = "return it from the step, and keep or print it outside"
     problems = [
         Problem("value-kept", name, found=f"a number read with {node.target} leaves the step", hint=hint)

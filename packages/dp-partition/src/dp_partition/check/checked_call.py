@@ -124,7 +124,7 @@ class CheckedCall:
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Leave everything as before the call where the block raises: a peer died, or the caller interrupts."""
+        """Leave everything as before the call where the block raises, for a dead peer or an interrupt."""
         try:
             yield
         except CheckMismatch:
@@ -310,7 +310,7 @@ class CheckedCall:
         return all_gather_objects(self.binding.mesh, value, f"the check of {self.runner.subject}")
 
     def versions(self) -> list[int]:
-        """Return version counters of all live tensors: they show each write of a copy to one of them."""
+        """Return version counters of all live tensors. They show each write of a copy to one of them."""
         return [local_tensor(tensor.detach())._version for tensor in self.live()]
 
     def live(self) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_partition._shared.consensus import all_gather_objects
 from dp_partition.capture.phases import hook_gradient
 from dp_partition.mesh import all_groups
+from dp_partition.passes.bucketing import division
 from dp_partition.plan.settings import CommConfig
 
 RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
@@ -181,6 +182,12 @@ class GradientAverage:
     def _reduce_flat(self, flat: torch.Tensor) -> torch.Tensor:
         dtype = self.comm.reduce_dtype
         sent = flat if dtype is None else flat.to(dtype)
+        if sent.dtype is not flat.dtype and dtype is torch.float16:
+            before, after = division(self.mesh.size())
+            sent = sent / before  # within float16's range
+            for group in all_groups(self.mesh):
+                dist.all_reduce(sent, group=group)
+            return (sent / after).to(flat.dtype)
         for group in all_groups(self.mesh):  # the average of each axis, as in the graph's collectives
             dist.all_reduce(sent, group=group)
             sent = sent / dist.get_world_size(group)

@@ -112,7 +112,7 @@ def copy_step(
 
 
 def full_copy(placed: torch.Tensor) -> torch.Tensor:
-    """Return a full tensor with its own memory and the original's strides: fused optimizers go by memory."""
+    """Return a full tensor with its own memory and the original's strides. Fused optimizers go by memory."""
     full = full_tensor(placed)
     return torch.empty_strided(full.shape, placed.stride(), dtype=full.dtype, device=full.device).copy_(full)
 
@@ -204,7 +204,7 @@ def _run_local(copied: StepCopy, average: GradientAverage, settings: Settings) -
 
 
 def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Settings) -> Any:
-    """Run the step on each micro-batch; only the last one's update counts, with the mean of all gradients."""
+    """Run the step on each micro-batch. Only the last one's update counts, with the mean of all gradients."""
     count, dim = settings.accumulate, settings.batch_dim
     average.micro_batches = count
     values = [param.detach().clone() for param in copied.step_state.params.values()]  # start of each micro-batch

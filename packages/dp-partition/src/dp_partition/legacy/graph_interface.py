@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def partition_data_parallel(
         args: The step's arguments; the graph is enough, they are not used.
         kwargs: The step's keyword arguments; likewise.
         mesh: One-dimensional mesh.
-        parallel_style: ``REPLICATE`` or ``FULLY_SHARD``.
+        parallel_style: ``DEFAULT``, ``REPLICATE`` or ``FULLY_SHARD``.
         input_batch_dim: The batch dim of the batch's tensors.
 
     Returns:
@@ -78,8 +79,7 @@ def partition_data_parallel(
         single = isinstance(strategy, DataParallelStrategy)
         meta_of(node)["node_type"] = strategy.node_type if single else NodeType.NON_TENSOR  # type: ignore[union-attr]
     partitioned = partitioner(graph)
-    placement = Shard(0) if parallel_style is DataParallelStyle.FULLY_SHARD else Replicate()
-    _place_tensors(model, optimizer, params_buffers, named_states, mesh, placement)
+    _place_tensors(model, optimizer, params_buffers, named_states, mesh, parallel_style)
     return partitioned
 
 
@@ -89,12 +89,12 @@ def _place_tensors(
     params_buffers: dict[str, torch.Tensor],
     named_states: dict[str, Any],
     mesh: DeviceMesh,
-    placement: Placement,
+    style: DataParallelStyle,
 ) -> None:
     """Replace the parameters, buffers and state by DTensors."""
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        own = [placement if tensor.ndim else Replicate()]
+        own = [_home(tuple(tensor.shape), style, mesh.size())]
         return distribute_tensor(tensor.detach(), mesh, own, src_data_rank=None)  # ranks hold equal values
 
     replaced: dict[torch.Tensor, torch.Tensor] = {}
@@ -137,11 +137,18 @@ def mark_data_parallel_shardings(
         num_parameters: Number of leading placeholders of parameters or buffers.
         num_states: Number of placeholders after them of optimizer state.
         dp_strategy_map: Result of `build_data_parallel_strategies`.
-        parallel_mode: ``REPLICATE`` and ``FULLY_SHARD`` take the replicated and the sharded strategy of each node.
+        parallel_mode: ``REPLICATE`` and ``FULLY_SHARD`` take the replicated and the sharded strategy of each node;
+            ``DEFAULT`` shards parameters and state that divide evenly and replicates the rest.
 
     Raises:
-        PlanError: Another style (code ``conflicting-arguments``), as in torch 2.1.
+        PlanError: Another style (code ``conflicting-arguments``), or a mixture that cannot be distributed.
     """
+    if parallel_mode is DataParallelStyle.DEFAULT:
+        if not any(one._mixed for one in dp_strategy_map.values()):
+            raise PlanError(Problem("no-sharding-strategy", "parallel_mode", found="no way to mix shards and replicas"))
+        for node, one in dp_strategy_map.items():
+            meta_of(node)["sharding"] = one._mixed
+        return
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
         hint = "use dp_partition.compile for it"
         raise PlanError(Problem("conflicting-arguments", "parallel_mode", found=str(parallel_mode), hint=hint))
@@ -249,10 +256,24 @@ def build_data_parallel_strategies(
     graph = train_step_graph.graph
     num_fixed = num_params + num_states
     ways = [
-        _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, placement)
-        for placement in (Replicate(), Shard(0))
+        _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, style)
+        for style in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD)
     ]
-    return {node: _strategies(node, [way[node] for way in ways], mesh) for node in graph.nodes}
+    strategies = {node: _strategies(node, [way[node] for way in ways], mesh) for node in graph.nodes}
+    style = DataParallelStyle.DEFAULT
+    with suppress(PlanError):  # a mixture may need what shards or replicas alone do not
+        mixed = _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, style)
+        for node, one in strategies.items():
+            one._mixed = strategy_of(node, mixed[node], mesh) if one.strategies else None
+    return strategies
+
+
+def _home(shape: tuple[int, ...], style: DataParallelStyle, world: int) -> Placement:
+    """Return the placement of a parameter or its state; scalars are replicated."""
+    is_sharded = style is not DataParallelStyle.REPLICATE and len(shape) > 0
+    if style is DataParallelStyle.DEFAULT:
+        is_sharded = is_sharded and shape[0] > 0 and shape[0] % world == 0
+    return Shard(0) if is_sharded else Replicate()
 
 
 def prepare(module: GraphModule) -> None:
@@ -265,17 +286,17 @@ def prepare(module: GraphModule) -> None:
 
 
 def _plan_graph(
-    graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, placement: Placement
+    graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, style: DataParallelStyle
 ) -> dict[fx.Node, NodePlan]:
-    """Propagate with parameters and state in one placement; scalars are replicated."""
-    homes = StoragePlacements({}, {}, lambda name, shape: placement if shape else Replicate(), keep_outputs=True)
+    """Propagate with parameters and state placed by a style."""
+    homes = StoragePlacements({}, {}, lambda name, shape: _home(shape, style, world), keep_outputs=True)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             homes.placements[node] = Replicate()
         elif position < num_fixed:
-            homes.placements[node] = placement if value.ndim else Replicate()
+            homes.placements[node] = _home(tuple(value.shape), style, world)
             homes.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
         else:
             homes.placements[node] = _batch_placement(node, value, batch_dim, world)

@@ -127,7 +127,7 @@ class _Timing:
 
 
 def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move], int]) -> list[_Bucket]:
-    """Fill buckets in order; each has one dtype and one kind of move, and is ready before it is needed."""
+    """Fill buckets in order. Each has one dtype and one kind of move, and is ready before it is needed."""
     buckets: list[_Bucket] = []
     open_buckets: dict[Any, _Bucket] = {}
     for move in sorted(moves, key=lambda m: (order(m), timing.positions[m.start])):
@@ -227,23 +227,39 @@ def _scattered(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtyp
 def _reduced_flat(
     mover: Mover, node: fx.Node, like: torch.Tensor, op: str, dtype: torch.dtype | None, *, scatter: bool
 ) -> Generator[None, None, fx.Node]:
-    """Reduce a flat buffer, in full or to this rank's shard; in ``dtype`` if given, with the buffer's own again after.
+    """Reduce a flat buffer, in full or to this rank's shard. In ``dtype`` if given, with the buffer's own again after.
 
     Code up to a ``yield`` sends, code after it needs the result.
     """
-    cast = dtype is not None and dtype != like.dtype
-    node = mover.call(aten._to_copy.default, node, dtype=dtype) if cast else node
+    cast, is_mean = dtype is not None and dtype != like.dtype, op == "avg"
+    before, after = 1.0, 1.0
+    if cast:
+        node = mover.call(aten._to_copy.default, node, dtype=dtype)
+        # A float16 sum is divided before and after, each near the root of the number of ranks, as FSDP does: neither
+        # the sum nor the sent buffer leaves the dtype's range. Other dtypes use the collective's average.
+        if is_mean and dtype is torch.float16:
+            op, (before, after) = "sum", division(mover.world * mover.replicas)
+            node = mover.call(aten.div.Scalar, node, before)
     if scatter:
         work = mover.issue(collectives.reduce_scatter_tensor.default, node, op, mover.world, mover.group)
     else:
         work = mover.issue(collectives.all_reduce_.default, node, op, mover.group)
     yield
     node = mover.wait(work)
-    if op == "avg" and mover.replica_group:  # second: a shard is smaller to send
+    if is_mean and mover.replica_group:  # second: a shard is smaller to send
         work = mover.issue(collectives.all_reduce_.default, node, op, mover.replica_group, ranks=mover.replicas)
         yield
         node = mover.wait(work)
+    node = node if after == 1 else mover.call(aten.div.Scalar, node, after)
     return mover.call(aten._to_copy.default, node, dtype=like.dtype) if cast else node
+
+
+def division(ranks: int) -> tuple[float, float]:
+    """Return the divisors before and after a sum over ``ranks``. A power of two near the root, and the rest."""
+    before = 1.0
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return before, ranks / before
 
 
 def _chunks_of(world: int, moves: list[Move]) -> tuple[list[int], list[int]]:
@@ -277,7 +293,7 @@ def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
 
 
 def _chunks(mover: Mover, moves: list[Move]) -> fx.Node:
-    """Return the gradients as ``[world, chunk]``, side by side; in one call if none of them is empty."""
+    """Return the gradients as ``[world, chunk]``, side by side. In one call if none of them is empty."""
     if all(math.prod(m.shape) for m in moves):
         return mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
     rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [mover.world, -1]) for m in moves]

@@ -110,7 +110,7 @@ def eliminate_dead(graph: fx.Graph) -> bool:
 
 
 def make_contiguous_for_fused(graph: fx.Graph) -> None:
-    """Give every fused optimizer kernel of a rank's graph contiguous tensors: it goes by memory, not by strides."""
+    """Give every fused optimizer kernel of a rank's graph contiguous tensors. It goes by memory, not by strides."""
     for node in list(graph.nodes):
         if is_op(node) and node.target._schema.name.startswith("aten::_fused_"):
             strided = [index for index, param in enumerate(node.args[0]) if _is_strided(param)]

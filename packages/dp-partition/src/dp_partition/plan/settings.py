@@ -16,7 +16,7 @@ Style = Literal["default", "replicate", "zero1", "zero2", "fully_shard", "hybrid
 Semantics = Literal["local", "global"]
 Backend = Literal["eager", "inductor"]
 
-_REDUCED = (torch.bfloat16, torch.float32, torch.float64)  # a sum in float16 leaves its range
+_REDUCED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices for all programs of a step, documented at `compile`.
-
-    Attributes:
-        style: Style of parameters not named by ``placements``.
-        semantics: ``"local"`` or ``"global"``.
-        placements: Name patterns -> placement.
-        batch_dim: Batch dim of tensor arguments.
-        comm: Settings of communication.
-        accumulate: Number of micro-batches.
-        reshard: ``True``, ``False``, or the names of parameters to gather again for backward.
-        backend: ``"eager"`` or ``"inductor"``.
-        check: ``"sampled"``, ``"first"`` or ``"never"``.
-        capture: ``"auto"``, ``"always"`` or ``"never"``.
-        full: ``"keep"`` or ``"refuse"``.
-        observe: An eager step in shards runs its first call on full parameters.
-    """
+    """Choices for all programs of a step, as documented at `compile`; ``dynamic`` is its ``mark_dynamic``."""
 
     style: DataParallelStyle
     semantics: str = "local"
@@ -74,6 +59,7 @@ class Settings:
     reshard: bool | frozenset[str] = True
     backend: str = "eager"
     check: str = "sampled"
+    dynamic: tuple[int, ...] = ()
     capture: str = "auto"
     full: str = "keep"
     observe: bool = True
@@ -81,7 +67,7 @@ class Settings:
     def text(self) -> str:
         """Return choices to compare between ranks, as they show neither in the plan nor in collectives."""
         chosen = (self.semantics, self.accumulate, self.batch_dim, self.backend, self.check, self.capture)
-        return ", ".join(map(str, chosen))
+        return ", ".join(map(str, (*chosen, self.dynamic)))
 
     def needs_graph(self) -> str:
         """Return a choice that needs a graph; empty if the step may run eagerly."""
@@ -117,6 +103,10 @@ class Settings:
         if self.capture == "never" and self.needs_graph():  # no eager way to do it
             hint = "leave it out, or use capture='always'"
             result.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
+        if self.dynamic and (self.semantics, self.accumulate, self.backend) != ("local", 1, "eager"):
+            hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
+            text = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
+            result.append(Problem("conflicting-arguments", "mark_dynamic", found=text, hint=hint))
         dtype: object = self.comm.reduce_dtype  # not checked yet
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"

@@ -110,17 +110,10 @@ class Binding:
         """Return rank 0's values of parameters, buffers and existing state."""
         tensors: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
         tensors |= {name: b.detach() for name, b in self.step_state.buffers.items()}
-        tensors |= {name: s.detach() for name, s in self.state_tensors().items()}
+        for number, fqn, state in self.step_state.states():  # under names distinct from those of parameters
+            values = {f"{fqn}\0{number}\0{key}": value for key, value in state.items()}
+            tensors |= {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
         return tensors if self.mesh.size() == 1 else broadcast_from_first(tensors, self.mesh)
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Return existing optimizer state, under names distinct from those of parameters."""
-        tensors = {}
-        for number, fqn, state in self.step_state.states():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{fqn}\0{number}\0{key}"] = value
-        return tensors
 
     def placed_states(
         self, placed: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
@@ -229,7 +222,7 @@ class Binding:
 
 @contextmanager
 def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[None]:
-    """Hold full plain parameters in place of DTensors within the block; with ``writeback`` keep their new values.
+    """Hold full plain parameters in place of DTensors within the block. With ``writeback`` keep their new values.
 
     Afterwards these parameters are stale: reading a gradient of them (by an optimizer from within the block) raises.
 
@@ -275,7 +268,7 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
 
 @contextmanager
 def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
-    """Hold full plain parameters in the modules within the block; a nested block uses those of the outer one."""
+    """Hold full plain parameters in the modules within the block. A nested block uses those of the outer one."""
     if binding.is_unsharded:
         yield
         return
@@ -317,7 +310,7 @@ def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shard full plain tensors of a state dict for a module's DTensors; the same file is loaded on every rank."""
+    """Shard full plain tensors of a state dict for a module's DTensors. The same file is loaded on every rank."""
     parameters: dict[str, Any] = module._parameters
     for name, parameter in parameters.items():
         value = state_dict.get(prefix + name)

@@ -169,7 +169,7 @@ class _Walk:
             self.refuse_second_derivative(node)
 
     def refuse_second_derivative(self, node: fx.Node) -> None:
-        """Refuse the gradient of a loss with a gradient in it: the rank's own was meant, not the average."""
+        """Refuse the gradient of a loss with a gradient in it. The rank's own was meant, not the average."""
         earlier = {self.from_gradient[source] for source in node.all_input_nodes if source in self.from_gradient}
         if earlier:
             hint = 'use semantics="global", which takes every derivative of the loss over all rows'

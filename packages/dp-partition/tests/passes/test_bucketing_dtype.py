@@ -9,6 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_partition.passes.bucketing import division
 from ranktest import Ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -50,9 +51,9 @@ def by_fsdp(ranks: Ranks, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.ranks(2)
-def test_gradients_are_reduced_in_another_dtype(ranks: Ranks) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_reduced_in_another_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     """As FSDP2's `MixedPrecisionPolicy(reduce_dtype=)`: bit for bit, whatever the style; half the bytes are sent."""
-    dtype = torch.bfloat16
     expected = by_fsdp(ranks, dtype)
     _, plain, _ = trained(ranks, "replicate")
     assert not all(torch.equal(a, b) for a, b in zip(plain, expected, strict=True)), "the dtype makes a difference"
@@ -77,7 +78,12 @@ def arguments() -> tuple[Any, ...]:
     return model, SGD(model.parameters()), torch.ones(4, 8)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float16])
-def test_a_dtype_that_cannot_be_averaged_is_refused(dtype: torch.dtype) -> None:
+def test_a_sum_in_float16_is_divided_in_two_parts() -> None:
+    assert {ranks: division(ranks) for ranks in (1, 2, 3, 4, 6, 64, 1024)} == {
+        1: (1, 1), 2: (2, 1), 3: (2, 1.5), 4: (2, 2), 6: (4, 1.5), 64: (8, 8), 1024: (32, 32)
+    }  # fmt: skip
+
+
+def test_a_dtype_that_cannot_be_averaged_is_refused() -> None:
     with pytest.raises(dp.PlanError, match="invalid-argument"):
-        dp.estimate(models.mean_step, *arguments(), world=2, style="replicate", reduce_dtype=dtype)
+        dp.estimate(models.mean_step, *arguments(), world=2, style="replicate", reduce_dtype=torch.int32)
