@@ -205,7 +205,8 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
 @pytest.mark.ranks(2)
 def test_a_step_of_new_values_in_each_call_goes_eager(ranks: Ranks) -> None:
     """Eight traces, for a value or for a length; a caller that wants a graph gets one for each."""
-    for capture, is_length in (("auto", False), ("always", False), ("auto", True)):
+    cases: tuple[tuple[Any, bool], ...] = (("auto", False), ("always", False), ("auto", True))
+    for capture, is_length in cases:
         weight, model = [1.0], models.seeded(mlp)
         compiled = dp.compile(scaled_by(partial(max, weight)), mesh=ranks.mesh((2,), ("dp",)), capture=capture)
         own = ADAMW(model.parameters())
