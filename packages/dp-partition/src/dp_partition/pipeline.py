@@ -163,13 +163,10 @@ def partition_for_rank(
 def batch_scale(
     plan: PartitionPlan, batch_dim: int, accumulate: int
 ) -> Callable[[torch.Tensor], tuple[int, ...]] | None:
-    """Return the traced shape of a batch tensor; None: its own."""
-    local = plan.semantics == "local"
-    return None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
-
-
-def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
-    """Return a batch tensor's traced shape: ``times`` ranks' batches together, or one of ``parts`` micro-batches."""
+    """Return the traced shape of a batch tensor, of all ranks together or of one micro-batch; None: its own."""
+    times, parts, dim = 1 if plan.semantics == "local" else plan.world, accumulate, batch_dim
+    if times == parts == 1:
+        return None
 
     def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
         if tensor.ndim <= dim:

@@ -17,6 +17,7 @@ from dp_partition.api import runner_of
 from dp_partition.check import checked_call
 from dp_partition.check.checked_call import CheckMismatch, CheckSchedule
 from dp_partition.check.copying import CannotCopyError, Copier
+from dp_partition.check.reference import Outcome
 from dp_partition.check.verdict import differences
 from ranktest import Ranks
 from torch import fx, nn
@@ -299,3 +300,10 @@ def test_a_copy_shares_nothing_that_is_written() -> None:
     assert inside["optim"].cell_contents.param_groups[0]["params"][0] is inside["model"].cell_contents.weight
     with pytest.raises(CannotCopyError, match="generator"):
         Copier({}).copy(types.SimpleNamespace(held=(i for i in range(3))))
+
+
+def test_a_parameter_of_a_module_named_result_is_no_result() -> None:
+    tensors = {"result.weight": torch.zeros(1), "result.weight exp_avg": torch.ones(1)}
+    outcome = Outcome([torch.full((1,), 2.0), 3], None, tensors, {}, {})
+    assert [outcome.value(name) for name in tensors] == list(tensors.values())
+    assert [outcome.value(name) for name in ("result", "result 1", "result 2")] == [outcome.leaves[0], 3, None]

@@ -216,11 +216,7 @@ class CheckedCall:
 
     def is_count(self, name: str, reference: Outcome | None) -> bool:
         """Return True for integers, changed by rounding only at ties."""
-        if reference is None:
-            return False
-        value = reference.tensors.get(name)
-        if name.startswith("result"):
-            value = reference.leaves[int(name.split(" ")[1]) if " " in name else 0]
+        value = None if reference is None else reference.value(name)
         return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
     def raise_mismatch(self, found: list[Difference]) -> None:

@@ -63,6 +63,13 @@ class Outcome:
     before: dict[str, torch.Tensor]
     numbers: dict[str, Any]
 
+    def value(self, name: str) -> Any:
+        """Return a tensor by its name, or a leaf of the result: ``result``, or ``result N`` of several."""
+        if name in self.tensors or not name.startswith("result"):
+            return self.tensors.get(name)
+        index = int(name.removeprefix("result") or 0)
+        return self.leaves[index] if index < len(self.leaves) else None
+
     def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         """Add gradients from before the step's clipping or scaling, by parameter."""
         for name, gradient in gradients.items():
@@ -165,7 +172,7 @@ def run_reference(
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    rows = partial(_own_rows, dim=settings.batch_dim, binding=binding) if not local else torch.Tensor.detach
+    rows = torch.Tensor.detach if local else partial(_own_rows, dim=settings.batch_dim, binding=binding)
     tensors = _locals(copied.step_state, binding) | argument_values(arguments, rows)
     if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
         return Ended(error=RuntimeError("it uses a fake tensor: a cache outside its arguments has one of the trace"))
@@ -275,11 +282,7 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
 
 def _own_rows(value: torch.Tensor, dim: int, binding: Binding) -> torch.Tensor:
     """Return this rank's rows of a tensor from `_run_global`."""
-    world = shard_world(binding.mesh)
-    if value.ndim <= dim or world == 1:
-        return value.detach()
-    size = value.shape[dim] // world
-    return value.detach().narrow(dim, shard_rank(binding.mesh) * size, size)
+    return value.detach() if value.ndim <= dim else cut(value.detach(), Shard(dim), binding)
 
 
 def _generator_states() -> list[torch.Tensor]:
