@@ -172,7 +172,11 @@ def run_reference(
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    rows = torch.Tensor.detach if local else partial(_own_rows, dim=settings.batch_dim, binding=binding)
+
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        is_whole = local or value.ndim <= settings.batch_dim
+        return value.detach() if is_whole else cut(value.detach(), Shard(settings.batch_dim), binding)
+
     tensors = _locals(copied.step_state, binding) | argument_values(arguments, rows)
     if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
         return Ended(error=RuntimeError("it uses a fake tensor: a cache outside its arguments has one of the trace"))
@@ -278,11 +282,6 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
     if world > 1 and not all(map(torch.equal, before, _generator_states())):
         raise NotComparableError("draws random numbers under global semantics")
     return result, (args, kwargs)
-
-
-def _own_rows(value: torch.Tensor, dim: int, binding: Binding) -> torch.Tensor:
-    """Return this rank's rows of a tensor from `_run_global`."""
-    return value.detach() if value.ndim <= dim else cut(value.detach(), Shard(dim), binding)
 
 
 def _generator_states() -> list[torch.Tensor]:

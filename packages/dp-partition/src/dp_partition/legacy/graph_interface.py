@@ -260,9 +260,8 @@ def build_data_parallel_strategies(
         for style in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD)
     ]
     strategies = {node: _strategies(node, [way[node] for way in ways], mesh) for node in graph.nodes}
-    style = DataParallelStyle.DEFAULT
     with suppress(PlanError):  # a mixture may need what shards or replicas alone do not
-        mixed = _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, style)
+        mixed = _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, DataParallelStyle.DEFAULT)
         for node, one in strategies.items():
             one._mixed = strategy_of(node, mixed[node], mesh) if one.strategies else None
     return strategies

@@ -6,10 +6,8 @@ import torch
 from torch import fx
 
 from dp_partition.ops import base_name
-from dp_partition.sharding.op_rules import matmul, neural, pointwise, reductions, views
+from dp_partition.sharding.op_rules import matmul, neural, pointwise, reductions, views  # noqa: F401 - their rules
 from dp_partition.sharding.op_rules.table import RULES, Rule
-
-_FAMILIES = (matmul, neural, reductions, views)
 
 
 def find_rule(node: fx.Node) -> Rule | None:
