@@ -20,7 +20,7 @@ from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
 from dp_partition.check.verdict import first_difference
 from dp_partition.ops import is_op, is_random, mutated_inputs, viewed_input
-from dp_partition.passes.moves import REDUCTIONS
+from dp_partition.passes.moves import REDUCTIONS, Mover
 from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import RankLocal, chunk_bounds, describe
@@ -127,7 +127,7 @@ class NodeComparison:
         }
         module = fx.GraphModule(self.capture.module, graph)
         comm = replace(self.step.settings.comm, reduce_dtype=None)  # what changes no result
-        partition_for_rank(module, plans, self.world, rank, "simulated", comm)
+        partition_for_rank(module, plans, Mover(graph, self.world, rank, "simulated"), comm)
         present = set(module.graph.nodes)
         originals = {copy: node for node, copy in copies.items() if copy in present and node.op == "call_function"}
         self.on_ranks |= set(originals.values())

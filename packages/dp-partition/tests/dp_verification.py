@@ -16,7 +16,7 @@ import torch
 from dp_compare import NodeComparison, NoKernel
 from dp_partition._torch_compat import pytree
 from dp_partition.api import Step, runner_of
-from dp_partition.capture.arguments import read_arguments
+from dp_partition.capture.arguments import CallArguments, read_arguments
 from dp_partition.capture.hyperparameters import read_optimizers
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.capture.tracer import Capture
@@ -67,7 +67,7 @@ def verify(step: Step, *args: Any, world: Sequence[int] = (2, 3), **kwargs: Any)
     total = Verified(tuple(world), 0, 0, True)
     call = read_arguments(step.name, args, kwargs)
     for size in world:
-        total = _add(total, _verify_world(runner_of(step), call.args, call.kwargs, size))
+        total = _add(total, _verify_world(runner_of(step), call, size))
     return total
 
 
@@ -76,15 +76,13 @@ def _add(one: Verified, other: Verified) -> Verified:
     return Verified(one.worlds, nodes, elements, one.in_double and other.in_double)
 
 
-def _verify_world(step: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> Verified:
-    step_state = find_step_state(step.function, args, kwargs)
+def _verify_world(step: Runner, call: CallArguments, world: int) -> Verified:
+    step_state = find_step_state(step.function, call.args, call.kwargs)
     if step.binding is None:
         check_traceable(step_state)
     plan = step.plan_for(step_state, world)
-    capture = capture_single_device(
-        step.function, args, kwargs, step_state, plan, step.settings.batch_dim, step.settings.accumulate
-    )
-    return verify_capture(step, capture, plan, input_values(step, capture, step_state, args, kwargs, world))
+    capture = capture_single_device(step.function, call, step_state, plan, step.settings)
+    return verify_capture(step, capture, plan, input_values(step, capture, step_state, call.args, call.kwargs, world))
 
 
 def verify_capture(step: Runner, capture: Capture, plan: PartitionPlan, values: list[list[Any]]) -> Verified:
@@ -96,7 +94,7 @@ def verify_capture(step: Runner, capture: Capture, plan: PartitionPlan, values: 
         plan: Where parameters lie.
         values: For every rank the values of all placeholders, parameters and state full.
     """
-    homes, plans = plan_nodes(capture, plan, step.settings.batch_dim, step.settings.reshard)
+    homes, plans = plan_nodes(capture, plan, step.settings)
     mark_types(plans)
     for double in (True, False):
         trial = NodeComparison(step, capture, plan, homes, plans, double)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,12 +11,13 @@ import dp_partition as dp
 import torch
 import torch.nn.functional as F
 from dp_partition.api import runner_of
+from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
 from dp_partition.ops import base_name, is_op
 from dp_partition.pipeline import capture_single_device, plan_nodes
 from dp_partition.plan.placements import parse_style
-from dp_partition.sharding.op_rules.lookup import find_rule
+from dp_partition.sharding.op_rules import find_rule
 from dp_verification import input_values
 from torch import fx, nn
 
@@ -177,7 +178,7 @@ class Probe:
     values: Any
 
     def plans(self) -> dict[fx.Node, Any]:
-        return plan_nodes(self.capture, self.plan, self.step.settings.batch_dim)[1]
+        return plan_nodes(self.capture, self.plan, replace(self.step.settings, reshard=False))[1]
 
     def rows(self) -> set[str]:
         """The rows of the table that the probe's graph calls."""
@@ -214,7 +215,7 @@ def probe(name: str) -> Probe:
     args = (model, OPTIMIZERS[optim](model.parameters()), x)
     step_state = find_step_state(function, args, {})
     plan = step.plan_for(step_state, WORLD)
-    capture = capture_single_device(function, args, {}, step_state, plan, 0, 1)
+    capture = capture_single_device(function, read_arguments(name, args, {}), step_state, plan, step.settings)
     return Probe(name, step, capture, plan, input_values(step, capture, step_state, args, {}, WORLD))
 
 

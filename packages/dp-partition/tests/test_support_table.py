@@ -1,7 +1,7 @@
 """The support table, `SUPPORT.md`: what the other tests run and compare, in the words in which they expect it.
 
-`test_odd` and `capture/test_fingerprint` hold each row to its outcome, `test_coverage` the optimizers; this test holds
-`SUPPORT.md` to those rows. `UPDATE_SUPPORT=1` writes it.
+`test_pipeline` and `capture/test_fingerprint` hold each row to its outcome, `test_coverage` the optimizers; this
+one holds `SUPPORT.md` to those rows. `UPDATE_SUPPORT=1` writes it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def default_store() -> Any:
 
 
 def symbolic_scalar(mode: FakeTensorMode, value: Any, label: str) -> torch.Tensor:
-    """Return a fake 0-dim CPU tensor of float64 or int64; its ``item()`` is a symbol with ``value`` as its hint.
+    """Return a fake 0-dim CPU tensor of float64 or int64. Its ``item()`` is a symbol with ``value`` as its hint.
 
     Args:
         mode: The fake mode, with a shape environment.
@@ -72,7 +72,7 @@ def symbolic_scalar(mode: FakeTensorMode, value: Any, label: str) -> torch.Tenso
 
 
 def symbolic_size(mode: FakeTensorMode, value: int, label: str) -> Any:
-    """Return a size with its own symbol in a mode's shape environment; arguments as for `symbolic_scalar`."""
+    """Return a size with its own symbol in a mode's shape environment. Arguments as for `symbolic_scalar`."""
     from torch._dynamo.source import ConstantSource
 
     shapes: Any = mode.shape_env
@@ -187,7 +187,7 @@ def current_trace_nodes() -> list[str]:
 
 
 def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
-    """Return the node of the failing line in a graph module's generated forward; None if not found."""
+    """Return the node of the failing line in a graph module's generated forward. None if not found."""
     lines = [one.lineno or 0 for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
     places: Any = module._lineno_map or {}
     index = places.get(lines[-1] - module._prologue_start) if lines else None
@@ -201,7 +201,7 @@ def trace_options() -> dict[str, Any]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a key, equal for tensors that share memory, fake ones too; valid while one of them lives."""
+    """Return a key, equal for tensors that share memory, fake ones too. Valid while one of them lives."""
     key: int = tensor.untyped_storage()._cdata  # fake tensors have one too
     return key
 
@@ -230,7 +230,7 @@ def hooks_after_accumulation(tensor: torch.Tensor) -> int:
 
 
 def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
-    """Return one group over all ranks of a mesh; a collective the first time for a mesh of several axes."""
+    """Return one group over all ranks of a mesh. A collective the first time for a mesh of several axes."""
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
@@ -286,7 +286,7 @@ def is_backward_unfinished(units: Iterable[Any]) -> bool:
 
 
 def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter:
-    """Make a parameter in place of another: it keeps the attributes set by users, such as ``p.no_decay``."""
+    """Make a parameter in place of another. It keeps the attributes set by users, such as ``p.no_decay``."""
     new = torch.nn.Parameter(value, old.requires_grad)
     vars(new).update({key: own for key, own in vars(old).items() if key not in vars(new)})
     return new
@@ -306,7 +306,7 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def inductor_problem(device_type: str) -> str | None:
-    """Return the reason against compiling for a kind of device here; None if there is none."""
+    """Return the reason against compiling for a kind of device here. None if there is none."""
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 

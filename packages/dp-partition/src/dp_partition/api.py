@@ -76,9 +76,8 @@ def compile(
         full: For an eager step in shards: ``"keep"`` leaves parameters beyond FSDP2 full, ``"refuse"`` raises.
         observe: An eager step runs its first call on full parameters, to find those beyond FSDP2. ``False`` shards all
             before it, for a model that does not fit full beside its gradients; uses beyond FSDP2 raise then.
-        mark_dynamic: Dims of the tensor arguments with changing lengths: one trace then serves all lengths, and is
-            compared with a trace for the second one. A trace in need of numbers is replaced, with a warning,
-            by one for each length.
+        mark_dynamic: Dims of the tensor arguments with changing lengths: one trace then serves all lengths. A trace in
+            need of numbers is replaced, with a warning, by one for each length.
         share: Another step, to use its placed parameters (evaluation); mesh, style and placements are its.
 
     Raises:

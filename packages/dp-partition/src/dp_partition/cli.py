@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-GOOD, PROBLEMS, USAGE = 0, 1, 2
-
 _EPILOG = """the step:
   MODULE:TRAIN_STEP    a function of a model, its optimizer and a batch, as dp_partition.compile takes it
   --args FACTORY       a function without arguments in the same module (or MODULE:FACTORY) that returns the step's
@@ -23,28 +21,13 @@ No GPU, no process group and no memory for weights is needed. dp_partition.estim
 exit status: 0 good, 1 the step cannot be partitioned, 2 wrong usage"""
 
 
-class UsageError(Exception):
-    """Wrong usage; the message shows the right one."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
+    parser = _parser()
     try:
-        options = _parser().parse_args(argv)
-    except SystemExit as stop:
+        return _estimate(parser, parser.parse_args(argv))
+    except SystemExit as stop:  # also of wrong usage
         return int(stop.code or 0)
-    try:
-        estimated = _estimate(options)
-    except UsageError as error:
-        print(f"dp-partition: {error}", file=sys.stderr)
-        return USAGE
-    if isinstance(estimated, Exception):
-        problems: Any = getattr(estimated, "problems", ())
-        if options.json:
-            print(json.dumps({"problems": [vars(problem) for problem in problems]}, indent=1))
-        print(estimated, file=sys.stderr)  # stdout is for the JSON
-        return PROBLEMS
-    return _show(estimated, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,36 +54,44 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _estimate(options: argparse.Namespace) -> Any:
-    """Return the estimate, or the error in place of one."""
-    step = _load(options.step, "the step")
+def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Estimate and print; return the exit status."""
+    step = _load(parser, options.step)
     where = options.args if ":" in options.args else f"{options.step.partition(':')[0]}:{options.args}"
-    factory = _load(where, "--args")
-    from dp_partition._shared.problems import PlanError
-    from dp_partition.cost_estimate import estimate  # late: it imports torch
-
-    arguments = _arguments(factory, where)
-    try:
-        return estimate(step, *arguments, world=options.world, style=options.style, device=options.device)
-    except PlanError as error:
-        return error
-
-
-def _arguments(factory: Any, where: str) -> tuple[Any, ...]:
-    """Return the step's arguments, made on the meta device."""
+    factory = _load(parser, where)
     import torch  # late: slow, and not for `--help`
+
+    from dp_partition._shared.problems import PlanError
+    from dp_partition.cost_estimate import estimate
 
     with torch.device("meta"):
         arguments = factory()
     if not isinstance(arguments, tuple):
-        raise UsageError(f"{where} returns a {type(arguments).__name__}; it returns the step's arguments as a tuple")
-    return arguments
+        parser.error(f"{where} returns a {type(arguments).__name__}; it returns the step's arguments as a tuple")
+    try:
+        cost = estimate(step, *arguments, world=options.world, style=options.style, device=options.device)
+    except PlanError as error:
+        if options.json:
+            print(json.dumps({"problems": [vars(problem) for problem in error.problems]}, indent=1))
+        print(error, file=sys.stderr)  # stdout is for the JSON
+        return 1
+    try:
+        if options.svg:
+            cost.picture(options.svg)
+            print(f"wrote {options.svg}", file=sys.stderr)
+        print(cost.to_json() if options.json else cost.explain(options.name))
+    except OSError as error:
+        parser.error(f"cannot write {options.svg}: {error}")
+    except KeyError:
+        names = ", ".join(param.info.name for param in cost.plan.params[:5])
+        parser.error(f"no parameter {options.name!r}; there are {names}, ...")
+    return 0
 
 
-def _load(where: str, what: str) -> Any:
+def _load(parser: argparse.ArgumentParser, where: str) -> Any:
     module, colon, name = where.partition(":")
     if not colon or not module or not name:
-        raise UsageError(f"{what}: {where!r} is not MODULE:NAME")
+        parser.error(f"{where!r} is not MODULE:NAME")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
@@ -108,27 +99,10 @@ def _load(where: str, what: str) -> Any:
         for part in name.split("."):
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{what}: {error}") from None  # the user's import error is enough
+        parser.error(str(error))
     if not callable(target):
-        raise UsageError(f"{what}: {where} is no function")
+        parser.error(f"{where} is no function")
     return target
-
-
-def _show(found: Any, options: argparse.Namespace) -> int:
-    if options.svg:
-        try:
-            found.picture(options.svg)
-        except OSError as error:
-            print(f"dp-partition: cannot write {options.svg}: {error}", file=sys.stderr)
-            return USAGE
-        print(f"wrote {options.svg}", file=sys.stderr)
-    try:
-        print(found.to_json() if options.json else found.explain(options.name))
-    except KeyError:
-        reason = ", ".join(param.info.name for param in found.plan.params[:5])
-        print(f"dp-partition: no parameter {options.name!r}; there are {reason}, ...", file=sys.stderr)
-        return USAGE
-    return GOOD
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 
 from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.analysis.comms import Message, explain_messages, messages_of
+from dp_partition.analysis.comms import Message, explain_messages, explain_sums, messages_of
 from dp_partition.analysis.memory import KINDS, Memory, bytes_by_kind, live_memory
 from dp_partition.api import compile as compile_step
 from dp_partition.api import runner_of
@@ -95,7 +95,24 @@ class Estimate:
         """Return text about the step, or about one parameter by its full name."""
         if name is not None:
             return "\n".join([self.plan.explain(name), *explain_messages(self.messages, self.plan[name].info.name)])
-        return "\n".join([*_head(self), "", _holdings(self), "", _traffic(self)])
+        held, memory = self.held, self.memory
+        rows = {
+            "parameters": held.param_bytes,
+            "optimizer state": held.state_bytes,
+            "buffers": held.buffer_bytes,
+            "batch": held.batch_bytes,
+            "gradients, once reduced": held.grad_bytes,
+            f"peak, at node {memory.nodes[memory.peak]}": memory.peak_bytes,
+            "a checked call, beside these": self.check_bytes,
+        }
+        numel = sum(math.prod(param.info.shape) for param in self.plan.params)
+        return "\n".join([
+            f"{self.name}: {self.plan.style.name.lower()} over {self.world} ranks, {self.plan.semantics} semantics; "
+            f"{len(self.plan.params)} parameters, {numel:,} elements; bytes of rank {self.rank}:",
+            *(f"  {what}: {size:,} ({human_bytes(size)})" for what, size in rows.items()),
+            f"  in the peak: {', '.join(f'{kind} {human_bytes(size)}' for kind, size in memory.peak_kinds.items())}",
+            *explain_sums(self.messages),
+        ])  # fmt: skip
 
     def to_json(self) -> str:
         """Return everything but the memory of single nodes, as JSON."""
@@ -213,54 +230,3 @@ def _is_available(device: str) -> bool:
     kind = device.split(":")[0]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return kind == "cpu" or (accelerator is not None and accelerator.type == kind)
-
-
-def _head(cost: Estimate) -> list[str]:
-    numel = sum(param.info.num_bytes // param.info.dtype.itemsize for param in cost.plan.params)
-    return [
-        f"{cost.name}: {cost.plan.style.name.lower()} over {cost.world} ranks, {cost.plan.semantics} semantics; "
-        f"{len(cost.plan.params)} parameters, {numel:,} elements",
-        f"numbers are of rank {cost.rank}",
-    ]
-
-
-def _holdings(cost: Estimate) -> str:
-    held, memory = cost.held, cost.memory
-    rows = [
-        ("parameters", held.param_bytes),
-        ("optimizer state", held.state_bytes),
-        ("buffers", held.buffer_bytes),
-        ("batch", held.batch_bytes),
-        ("gradients, once reduced", held.grad_bytes),
-        (f"peak, at node {memory.nodes[memory.peak]}", memory.peak_bytes),
-        ("a checked call, beside these", cost.check_bytes),
-    ]
-    text = _table(["held", "bytes", ""], [[what, f"{size:,}", human_bytes(size)] for what, size in rows], (1, 2))
-    parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in memory.peak_kinds.items())
-    return f"{text}\nthe peak is {parts}"
-
-
-def _traffic(cost: Estimate) -> str:
-    rows = []
-    for kind in dict.fromkeys(message.kind for message in cost.messages):
-        sizes = [message.whole_bytes for message in cost.messages if message.kind == kind]
-        sent = cost.sent_bytes(kind)
-        each = (  # buckets may differ in size
-            human_bytes(sizes[0]) if len(set(sizes)) == 1 else f"{human_bytes(min(sizes))} to {human_bytes(max(sizes))}"
-        )
-        rows.append([kind, str(len(sizes)), each, f"{sent:,}", human_bytes(sent)])
-    if not rows:
-        return "nothing is sent"
-    return _table(["collective", "count", "full tensor", "sent bytes", ""], rows, (1, 2, 3, 4))
-
-
-def _table(head: list[str], rows: list[list[str]], right: tuple[int, ...]) -> str:
-    """Return columns of the width of their widest cell; those in ``right`` are right-aligned."""
-    cells = [head, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-
-    def line(row: list[str]) -> str:
-        aligned = enumerate(zip(row, widths, strict=True))
-        return "  ".join(c.rjust(w) if at in right else c.ljust(w) for at, (c, w) in aligned).rstrip()
-
-    return "\n".join([line(head), "  ".join("-" * w for w in widths), *map(line, rows)])

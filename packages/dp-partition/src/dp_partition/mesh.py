@@ -35,7 +35,7 @@ def num_replicas(mesh: DeviceMesh) -> int:
 
 
 def replica_group_name(mesh: DeviceMesh) -> str:
-    """Return the name of the group of this rank's counterparts in all replicas; empty on a mesh of one axis."""
+    """Return the name of the group of this rank's counterparts in all replicas. Empty on a mesh of one axis."""
     return "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)  # the graph names groups
 
 

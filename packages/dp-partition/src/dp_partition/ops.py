@@ -69,7 +69,7 @@ def viewed_input(node: fx.Node) -> fx.Node | None:
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
-    """Return the base of a view; for one of several views (``split``), the node of them all."""
+    """Return the base of a view. For one of several views (``split``), the node of them all."""
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -117,7 +117,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def erase_chain(graph: fx.Graph, node: fx.Node, until: fx.Node) -> set[fx.Node]:
-    """Erase a node without users and its inputs up to another node; return the erased nodes."""
+    """Erase a node without users and its inputs up to another node. Return the erased nodes."""
     erased = set()
     while node is not until and not node.users:
         previous = node.all_input_nodes[0]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.state import StepState
@@ -27,13 +28,12 @@ from dp_partition.passes.insert_collectives import Inserter, erase_tags
 from dp_partition.passes.local_shapes import local_inputs
 from dp_partition.passes.microbatch import repeat_for_microbatches
 from dp_partition.passes.moves import Mover
-from dp_partition.passes.normalize import normalize
-from dp_partition.passes.peephole import make_contiguous_for_fused
+from dp_partition.passes.normalize import make_contiguous_for_fused, normalize
 from dp_partition.passes.reshard_after_forward import reshard_after_forward
 from dp_partition.passes.zero import update_own_rows
 from dp_partition.plan.placements import NodeType, RankLocal
 from dp_partition.plan.plan import PartitionPlan
-from dp_partition.plan.settings import CommConfig
+from dp_partition.plan.settings import CommConfig, Settings
 from dp_partition.runtime.program import Program
 from dp_partition.sharding.propagate import (
     NodePlan,
@@ -49,23 +49,16 @@ _TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.S
 
 def build_program(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CallArguments,
     step_state: StepState,
     plan: PartitionPlan,
     mesh: DeviceMesh,
-    batch_dim: int = 0,
-    comm: CommConfig = CommConfig(),  # noqa: B008 - a frozen value
-    accumulate: int = 1,
-    reshard: bool | frozenset[str] = False,
+    settings: Settings,
     device: str | None = None,
-    marked: tuple[int, ...] = (),
-    live: frozenset[int] = frozenset(),
 ) -> Program:
     """Trace a step and partition it for this rank."""
-    symbols = (device, marked, live)
-    capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, *symbols)
-    homes, plans = plan_nodes(capture, plan, batch_dim, reshard)
+    capture = capture_single_device(function, call, step_state, plan, settings, device)
+    homes, plans = plan_nodes(capture, plan, settings)
     output = next(node for node in plans if node.op == "output")
     values: Any = output.args[0]
     returned = [plans[output].inputs.get(value) if isinstance(value, fx.Node) else None for value in values]
@@ -73,8 +66,9 @@ def build_program(
     mark_types(plans)
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
-    groups = shard_group(mesh).group_name, replica_group_name(mesh)
-    partition_for_rank(capture.module, plans, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh))
+    graph, groups = capture.module.graph, (shard_group(mesh).group_name, replica_group_name(mesh))
+    mover = Mover(graph, plan.world, rank, groups[0], groups[1], num_replicas(mesh))
+    partition_for_rank(capture.module, plans, mover, settings.comm)
     return Program(capture, capture.inputs, returned, mesh, fakes)
 
 
@@ -83,24 +77,20 @@ def build_program(
 
 def capture_single_device(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CallArguments,
     step_state: StepState,
     plan: PartitionPlan,
-    batch_dim: int,
-    accumulate: int,
+    settings: Settings,
     device: str | None = None,
-    marked: tuple[int, ...] = (),
-    live: frozenset[int] = frozenset(),
 ) -> Capture:
     """Return the step as a graph of one device, ready for planning.
 
     Under local semantics its batch is one rank's, under global semantics that of all ranks together.
     """
-    local = plan.semantics == "local"
+    local, accumulate, batch_dim = plan.semantics == "local", settings.accumulate, settings.batch_dim
     scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
-    capture = trace_step(function, args, kwargs, step_state, scale, device, marked, live)
+    capture = trace_step(function, call, step_state, scale, device)
     if accumulate > 1:
         capture.drop_argument_gradients()
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
@@ -123,16 +113,13 @@ def capture_single_device(
 
 
 def plan_nodes(
-    capture: Capture,
-    plan: PartitionPlan,
-    batch_dim: int,
-    reshard: bool | frozenset[str] = False,
+    capture: Capture, plan: PartitionPlan, settings: Settings
 ) -> tuple[StoragePlacements, dict[fx.Node, NodePlan]]:
     """Place every value of a single-device graph on ``plan.world`` ranks."""
     local = plan.semantics == "local"
-    homes = home_placements(capture, plan, RankLocal() if local else Shard(batch_dim))
+    homes = home_placements(capture, plan, RankLocal() if local else Shard(settings.batch_dim))
     # Needs phases. Marks parameters to gather again for backward, and gives backward its own views of them.
-    reshard_after_forward(capture.module.graph, homes.placements, reshard)
+    reshard_after_forward(capture.module.graph, homes.placements, settings.reshard)
     # Gives a placement of each output, and of each input at its node.
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
     # New state and gradients of arguments are returned in their own placements.
@@ -144,31 +131,19 @@ def plan_nodes(
 
 
 def partition_for_rank(
-    module: GraphModule,
-    plans: dict[fx.Node, NodePlan],
-    world: int,
-    rank: int,
-    group: str,
-    comm: CommConfig,
-    replica_group: str = "",
-    replicas: int = 1,
+    module: GraphModule, plans: dict[fx.Node, NodePlan], mover: Mover, comm: CommConfig
 ) -> GraphModule:
-    """Turn a planned graph into the graph of ``rank``, in place.
+    """Turn a planned graph into the graph of the mover's rank, in place.
 
     The module's code stays unchanged: recompile it before it runs or is handed out.
 
     Args:
         module: The graph; its nodes have their types.
         plans: Placements of every value, and of each node's inputs.
-        world: Number of ranks on the axis of its placements.
-        rank: Rank on that axis.
-        group: Name of the group of that axis.
+        mover: The rank and its groups.
         comm: How communication is arranged.
-        replica_group: Name of the group over whose ranks gradients are averaged as well; empty: none.
-        replicas: Number of ranks of that.
     """
     graph = module.graph
-    mover = Mover(graph, world, rank, group, replica_group, replicas)
     # Brings each input where its node wants it, one collective a tensor.
     inserter = Inserter(module, plans, mover)
     inserter.run()
@@ -188,13 +163,10 @@ def partition_for_rank(
 def batch_scale(
     plan: PartitionPlan, batch_dim: int, accumulate: int
 ) -> Callable[[torch.Tensor], tuple[int, ...]] | None:
-    """Return the traced shape of a batch tensor; None: its own."""
-    local = plan.semantics == "local"
-    return None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
-
-
-def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
-    """Return a batch tensor's traced shape: ``times`` ranks' batches together, or one of ``parts`` micro-batches."""
+    """Return the traced shape of a batch tensor, of all ranks together or of one micro-batch; None: its own."""
+    times, parts, dim = 1 if plan.semantics == "local" else plan.world, accumulate, batch_dim
+    if times == parts == 1:
+        return None
 
     def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
         if tensor.ndim <= dim:

@@ -21,7 +21,6 @@ from dp_partition.backends.inductor import check_inductor, lower
 from dp_partition.capture.arguments import CallArguments, check_arguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
-from dp_partition.capture.lengths import first_difference
 from dp_partition.capture.python_state import PythonState
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves
@@ -54,7 +53,7 @@ _SETTINGS = {
     "model-changed",
     "unsharded-now",
 }
-MANY_TRACES = 8  # after as many a warning explains traces, as in torch.compile
+MANY_TRACES = 8  # after as many a step runs eagerly, as in torch.compile
 MOST_PROGRAMS = 64  # to keep
 
 
@@ -77,13 +76,11 @@ class Runner:
         live: Positions of those that are inputs of later graphs; None where no trace was possible with them.
         latest: The program of the last call.
         num_traces: How many programs were traced.
-        shapes: Of which batches, as text.
         num_compiled: How many pieces of programs were compiled.
+        marked: Dims of tensor arguments whose sizes are symbols of a trace; none once that has failed.
         schedule: Which calls are checked.
         num_checked: How many calls were checked.
         unchecked: Why calls that were to be checked were not.
-        marked: Dims of tensor arguments whose sizes are symbols of a trace; none once that has failed.
-        has_warned: A warning has said why a second trace with symbols was taken.
     """
 
     def __init__(
@@ -107,12 +104,11 @@ class Runner:
         self.values: dict[Any, dict[int, Any]] = {}
         self.live: dict[Any, frozenset[int] | None] = {}
         self.agreed: list[Mapping[str, str]] = []
-        self.shapes: set[str] = set()
         self.latest: Program | None = None
         self.num_traces = self.num_compiled = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
         self.unchecked: list[str] = []
-        self.marked, self.has_warned = settings.dynamic, False
+        self.marked = settings.dynamic
 
     # ---- choices ----------------------------------------------------------------------------------------------------
 
@@ -180,7 +176,7 @@ class Runner:
         return ""
 
     def call_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Restore placed tensors, and run this call and all later ones eagerly; on all ranks together."""
+        """Restore placed tensors, and run this call and all later ones eagerly. On all ranks together."""
         self.before_trace = None
         roots: tuple[Any, ...] = ()
         if self.binding is not None:
@@ -205,6 +201,7 @@ class Runner:
         self.before_trace, binding = None, self.binding
         if binding is None:
             call = read_arguments(self.name, args, kwargs)
+            call.marked = self.marked
             binding, program, optimizers = self.first_call(call)
         else:
             call, program, optimizers = self.later_call(binding, args, kwargs)
@@ -373,14 +370,19 @@ class Runner:
         Raises:
             PlanError: ``python-state`` if a run of the step changed Python values it reads: its graph would not.
         """
-        program = self.build_with_symbols(step_state, plan, call, device) if self.marked else None
-        if program is None and call.live:
+        if call.marked:
+            try:
+                return self.trace(step_state, plan, call, device)
+            except Exception as error:  # of any rule or kernel in need of a number
+                self.marked = call.marked = ()
+                reason = str(error).strip().splitlines()[-1]
+                text = f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}"
+                warnings.warn(text, stacklevel=2)
+        if call.live:
             try:
                 return self.trace(step_state, plan, call, device)
             except Exception:  # of any code in need of a constant: the trace without symbols names what is wrong
                 self.live[call.spec], call.live = None, frozenset()
-        if program is not None:
-            return program
         try:
             return self.trace(step_state, plan, call, device)
         except PlanError as error:
@@ -396,56 +398,22 @@ class Runner:
             self.live[call.spec] = numbers
             return program
 
-    def build_with_symbols(
-        self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None
-    ) -> Program | None:
-        """Trace with symbols for the marked sizes; return None, with a warning, if that fails."""
-        try:
-            program = self.trace(step_state, plan, call, device, self.marked)
-        except Exception as error:  # of any rule or kernel in need of a number
-            self.stop_marking(str(error).strip().splitlines()[-1])
-            return None
-        if self.binding is None and self.settings.check != "never":  # the first call, checked by execution
-            program.right_sizes.add(program.sizes_of(call.leaves))
-        return program if self.is_for_length(step_state, plan, call, program) else None
-
-    def stop_marking(self, reason: str) -> None:
-        """Trace each length from now on."""
-        self.marked = ()
-        warnings.warn(f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}", stacklevel=2)
-
     def trace(
-        self,
-        step_state: StepState,
-        plan: PartitionPlan,
-        call: CallArguments,
-        device: str | None = None,
-        marked: tuple[int, ...] = (),
+        self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
     ) -> Program:
         """Trace and partition once."""
         check_arguments(self.name, step_state.optimizers, call.leaves)
         self.num_traces += 1
-        self.shapes.add(batch_text(call.leaves))
-        settings: tuple[Any, ...] = (
-            self.settings.batch_dim,
-            self.settings.comm,
-            self.settings.accumulate,
-            self.settings.reshard,
-            device,
-            marked,
-            call.live,
-        )
         before = self.python_state(step_state, call)
         contents = PythonState(self.function, call.args, call.kwargs)
-        arguments = (self.function, call.args, call.kwargs, step_state, plan, self.mesh)
         try:
-            program = build_program(*arguments, *settings)
+            program = build_program(self.function, call, step_state, plan, self.mesh, self.settings, device)
             changes = contents.changes()
             contents.restore_modules()  # before the key is computed again: a cache in an attribute is no state
             self.check_python_state(before, self.python_state(step_state, call), changes)
         except Exception as error:
             contents.restore()
-            if isinstance(error, PlanError) or marked or not asks_for_values(error):
+            if isinstance(error, PlanError) or not asks_for_values(error):
                 raise
             raise PlanError(trace_problem(self.name, error), "a shape depends on values of tensors") from error
         self.before_trace = contents
@@ -457,10 +425,10 @@ class Runner:
 
     def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads) -> Any:
         """Return everything that a trace for this call depends on."""
-        return program_key(step_state, call, self.reads, optimizers, self.marked)
+        return program_key(step_state, call, self.reads, optimizers)
 
     def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
-        """Raise if running the step changed what it reads, or a counter of an object: its graph would not."""
+        """Raise if running the step changed what it reads, or a counter of an object. Its graph would not."""
         if before != after or changes:
             names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
             reason = f"running it changes Python values that it reads: {names}"
@@ -472,21 +440,17 @@ class Runner:
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program with valid guards for these arguments; trace one if there is none."""
         for program in self.programs.get(self.key_of(binding.step_state, call, optimizers), []):
-            sizes = program.sizes_of(call.leaves) if program.capture.sizes else ()
-            numbers = program.numbers_of(call.leaves) if program.capture.numbers else ()
-            broken = program.broken_guard(optimizers.values, sizes, numbers)
-            if broken is None and (not sizes or self.is_for_length(binding.step_state, binding.plan, call, program)):
+            has_numbers = program.capture.numbers or program.capture.sizes
+            if program.guards_hold(optimizers.values, program.numbers_of(call.leaves) if has_numbers else ()):
                 self.latest = program
                 return program
-            if broken is not None and broken.free_symbols & set(program.capture.sizes.values()):
-                self.note_decision(broken, sizes)
         announce(self.trace_label, dist.get_rank())
         self.note_values(call)
         program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
         program.is_new = True
         # The key is computed here: a trace with symbols may have been replaced by one without.
         self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)
-        if self.num_traces == MANY_TRACES + 1 and not self.reads_new_values():
+        if self.num_traces == MANY_TRACES + 1 and not self.switches:
             warnings.warn(
                 f"{self.name} was traced {self.num_traces} times: each new shape, and each new Python value among its "
                 "arguments, takes a trace. Where lengths change, pass mark_dynamic=1 to compile, or the dim that they "
@@ -498,7 +462,7 @@ class Runner:
         return program
 
     def note_values(self, call: CallArguments) -> None:
-        """Let numbers among the arguments be inputs of the graph from their second value on; name a second text."""
+        """Let numbers among the arguments be inputs of the graph from their second value on. Name a second text."""
         values = {at: leaf for at, leaf in enumerate(call.leaves) if type(leaf) in (int, float, str)}
         before, live = self.values.get(call.spec, {}), self.live.get(call.spec, frozenset())
         self.values[call.spec] = values
@@ -515,32 +479,6 @@ class Runner:
             )
             warnings.warn(f"{text}: keep a text that no line reads outside of the step", stacklevel=5)
 
-    def note_decision(self, broken: Any, sizes: tuple[int, ...]) -> None:
-        """Warn once about another trace for a decision on sizes; if it fixes a size, trace each length."""
-        if broken.func.__name__ == "Equality" and len(broken.free_symbols) == 1:
-            self.stop_marking(f"the step, or an operator, uses a size as a number ({broken})")
-        elif not self.has_warned:
-            self.has_warned = True
-            text = f"{self.name} takes another trace for sizes {sizes}: an earlier one decided {broken}"
-            warnings.warn(f"{text}. Without `if` on sizes one trace serves all lengths", stacklevel=5)
-
-    def is_for_length(self, step_state: StepState, plan: PartitionPlan, call: CallArguments, program: Program) -> bool:
-        """Return True if a graph with symbols equals a trace for this length; compared for two lengths.
-
-        Each rank compares by itself: ranks may have other lengths at a call.
-        """
-        sizes = program.sizes_of(call.leaves)
-        if not sizes or sizes in program.right_sizes or len(program.right_sizes) > 1:
-            return True
-        static = self.trace(step_state, plan, call)
-        outputs = program.capture.returned.everything, static.capture.returned.everything
-        difference = first_difference(program.module.graph, static.module.graph, outputs)
-        if difference:
-            self.stop_marking(f"its graph for sizes {sizes} is another one: {difference}")
-            return False
-        program.right_sizes.add(sizes)
-        return True
-
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CallArguments, Program, OptimizerReads]:
@@ -552,7 +490,7 @@ class Runner:
 
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
             call = read_arguments(self.name, args, kwargs)
-            call.live = self.live.get(call.spec) or frozenset()
+            call.live, call.marked = self.live.get(call.spec) or frozenset(), self.marked
             self.check_step_state(binding, call.leaves)
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
@@ -570,9 +508,10 @@ class Runner:
             def outcome() -> tuple[None, Mapping[str, str]]:
                 if error is not None:
                     raise error
-                if self.has_agreed and self.reads_new_values():
-                    reason = f"{self.num_traces} traces: it reads a Python value that changes in most calls"
-                    raise PlanError(Problem("python-state", self.name, found=reason, hint="pass it in a tensor"))
+                if self.has_agreed and self.switches and self.num_traces > MANY_TRACES:
+                    reason = f"{self.num_traces} traces: a shape or a Python value changes in most calls"
+                    hint = "pass mark_dynamic= for lengths, and the value in a tensor"
+                    raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
                 return None, facts
 
             agree_on(self.mesh, self.name, outcome)
@@ -582,13 +521,9 @@ class Runner:
             raise error
         return attempted
 
-    def reads_new_values(self) -> bool:
-        """Return whether many traces were taken for few shapes, of a step that may run eagerly."""
-        return self.switches and self.num_traces > MANY_TRACES and 2 * len(self.shapes) <= self.num_traces
-
     @property
     def trace_label(self) -> str:
-        """Text for a trace in this call, common to all ranks; empty if they have none."""
+        """Text for a trace in this call, common to all ranks. Empty if they have none."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
 
     # ---- ownership of the model -------------------------------------------------------------------------------------

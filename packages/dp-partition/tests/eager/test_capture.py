@@ -204,16 +204,17 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
 
 @pytest.mark.ranks(2)
 def test_a_step_of_new_values_in_each_call_goes_eager(ranks: Ranks) -> None:
-    """Eight traces for one shape; a caller that wants a graph gets one for each."""
-    for capture in ("auto", "always"):
+    """Eight traces, for a value or for a length; a caller that wants a graph gets one for each."""
+    cases: tuple[tuple[Any, bool], ...] = (("auto", False), ("always", False), ("auto", True))
+    for capture, is_length in cases:
         weight, model = [1.0], models.seeded(mlp)
         compiled = dp.compile(scaled_by(partial(max, weight)), mesh=ranks.mesh((2,), ("dp",)), capture=capture)
         own = ADAMW(model.parameters())
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for call in range(11):
-                weight[0] = 1 / (call + 1)
-                compiled(model, own, *batch(2 * call + ranks.rank, 4))
+                weight[0] = 1.0 if is_length else 1 / (call + 1)
+                compiled(model, own, *batch(2 * call + ranks.rank, 4 + call * is_length))
         found = "runs eagerly" if capture == "auto" else "was traced 9 times"
         assert [found in str(one.message) for one in seen] == [True]
         assert (runner_of(compiled).eager is not None) == (capture == "auto")

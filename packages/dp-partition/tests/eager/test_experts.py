@@ -42,11 +42,13 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, ids: torch.Tensor) -> 
     return loss.detach()
 
 
+@pytest.mark.extra("transformers")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("family", OWN)
 def test_experts_in_float32_train_as_in_one_process(ranks: Ranks, family: str, style: Any) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES | OWN[family])
     alone: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).train()

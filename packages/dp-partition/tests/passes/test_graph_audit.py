@@ -18,12 +18,13 @@ import pytest
 import torch
 from dp_partition._torch_compat import collectives, storage_key
 from dp_partition.analysis.comms import tensors_of
+from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
 from dp_partition.ops import arguments, is_collective, is_op, is_wait, mutated_inputs
 from dp_partition.pipeline import build_program
 from dp_partition.plan.plan import TensorInfo, plan_placements
-from dp_partition.plan.settings import CommConfig
+from dp_partition.plan.settings import CommConfig, Settings
 from dp_partition.sharding.op_rules import table
 from dp_partition.sharding.op_rules.table import move_cost as weigh
 from torch import fx, nn
@@ -64,8 +65,8 @@ def graphs(
         step_state = find_step_state(function, args, {})
         infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
         plan = plan_placements(infos, dp.DataParallelStyle[style.upper()], world, semantics=semantics)
-        mesh = fake_mesh(world, world - 1, "cpu")
-        program = build_program(function, args, {}, step_state, plan, mesh, comm=CommConfig(bucket_bytes), reshard=True)
+        mesh, settings = fake_mesh(world, world - 1, "cpu"), Settings(plan.style, comm=CommConfig(bucket_bytes))
+        program = build_program(function, read_arguments("step", args, {}), step_state, plan, mesh, settings)
         check_order(program.module.graph)
         yield program.with_local_values().graph, world
 

@@ -133,7 +133,9 @@ def explain_sums(messages: tuple[Message, ...]) -> list[str]:
     lines = []
     for kind in dict.fromkeys(message.kind for message in messages):
         sizes = [message.sent_bytes for message in messages if message.kind == kind]
-        lines.append(f"  {len(sizes)} {kind} send {human_bytes(sum(sizes))} a step from each rank")
+        lines.append(
+            f"  {len(sizes)} {kind} send {sum(sizes):,} bytes ({human_bytes(sum(sizes))}) a step from each rank"
+        )
     return lines or ["  nothing is sent"]
 
 

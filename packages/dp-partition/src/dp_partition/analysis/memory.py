@@ -109,7 +109,7 @@ def live_memory(graph: fx.Graph, *, late: bool = False, on_cpu: bool = True) -> 
 
 
 def _padded_bytes(node: fx.Node) -> int:
-    """Return the temporary bytes of packing: on the CPU, rows that do not divide are copied and padded."""
+    """Return the temporary bytes of packing. On the CPU, rows that do not divide are copied and padded."""
     members: Any = node.args[0]
     world: Any = node.args[2]
     total = 0
@@ -174,7 +174,7 @@ def _kind_of(node: fx.Node) -> str:
 
 
 def bytes_by_kind(graph: fx.Graph) -> dict[str, int]:
-    """Return the bytes of the graph's inputs, by kind; memory shared by two inputs counts once."""
+    """Return the bytes of the graph's inputs, by kind. Memory shared by two inputs counts once."""
     seen: set[Any] = set()
     sizes = dict.fromkeys(_PLACEHOLDERS.values(), 0)
     for node in graph.nodes:

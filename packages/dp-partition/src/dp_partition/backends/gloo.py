@@ -41,7 +41,7 @@ def _exchange(graph: fx.Graph, node: fx.Node, wait: fx.Node) -> None:
 
 
 def exchanged(tensor: torch.Tensor, world: int, group: str) -> torch.Tensor:
-    """Return all ranks' rows for this one, in the order of ranks; not valid before the wait.
+    """Return all ranks' rows for this one, in the order of ranks. Not valid before the wait.
 
     Complex numbers are sent as pairs of real ones: gloo does not support them.
     """

@@ -145,7 +145,7 @@ def _plain(piece: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _compile(piece: fx.GraphModule, name: str) -> Callable[..., Any]:
-    """Return the piece compiled; it returns tensors as the trace has them, by which later pieces were compiled.
+    """Return the piece compiled. It returns tensors as the trace has them, by which later pieces were compiled.
 
     A dtype is another one where torch's fake kernel for an operator is wrong about it: compiled code would read such
     memory as what it is not.

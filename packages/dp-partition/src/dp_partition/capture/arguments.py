@@ -72,6 +72,7 @@ class CallArguments:
         leaves: Both, flattened.
         spec: Their structure.
         live: Positions of numbers that are inputs of the graph.
+        marked: Dims of tensors whose sizes are symbols of a trace.
     """
 
     args: tuple[Any, ...]
@@ -79,6 +80,7 @@ class CallArguments:
     leaves: list[Any]
     spec: Any
     live: frozenset[int] = frozenset()
+    marked: tuple[int, ...] = ()
 
 
 def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:

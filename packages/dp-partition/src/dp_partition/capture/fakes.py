@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,16 +14,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._shared.stale_parameters import StaleParameter, is_stale, mark_current, mark_stale
-from dp_partition._torch_compat import FakeTensorMode, parameter_like, pytree, storage_key, symbolic_scalar
+from dp_partition._shared.stale_parameters import is_stale, mark_current, mark_stale
+from dp_partition._torch_compat import FakeTensorMode, parameter_like, storage_key, symbolic_scalar
 from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
 from dp_partition.capture.lengths import Sizes, marked_dims, symbolic_fake
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
 
+REACHED = (
+    "it is reached through a list or an attribute that the step does not get as an argument",
+    "ask the module that is passed to the step: model.parameters()",
+)
+
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg; ``key`` that of a state entry."""
+    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg. ``key`` that of a state entry."""
 
     kind: str
     name: str
@@ -75,7 +79,6 @@ def make_fakes(
         marked: Dims of the arguments with symbolic sizes.
         given: Numbers among the step's arguments that stay live, by position.
     """
-    sizes: Sizes = {}
 
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         # Counters stay on the CPU, as in optimizers.
@@ -84,6 +87,8 @@ def make_fakes(
             if shape is None or shape == tuple(tensor.shape):
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=there)
             return torch.empty(shape, dtype=tensor.dtype, device=there)
+
+    sizes: Sizes = {}
 
     def argument(index: int, tensor: torch.Tensor) -> torch.Tensor:
         if marked_dims(tensor, marked):
@@ -160,40 +165,13 @@ def installed(step_state: StepState, fakes: Fakes) -> Iterator[dict[Hyperparamet
         yield symbols
 
 
-class _UntracedParameter(StaleParameter):
-    """Mixin of the class of a parameter while a fake replaces it."""
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        except TypeError as error:
-            if "Multiple dispatch failed" not in str(error):
-                raise
-            leaves = pytree.tree_leaves((args, kwargs))
-            problem = next(vars(p)["_stale_problem"] for p in leaves if is_stale(p))
-            raise PlanError(problem) from error  # the trace would burn its value in
-
-
-@functools.cache
-def _untraced_type(kind: type) -> type:
-    return type(
-        f"Untraced{kind.__name__}", (_UntracedParameter, kind), {"__slots__": (), "__module__": kind.__module__}
-    )
-
-
 @contextlib.contextmanager
 def _untraced(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
-    """Refuse within the block any use of a parameter instead of its fake."""
+    """Refuse within the block any use of a parameter instead of its fake. Other uses than `.grad` fail in torch."""
     marked = [(fqn, parameter) for fqn, parameter in parameters if not is_stale(parameter)]
-    reason = "it is reached through a list or an attribute that the step does not get as an argument"
-    hint = "ask the module that is passed to the step: model.parameters()"
+    reason, hint = REACHED
     for fqn, parameter in marked:
-        kind = type(parameter)
         mark_stale(parameter, Problem("parameter-in-closure", fqn, found=reason, hint=hint))
-        parameter.__class__ = _untraced_type(kind)
     try:
         yield
     finally:

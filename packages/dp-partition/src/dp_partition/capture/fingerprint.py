@@ -186,7 +186,7 @@ class FunctionReads:
                 ]
 
     def _enter(self, function: types.FunctionType, owner: Any) -> list[tuple[Any, Any]]:
-        """Note a function's reads; return functions and modules it names, and methods of its own class."""
+        """Note a function's reads. Return functions and modules it names, and methods of its own class."""
         is_torch = (function.__module__ or "").split(".")[0] == "torch"
         if is_torch and function is not getattr(owner, "forward", None):
             return []
@@ -197,9 +197,9 @@ class FunctionReads:
         self.names |= names
         table = function.__globals__
         self._places += [(table, name) for name in sorted(names) if name in table and _counts(table[name])]
-        others = (getattr(function, "__wrapped__", None), *map(_contents, cells))
+        others = (getattr(function, "__wrapped__", None), *map(contents, cells))
         named = [(one, None) for one in (*others, *(table[name] for name in names if name in table))]
-        values = dict(zip(function.__code__.co_freevars, map(_contents, cells), strict=True))
+        values = dict(zip(function.__code__.co_freevars, map(contents, cells), strict=True))
         values |= {name: table[name] for name in names if name in table}
         code = (*_FUNCTIONS, type, types.ModuleType)
         self.past |= {name for name, value in values.items() if not isinstance(value, code)}
@@ -211,20 +211,16 @@ class FunctionReads:
 
     def read(self, placed: Collection[int] = ()) -> tuple[Any, ...]:
         """Return a fingerprint of the values as they are now; ``placed`` as for `fingerprint`."""
-        values = [*self._held, *[table.get(key) for table, key in self._places]]
-        for cell in self._cells:
-            try:
-                values.append(cell.cell_contents)
-            except ValueError:  # empty
-                values.append(None)
+        values = [*self._held, *[table.get(key) for table, key in self._places], *map(contents, self._cells)]
         return fingerprint(values, self.names, placed)
 
 
-def _contents(cell: types.CellType) -> Any:
+def contents(cell: types.CellType, empty: Any = None) -> Any:
+    """Return what a closure's cell holds; ``empty`` if nothing."""
     try:
         return cell.cell_contents
     except ValueError:
-        return None
+        return empty
 
 
 def names_used(function: Callable[..., Any]) -> frozenset[str]:
@@ -346,7 +342,6 @@ def program_key(
     call: CallArguments,
     reads: FunctionReads,
     optimizers: OptimizerReads,
-    marked: tuple[int, ...] = (),
 ) -> Any:
     """Return all dependencies of a trace, hashable.
 
@@ -355,7 +350,6 @@ def program_key(
         call: The step's arguments.
         reads: Values read by its function from elsewhere.
         optimizers: Values read from its optimizers.
-        marked: Dims of tensors with symbolic sizes in the trace.
     """
     training = tuple([module.training for module in step_state.reads.modules])
     params = step_state.params.values()
@@ -372,5 +366,5 @@ def program_key(
     keyed = call.leaves
     if call.live:  # of these the type alone counts
         keyed = [type(leaf) if at in call.live else leaf for at, leaf in enumerate(keyed)]
-    leaves = tuple(map(leaf_key, keyed, itertools.repeat(marked)))
+    leaves = tuple(map(leaf_key, keyed, itertools.repeat(call.marked)))
     return leaves, call.spec, training, trained, optimizers.key, constants

@@ -151,7 +151,7 @@ def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
 
 @contextmanager
 def changes_recorded(optimizers: list[Optimizer]) -> Iterator[dict[Hyperparameter, Any]]:
-    """Yield a table for the numbers of parameter groups computed by the block; they become outputs of the graph.
+    """Yield a table for the numbers of parameter groups computed by the block. They become outputs of the graph.
 
     Raises:
         PlanError: With every other change of a group (code ``hyperparameter-changed``): a constant would be the same in

@@ -33,7 +33,7 @@ class NodeMeta(TypedDict, total=False):
         reads: Averaged gradients among a node's leaves, read by no node before it: place, name, placement.
         node_type: Kind of tensor for data parallelism; the seed's functions leave it on a graph too.
         sharding: The strategy chosen by the seed's functions.
-        gather_again: The parameter's full copy is freed after forward.
+        gather_again: A parameter's full copy, or a view of it, is freed after forward.
         agrees: The copy that installs rank 0's random numbers.
         ranks: Number of a collective's ranks, if it is not on the graph's own axis.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -56,16 +56,8 @@ class Returned:
 
     def result(self, values: tuple[Any, ...]) -> Any:
         """Return the step's result, from the graph's values."""
-        return pytree.tree_unflatten(self.leaves(values), self.user_spec)
-
-    def leaves(self, values: Sequence[Any]) -> list[Any]:
-        """Return the step's result flattened, from the graph's values."""
-        return [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
-
-    def everything(self, values: Sequence[Any]) -> list[Any]:
-        """Return the result's leaves, and the values to install."""
-        values_out = [value for value, entry in zip(values, self.outputs, strict=True) if entry.kind != "user"]
-        return self.leaves(values) + values_out
+        leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
+        return pytree.tree_unflatten(leaves, self.user_spec)
 
 
 def collect_outputs(

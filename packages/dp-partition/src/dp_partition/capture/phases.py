@@ -72,7 +72,7 @@ class Phases:
 
 
 def mark_phases(nodes: list[fx.Node], phases: Phases) -> None:
-    """Write the phase on the nodes of a graph: all nodes after the last backward pass are the optimizer's."""
+    """Write the phase on the nodes of a graph. All nodes after the last backward pass are the optimizer's."""
     backward = frozenset[str]().union(*phases.backward, *phases.grads)
     last = max((position for position, node in enumerate(nodes) if node.name in backward), default=len(nodes))
     for position, node in enumerate(nodes):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_partition.capture.fingerprint import PLAIN, names_used
+from dp_partition.capture.fingerprint import PLAIN, contents, names_used
 from dp_partition.capture.reach import Reach
 
 _EMPTY = object()
@@ -49,7 +49,7 @@ class PythonState:
                 tables += own.values()
             elif isinstance(value, types.FunctionType):
                 cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-                self.cells += [(name, cell, _contents(cell)) for name, cell in cells]
+                self.cells += [(name, cell, contents(cell, _EMPTY)) for name, cell in cells]
                 scope = value.__globals__
                 self.globals += [(scope, name, scope[name]) for name in names_used(value) if name in scope]
             elif isinstance(value, functools._lru_cache_wrapper):
@@ -63,7 +63,7 @@ class PythonState:
 
     def changes(self) -> list[str]:
         """Return names of changed counters, flags and other plain values, with both values."""
-        now = [(name, before, _contents(cell)) for name, cell, before in self.cells]
+        now = [(name, before, contents(cell, _EMPTY)) for name, cell, before in self.cells]
         now += [(name, before, table.get(name)) for table, name, before in self.globals]
         for table, before in self.tables:
             if isinstance(table, dict) and id(table) not in self.placed:
@@ -103,7 +103,7 @@ class PythonState:
         """
         self.restore_modules()
         for _, cell, before in self.cells:
-            if _contents(cell) is not before and before is not _EMPTY:
+            if contents(cell, _EMPTY) is not before and before is not _EMPTY:
                 cell.cell_contents = before
         for table, name, before in self.globals:
             if table.get(name) is not before:
@@ -128,20 +128,13 @@ class PythonState:
 
 
 def _random_state(value: Any) -> tuple[Callable[[Any], Any], Any] | None:
-    """Return the restoring function and the state of a generator of Python or NumPy; None for everything else."""
+    """Return the restoring function and the state of a generator of Python or NumPy. None for everything else."""
     if isinstance(value, random.Random):
         return value.setstate, value.getstate()
     bits = getattr(value, "bit_generator", None)
     if hasattr(bits, "state"):
         return functools.partial(setattr, bits, "state"), copy.deepcopy(bits.state)  # type: ignore[union-attr]
     return None
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
 
 
 def _same(one: Any, other: Any) -> bool:

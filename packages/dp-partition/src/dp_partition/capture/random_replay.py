@@ -1,15 +1,13 @@
-"""Recomputed random numbers: a draw behind a restored state of a generator is refused while a step is traced.
+"""Draws that a graph cannot repeat: those of a checkpoint's recomputation, and those behind a restored state.
 
 Activation checkpointing saves the state of torch's generators in forward and restores it for recomputation. A graph
-cannot restore a state: it would draw another mask than forward's. While a step is traced states are positions in the
-sequence of draws, so that a recomputation without draws needs none.
+cannot restore a state: it would draw another mask than forward's. A recomputation without draws needs none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -17,19 +15,11 @@ import torch
 
 from dp_partition._shared.execution_check import is_random
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import TorchDispatchMode, pytree
-
-
-@dataclass(frozen=True)
-class _Position:
-    """State of a generator while a step is traced."""
-
-    device: str
-    index: int
+from dp_partition._torch_compat import TorchDispatchMode, is_in_backward
 
 
 class RandomReplay(TorchDispatchMode):
-    """Counts the draws of torch's default generators, and refuses those behind a restored state.
+    """Refuses draws of torch's default generators in backward, and restored states elsewhere.
 
     Args:
         name: Name of the step, for errors.
@@ -38,44 +28,28 @@ class RandomReplay(TorchDispatchMode):
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.name = name
-        self.drawn = {"cpu": 0, "cuda": 0}
-        self.position = {"cpu": 0, "cuda": 0}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace states of generators by positions within the block."""
+        """Refuse within the block."""
         with ExitStack() as stack:
-            for module, device in ((torch, "cpu"), (torch.cuda, "cuda")):
-                get, put = self._get(device), self._put(device, module.set_rng_state)
-                stack.enter_context(patch.object(module, "get_rng_state", get))
-                stack.enter_context(patch.object(module, "set_rng_state", put))
+            for module in (torch, torch.cuda):
+                stack.enter_context(patch.object(module, "set_rng_state", self._put(module.set_rng_state)))
             stack.enter_context(self)
             yield
-            if self.position != self.drawn:
-                raise self._refused("puts a generator back to where it was before it drew")
 
-    def _get(self, device: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _Position(device, self.position[device])
-
-    def _put(self, device: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def put(new_state: Any, *args: Any, **kwargs: Any) -> None:
-            if not isinstance(new_state, _Position):  # a state from outside the step: detected afterwards
-                original(new_state, *args, **kwargs)
-            else:
-                self.position[device] = new_state.index
+    def _put(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def put(*args: Any, **kwargs: Any) -> None:
+            if not is_in_backward():  # a checkpoint's: fakes draw nothing, so the state is the present one
+                raise self._refused("puts a generator back to an earlier state")
+            original(*args, **kwargs)
 
         return put
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_random(func, args, kwargs) and kwargs.get("generator") is None:
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            kind = tensors[0].device.type if tensors else torch.device(kwargs.get("device") or "cpu").type
-            device = "cuda" if kind == "cuda" else "cpu"
-            if self.position[device] != self.drawn[device]:
-                raise self._refused(f"recomputes {func}, which draws")
-            self.drawn[device] += 1
-            self.position[device] += 1
+        if is_in_backward() and is_random(func, args, kwargs) and kwargs.get("generator") is None:
+            raise self._refused(f"recomputes {func}, which draws")
         return func(*args, **kwargs)
 
     def _refused(self, found: str) -> PlanError:

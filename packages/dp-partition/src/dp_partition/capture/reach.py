@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from dp_partition.capture.fingerprint import names_used
+from dp_partition.capture.fingerprint import contents, names_used
 
 _LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, types.ModuleType, torch.dtype, torch.device,
            DeviceMesh, dist.ProcessGroup, torch.Generator, io.IOBase, logging.Logger)  # fmt: skip
@@ -169,21 +169,10 @@ class Reach:
         used = [name for name in sorted(names_used(function)) if name in table]
         return [
             *(table[name] for name in used),
-            *filled(function.__closure__ or ()),
+            *map(contents, function.__closure__ or ()),
             *(function.__defaults__ or ()),
             *vars(function).values(),
         ]
-
-
-def filled(cells: tuple[types.CellType, ...]) -> list[Any]:
-    """Return the contents of filled cells."""
-    contents = []
-    for cell in cells:
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:
-            continue  # an empty cell
-    return contents
 
 
 def _with_parameters(module: nn.Module) -> list[nn.Module]:

@@ -57,6 +57,15 @@ class StepState:
                         if tensor is not None:
                             yield (f"{base}.{attribute}" if base else attribute), module, attribute, is_param
 
+    def states(self) -> Iterator[tuple[int, str, dict[Any, Any]]]:
+        """Yield the state of every parameter with some, under the number of its optimizer and its name."""
+        fqn_of = {id(param): fqn for fqn, param in self.params.items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param in optimizer.state and id(param) in fqn_of:
+                        yield number, fqn_of[id(param)], optimizer.state[param]
+
 
 def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
     """Find the modules and optimizers among the arguments, and their tensors.
@@ -159,7 +168,7 @@ def choose_foreach(optimizer: Optimizer) -> None:
 
 
 def keyless_state(optimizers: list[Optimizer]) -> list[Problem]:
-    """Return a problem for each optimizer with state under other keys than parameters: a graph would lose it."""
+    """Return a problem for each optimizer with state under other keys than parameters. A graph would lose it."""
     hint = "keep it in the state of a parameter, self.state[p], or in a buffer of the model"
     return [
         Problem("python-state", f"optimizer {number}", found=f"{type(optimizer).__name__}.state[{key!r}]", hint=hint)
@@ -174,7 +183,7 @@ def _any(key: Any) -> Any:
 
 
 def has_state(state: dict[Any, Any] | None) -> TypeGuard[dict[Any, Any]]:
-    """Return True if a parameter's state holds anything: SGD keeps a None buffer until its first step."""
+    """Return True if a parameter's state holds anything. SGD keeps a None buffer until its first step."""
     return state is not None and any(value is not None for value in state.values())
 
 

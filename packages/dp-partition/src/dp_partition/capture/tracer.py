@@ -30,9 +30,10 @@ from dp_partition._torch_compat import (
     without_modes,
     without_onednn,
 )
-from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
+from dp_partition.capture.arguments import CallArguments
+from dp_partition.capture.fakes import REACHED, Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
-from dp_partition.capture.lengths import Sizes, erase_full_slices, use_first_sizes
+from dp_partition.capture.lengths import Sizes, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
@@ -90,16 +91,7 @@ class Capture:
 
 
 class _Tracing:
-    """One step on fake tensors.
-
-    Args:
-        function: The train step, as written for one device.
-        call: Its arguments and keyword arguments.
-        step_state: The modules and optimizers among them.
-        batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
-        device: Apparent device of fakes; None: the tensors' own.
-        marked: Dims of the arguments with symbolic sizes.
-        live: Positions of numbers among the arguments that are inputs.
+    """One step on fake tensors; arguments as for `trace_step`.
 
     Attributes:
         mode: The fake mode.
@@ -119,19 +111,16 @@ class _Tracing:
     def __init__(
         self,
         function: Callable[..., Any],
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        call: CallArguments,
         step_state: StepState,
         batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
         device: str | None,
-        marked: tuple[int, ...],
-        live: frozenset[int],
     ) -> None:
-        self.function, self.step_state = function, step_state
-        self.leaves, self.spec = pytree.tree_flatten(call)
+        self.function, self.step_state, self.leaves, self.spec = function, step_state, call.leaves, call.spec
         self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.mode = new_fake_mode()
-        tensors, given = [self.leaves[i] for i in self.positions], {i: self.leaves[i] for i in sorted(live)}
-        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, marked, given)
+        tensors, given = [self.leaves[i] for i in self.positions], {i: self.leaves[i] for i in sorted(call.live)}
+        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, call.marked, given)
         self.numbers: dict[int, Any] = {}
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
@@ -189,7 +178,7 @@ class _Tracing:
 
 
 class _WrittenTensors(TorchDispatchMode):
-    """Keeps the values of real tensors before a trace writes them: its graph writes them again in each call.
+    """Keeps the values of real tensors before a trace writes them. Its graph writes them again in each call.
 
     Such tensors are outside of the arguments, in a closure or an attribute, so no fake replaces them.
     """
@@ -215,25 +204,19 @@ class _WrittenTensors(TorchDispatchMode):
 
 def trace_step(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CallArguments,
     step_state: StepState,
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
     device: str | None = None,
-    marked: tuple[int, ...] = (),
-    live: frozenset[int] = frozenset(),
 ) -> Capture:
-    """Trace ``function(*args, **kwargs)``.
+    """Trace ``function`` with a call's arguments.
 
     Args:
         function: The train step, as written for one device.
-        args: Its arguments; tensors among them become graph inputs, other leaves are constants of the trace.
-        kwargs: Its keyword arguments.
+        call: Tensors and live numbers among its arguments become graph inputs, other leaves are constants.
         step_state: The modules and optimizers among the arguments.
         batch_of: Traced shape of a tensor argument, from the given tensor; default its own.
         device: Apparent device of the tensors; default their own.
-        marked: Dims of the arguments with symbolic sizes in the graph.
-        live: Positions of numbers among the flattened arguments that are inputs of the graph.
 
     Raises:
         PlanError: The step cannot be traced (code ``not-traceable``), passes gradients or Python state from one
@@ -241,7 +224,7 @@ def trace_step(
             (``hyperparameter-changed``), draws numbers that a graph would burn in (``random-replay``), or reads a
             number outside of its result (``value-kept``).
     """
-    tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device, marked, live)
+    tracing = _Tracing(function, call, step_state, batch_of, device)
     try:
         module = tracing.record()
     except PlanError:  # it has its own problem
@@ -259,7 +242,6 @@ def trace_step(
         if param.grad is not None:
             capture.left.append(name)
     if capture.sizes:  # only a trace with symbols
-        erase_full_slices(module.graph)
         use_first_sizes(module.graph, tracing.mode)
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
@@ -271,7 +253,7 @@ def trace_step(
 
 
 def _without_recurrent_kernels(step_state: StepState) -> contextlib.AbstractContextManager[Any]:
-    """Trace torch's own operators for recurrent layers: oneDNN's keep a workspace that no graph can hold."""
+    """Trace torch's own operators for recurrent layers. oneDNN's keep a workspace that no graph can hold."""
     layers = any(isinstance(m, nn.RNNBase) for _, root in step_state.modules for m in root.modules())
     return without_onednn() if layers else contextlib.nullcontext()
 
@@ -289,7 +271,7 @@ def _without_cast_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_other_draws(name: str) -> Iterator[None]:
-    """Raise if the block draws from Python's or NumPy's generator, or seeds torch's; put all of them back.
+    """Raise if the block draws from Python's or NumPy's generator, or seeds torch's. Put all of them back.
 
     Fakes draw nothing, so torch's generator changes only when it is seeded.
 
@@ -318,7 +300,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
 
 
 def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> None:
-    """Refuse a number read from a tensor without use in the graph: a list or a log would get it only once."""
+    """Refuse a number read from a tensor without use in the graph. A list or a log would get it only once."""
     hint = "return it from the step, and keep or print it outside"
     problems = [
         Problem("value-kept", name, found=f"a number read with {node.target} leaves the step", hint=hint)
@@ -335,6 +317,9 @@ def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> Non
 def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
     """Return the problem of a failed trace."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()
+    if "Multiple dispatch failed" in text[0]:  # a parameter among fakes; the trace would burn its value in
+        reason, hint = REACHED
+        return Problem("parameter-in-closure", name, found=f"a parameter: {reason}{user_line(error)}", hint=hint)
     if optimizer:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
         reason = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"

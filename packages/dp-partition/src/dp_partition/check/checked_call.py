@@ -124,7 +124,7 @@ class CheckedCall:
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Leave everything as before the call where the block raises: a peer died, or the caller interrupts."""
+        """Leave everything as before the call where the block raises, for a dead peer or an interrupt."""
         try:
             yield
         except CheckMismatch:
@@ -216,11 +216,7 @@ class CheckedCall:
 
     def is_count(self, name: str, reference: Outcome | None) -> bool:
         """Return True for integers, changed by rounding only at ties."""
-        if reference is None:
-            return False
-        value = reference.tensors.get(name)
-        if name.startswith("result"):
-            value = reference.leaves[int(name.split(" ")[1]) if " " in name else 0]
+        value = None if reference is None else reference.value(name)
         return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
     def raise_mismatch(self, found: list[Difference]) -> None:
@@ -310,8 +306,12 @@ class CheckedCall:
         return all_gather_objects(self.binding.mesh, value, f"the check of {self.runner.subject}")
 
     def versions(self) -> list[int]:
-        """Return version counters of all live tensors: they show each write of a copy to one of them."""
-        return [local_tensor(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
+        """Return version counters of all live tensors. They show each write of a copy to one of them."""
+        return [local_tensor(tensor.detach())._version for tensor in self.live()]
+
+    def live(self) -> list[torch.Tensor]:
+        """Return all live tensors that the step may write."""
+        return [tensor for *_, tensor in live_tensors(self.binding.step_state, self.arguments)]
 
     def random_state(self) -> RandomState:
         """Return the state of all generators within the step's reach."""
@@ -331,7 +331,7 @@ class CheckedCall:
 
     def not_checkable(self) -> str:
         """Return the reason not to check the call, else empty. Sets the schedule's seed as well."""
-        tensors = [tensor for _, _, _, tensor in live_tensors(self.binding, self.arguments)]
+        tensors = self.live()
         if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
         if self.binding.mesh.size() > 1 and any(map(_is_fake, all_groups(self.binding.mesh))):

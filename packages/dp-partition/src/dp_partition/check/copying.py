@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.stale_parameters import StaleParameter
 from dp_partition._torch_compat import FakeTensor, OpOverload
-from dp_partition.capture.fingerprint import names_used
+from dp_partition.capture.fingerprint import contents, names_used
 from dp_partition.runtime.state import local_tensor
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -54,7 +54,7 @@ _SHARED = (
 
 
 def check_bytes(full: int, local: int) -> int:
-    """Return the bytes of a checked call: the copy and its gradients, and a snapshot of the live shards."""
+    """Return the bytes of a checked call. The copy and its gradients, and a snapshot of the live shards."""
     return 2 * full + local
 
 
@@ -133,7 +133,9 @@ class Copier:
             return self.hand(value, value if is_default else torch.Generator(value.device).set_state(value.get_state()))
         if kind is types.CellType:
             cell = types.CellType()
-            self.later.append((functools.partial(_contents, value), functools.partial(setattr, cell, "cell_contents")))
+            held = contents(value, _Nothing)  # as it is now: it may name the function around it
+            if held is not _Nothing:
+                self.later.append((lambda: (held,), functools.partial(setattr, cell, "cell_contents")))
             return self.hand(value, cell)
         if kind is types.FunctionType and is_importable(value) and not self.owned_globals(value):
             return self.hand(value, value)
@@ -215,13 +217,6 @@ def is_importable(function: types.FunctionType) -> bool:
     for part in function.__qualname__.split("."):
         target = getattr(target, part, None)
     return target is function or (function.__closure__ is None and not function.__defaults__ and not vars(function))
-
-
-def _contents(cell: types.CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # empty
-        return ()
 
 
 def _make_function(code: Any, table: Any, name: str, cells: Any, has_own: bool) -> types.FunctionType:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dp_partition._shared.consensus import all_gather_objects
 from dp_partition.capture.phases import hook_gradient
-from dp_partition.mesh import all_groups, num_replicas, shard_world
-from dp_partition.passes.reduction import division
+from dp_partition.mesh import all_groups
+from dp_partition.passes.bucketing import division
 from dp_partition.plan.settings import CommConfig
-from dp_partition.runtime.consensus import group_device
 
 RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
 
@@ -182,9 +182,8 @@ class GradientAverage:
     def _reduce_flat(self, flat: torch.Tensor) -> torch.Tensor:
         dtype = self.comm.reduce_dtype
         sent = flat if dtype is None else flat.to(dtype)
-        world, replicas = shard_world(self.mesh), num_replicas(self.mesh)
         if sent.dtype is not flat.dtype and dtype is torch.float16:
-            before, after = division(world * replicas)
+            before, after = division(self.mesh.size())
             sent = sent / before  # within float16's range
             for group in all_groups(self.mesh):
                 dist.all_reduce(sent, group=group)
@@ -211,14 +210,11 @@ class GradientAverage:
             return present or []
         if self.stopped is not None:  # peers no longer answer
             raise PeerStoppedError
-        flags = present or [False] * len(self.params)
-        row = torch.tensor([status, -status, *flags], dtype=torch.float32)  # maximum and minimum in one message
-        row = row.to(group_device(all_groups(self.mesh)[0]))  # the backend's own device
-        for group in all_groups(self.mesh):
-            dist.all_reduce(row, op=dist.ReduceOp.MAX, group=group)
-        greatest, least, *anywhere = row.tolist()
-        if greatest != RUNNING:
-            self.stopped = int(greatest)
-        if greatest != -least:
+        mine = (status, present or [False] * len(self.params))
+        rows = all_gather_objects(self.mesh, mine, "the eager run of a check")
+        statuses = {one for one, _ in rows}
+        if statuses != {RUNNING}:
+            self.stopped = max(statuses)
+        if len(statuses) > 1:
             raise PeerStoppedError
-        return [bool(one) for one in anywhere]
+        return [any(flags) for flags in zip(*(flags for _, flags in rows), strict=True)]

@@ -63,6 +63,13 @@ class Outcome:
     before: dict[str, torch.Tensor]
     numbers: dict[str, Any]
 
+    def value(self, name: str) -> Any:
+        """Return a tensor by its name, or a leaf of the result: ``result``, or ``result N`` of several."""
+        if name in self.tensors or not name.startswith("result"):
+            return self.tensors.get(name)
+        index = int(name.removeprefix("result") or 0)
+        return self.leaves[index] if index < len(self.leaves) else None
+
     def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         """Add gradients from before the step's clipping or scaling, by parameter."""
         for name, gradient in gradients.items():
@@ -94,7 +101,7 @@ def copy_step(
         plain = nn.Parameter(change(full_copy(param)), param.requires_grad)
         vars(plain).update({k: v for k, v in vars(param).items() if not isinstance(v, torch.Tensor)})
         replaced[id(param)] = plain
-    for _, _, state in binding.states():
+    for _, _, state in binding.step_state.states():
         for value in state.values():
             if isinstance(value, DTensor):
                 replaced[id(value)] = change(full_copy(value))
@@ -112,7 +119,7 @@ def copy_step(
 
 
 def full_copy(placed: torch.Tensor) -> torch.Tensor:
-    """Return a full tensor with its own memory and the original's strides: fused optimizers go by memory."""
+    """Return a full tensor with its own memory and the original's strides. Fused optimizers go by memory."""
     full = full_tensor(placed)
     return torch.empty_strided(full.shape, placed.stride(), dtype=full.dtype, device=full.device).copy_(full)
 
@@ -165,7 +172,11 @@ def run_reference(
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    rows = partial(_own_rows, dim=settings.batch_dim, binding=binding) if not local else torch.Tensor.detach
+
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        is_whole = local or value.ndim <= settings.batch_dim
+        return value.detach() if is_whole else cut(value.detach(), Shard(settings.batch_dim), binding)
+
     tensors = _locals(copied.step_state, binding) | argument_values(arguments, rows)
     if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
         return Ended(error=RuntimeError("it uses a fake tensor: a cache outside its arguments has one of the trace"))
@@ -204,7 +215,7 @@ def _run_local(copied: StepCopy, average: GradientAverage, settings: Settings) -
 
 
 def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Settings) -> Any:
-    """Run the step on each micro-batch; only the last one's update counts, with the mean of all gradients."""
+    """Run the step on each micro-batch. Only the last one's update counts, with the mean of all gradients."""
     count, dim = settings.accumulate, settings.batch_dim
     average.micro_batches = count
     values = [param.detach().clone() for param in copied.step_state.params.values()]  # start of each micro-batch
@@ -273,51 +284,16 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
     return result, (args, kwargs)
 
 
-def _own_rows(value: torch.Tensor, dim: int, binding: Binding) -> torch.Tensor:
-    """Return this rank's rows of a tensor from `_run_global`."""
-    world = shard_world(binding.mesh)
-    if value.ndim <= dim or world == 1:
-        return value.detach()
-    size = value.shape[dim] // world
-    return value.detach().narrow(dim, shard_rank(binding.mesh) * size, size)
-
-
 def _generator_states() -> list[torch.Tensor]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # never initialises CUDA
     return [torch.get_rng_state(), *cuda]
 
 
 def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of a copy's tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def enter(name: str, tensor: torch.Tensor, like: torch.Tensor | None) -> None:
-        part = shard_like(tensor.detach(), like, binding)
-        tensors[name] = part.clone() if clone else part
-
-    for fqn, param in step_state.params.items():
-        enter(fqn, param, binding.params[fqn])
-    for fqn, module, attribute, is_param in step_state.slots():
-        if not is_param and fqn not in step_state.aliases:
-            enter(fqn, module._buffers[attribute], None)  # type: ignore[arg-type]  # slots() yields tensors only
-    names = {id(param): fqn for fqn, param in step_state.params.items()}
-    states, live_states = states_by_id(step_state.optimizers), states_by_id(binding.step_state.optimizers)
-    for number in range(len(step_state.optimizers)):
-        live = live_states[number]
-        # State of parameters removed from the groups stays in the optimizer, and no step updates it.
-        updated = {id(param) for group in step_state.optimizers[number].param_groups for param in group["params"]}
-        for key, state in states[number].items():
-            fqn = names.get(key, "") if key in updated else ""
-            placed = live.get(id(binding.params.get(fqn)), {})
-            for entry, value in state.items():
-                if isinstance(value, torch.Tensor) and fqn:
-                    enter(state_name(number, fqn, entry), value, placed.get(entry))
-        table: dict[Any, Any] = dict(step_state.optimizers[number].state)
-        for index, (owner, entries) in enumerate(table.items()):
-            for place, value in enumerate(pytree.tree_leaves(entries)):
-                if not isinstance(owner, torch.Tensor) and isinstance(value, torch.Tensor):
-                    enter(f"optim{number} state {index}.{place} under no parameter", value, None)
-    return tensors
+    """Return this rank's shards of a copy's tensors, in the layouts of the live ones."""
+    live = {name: tensor for name, _, _, tensor in live_tensors(binding.step_state)}
+    own = {n: shard_like(t.detach(), live.get(n), binding) for n, _, _, t in live_tensors(step_state)}
+    return {name: one.clone() for name, one in own.items()} if clone else own
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor | None, binding: Binding) -> torch.Tensor:
@@ -350,7 +326,7 @@ def live_outcome(
     leaves, spec = pytree.tree_flatten(result)
     tensors: dict[str, torch.Tensor] = {}
     old: dict[str, torch.Tensor] = {}
-    for name, _, _, tensor in live_tensors(binding, arguments):
+    for name, _, _, tensor in live_tensors(binding.step_state, arguments):
         tensors[name] = local_tensor(tensor.detach())
         value = before(tensor)
         if value is not None:

@@ -94,17 +94,11 @@ def _result_differences(graph: Outcome, reference: Outcome) -> list[Difference]:
 
 def measure(name: str, one: Outcome, reference: Outcome) -> float:
     """Return the error of one value between two runs from nearly equal tensors."""
-    if name.startswith("result"):
-        index = int(name.split(" ")[1]) if " " in name else 0
-        if index >= len(one.leaves):
-            return 0.0
-        got, want = one.leaves[index], reference.leaves[index]
-        if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
-            return relative_error(got, want, any_dtype=True)
-        return _number_error(got, want)
-    got, want = one.tensors.get(name), reference.tensors.get(name)
+    got, want = one.value(name), reference.value(name)
     if got is None or want is None:
         return 0.0
+    if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
+        return _number_error(got, want)
     start, before = one.before.get(name), reference.before.get(name)
     if start is not None and before is not None and got.shape == want.shape and got.is_floating_point():
         got = got.double() - start.double() + before.double()  # without the difference before the run

@@ -45,7 +45,7 @@ class _Bucket:
 
 @dataclass
 class _Pass:
-    """Buckets of a backward pass, known from its second run on; and gradients in the present one."""
+    """Buckets of a backward pass, known from its second run on, with the present gradients."""
 
     buckets: list[_Bucket] = field(default_factory=list)
     is_known: bool = False

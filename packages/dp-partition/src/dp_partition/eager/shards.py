@@ -231,7 +231,7 @@ class _Retired(nn.Parameter):
 
 
 def _retire(name: str, parameter: nn.Parameter) -> None:
-    """Free a replaced parameter; one missed by the walk raises when used, in a backward pass as well."""
+    """Free a replaced parameter. One missed by the walk raises when used, in a backward pass as well."""
     parameter.grad = None
     parameter.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: _raise_retired(name))
     parameter.data = parameter.new_empty(0)

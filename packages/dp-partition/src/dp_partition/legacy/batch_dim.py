@@ -40,13 +40,7 @@ class BatchDimAnalyzer:
         self.batch_dim_map[node] = batch_dim
 
     def get_batch_dim(self, node: fx.Node) -> int:
-        """Return the batch dim of a node.
-
-        Raises:
-            RuntimeError: It was neither set nor computed.
-        """
-        if node not in self.batch_dim_map:
-            raise RuntimeError(f"the batch dim of {node} is not known; call compute_batch_dim first")
+        """Return the batch dim of a node that was set or computed."""
         return self.batch_dim_map[node]
 
     def compute_batch_dim(self, node: fx.Node, full_reduction: bool = False) -> int:

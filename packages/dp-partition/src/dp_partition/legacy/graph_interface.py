@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
@@ -16,6 +16,7 @@ from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.passes.decompose import decompose, remove_tags
 from dp_partition.passes.local_shapes import local_inputs, record_local_values
+from dp_partition.passes.moves import Mover
 from dp_partition.passes.normalize import eliminate_dead, erase_profiler, merge_aliases
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import (
@@ -29,7 +30,7 @@ from dp_partition.plan.placements import (
     TupleStrategy,
 )
 from dp_partition.plan.settings import CommConfig
-from dp_partition.runtime.state import as_dtensor, local_shard, local_tensor
+from dp_partition.runtime.state import local_tensor
 from dp_partition.sharding.op_rules.table import OutputPlacement
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate
 
@@ -78,76 +79,48 @@ def partition_data_parallel(
         single = isinstance(strategy, DataParallelStrategy)
         meta_of(node)["node_type"] = strategy.node_type if single else NodeType.NON_TENSOR  # type: ignore[union-attr]
     partitioned = partitioner(graph)
-    choose: Chooser = {
-        DataParallelStyle.REPLICATE: replicate_all,
-        DataParallelStyle.FULLY_SHARD: shard_all,
-        DataParallelStyle.DEFAULT: shard_even(mesh.size()),
-    }[parallel_style]
-    place_tensors(model, optimizer, params_buffers, named_states, mesh, choose)
+    _place_tensors(model, optimizer, params_buffers, named_states, mesh, parallel_style)
     return partitioned
 
 
-def place_tensors(
+def _place_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     params_buffers: dict[str, torch.Tensor],
     named_states: dict[str, Any],
     mesh: DeviceMesh,
-    choose: Chooser,
+    style: DataParallelStyle,
 ) -> None:
     """Replace the parameters, buffers and state by DTensors."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        own = [_home(tuple(tensor.shape), style, mesh.size())]
+        return distribute_tensor(tensor.detach(), mesh, own, src_data_rank=None)  # ranks hold equal values
+
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     names: dict[torch.Tensor, str] = {}
     for name, tensor in list(params_buffers.items()):
         if tensor not in replaced:  # tied tensors once
-            names[tensor] = name
-            placed = place_one(tensor, mesh, choose(tuple(tensor.shape)))
+            names[tensor], placed = name, place(tensor)
             is_param = isinstance(tensor, nn.Parameter)
             replaced[tensor] = nn.Parameter(placed, tensor.requires_grad) if is_param else placed
         params_buffers[name] = local_tensor(replaced[tensor].detach())
     for module in model.modules():
         tables: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
         for table in tables:
-            for attribute, tensor in list(table.items()):
-                if tensor is not None and tensor in replaced:
-                    table[attribute] = replaced[tensor]
-    if optimizer is not None:
-        _place_optimizer(optimizer, replaced, names, named_states, mesh, choose)
-
-
-def place_one(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
-    """Return a DTensor with this rank's shard of ``tensor``."""
-    full = tensor.detach()
-    part = local_shard(full, placement, mesh.size(), mesh.get_local_rank())
-    return as_dtensor(part, full, mesh, placement)
-
-
-def _place_optimizer(
-    optimizer: torch.optim.Optimizer,
-    replaced: dict[torch.Tensor, torch.Tensor],
-    names: dict[torch.Tensor, str],
-    named_states: dict[str, Any],
-    mesh: DeviceMesh,
-    choose: Chooser,
-) -> None:
-    for group in optimizer.param_groups:
-        for index, param in enumerate(group["params"]):
-            if param not in replaced:
-                continue
-            new = replaced[param]
-            group["params"][index] = new
-            if param not in optimizer.state:
-                continue
-            state = optimizer.state.pop(param)
-            name = names[param]
+            table.update({key: replaced[x] for key, x in table.items() if x is not None and x in replaced})
+    for group in [] if optimizer is None else optimizer.param_groups:
+        listed = [param for param in group["params"] if param in replaced]
+        group["params"] = [replaced.get(param, param) for param in group["params"]]
+        for param in [param for param in listed if param in optimizer.state]:  # type: ignore[union-attr]
+            state: dict[Any, Any] = optimizer.state.pop(param)  # type: ignore[union-attr]
+            known = named_states.get(names[param], {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
-                    state[key] = place_one(value, mesh, choose(tuple(value.shape)))
-                if name in named_states and key in named_states[name]:
-                    named_states[name][key] = (
-                        local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
-                    )
-            optimizer.state[new] = state
+                    state[key] = place(value)
+                if key in known:
+                    known[key] = local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
+            optimizer.state[replaced[param]] = state  # type: ignore[union-attr]
 
 
 def mark_data_parallel_shardings(
@@ -171,7 +144,10 @@ def mark_data_parallel_shardings(
         PlanError: Another style (code ``conflicting-arguments``), or a mixture that cannot be distributed.
     """
     if parallel_mode is DataParallelStyle.DEFAULT:
-        _mark_mixed(train_step_graph.graph, num_parameters, num_states, dp_strategy_map)
+        if not any(one._mixed for one in dp_strategy_map.values()):
+            raise PlanError(Problem("no-sharding-strategy", "parallel_mode", found="no way to mix shards and replicas"))
+        for node, one in dp_strategy_map.items():
+            meta_of(node)["sharding"] = one._mixed
         return
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
         hint = "use dp_partition.compile for it"
@@ -182,35 +158,9 @@ def mark_data_parallel_shardings(
         meta_of(node)["sharding"] = strategies[index] if strategies else None
 
 
-def _mark_mixed(graph: fx.Graph, num_params: int, num_states: int, strategies: dict[fx.Node, StrategyType]) -> None:
-    mesh = mesh_of(strategies)
-    batch_dim = next((dim for dim in map(_batch_dim, strategies.items()) if dim is not None), 0)
-    plans = plan_graph(graph, num_params, num_params + num_states, mesh.size(), batch_dim, shard_even(mesh.size()))
-    for node, plan in plans.items():
-        chosen = strategy_of(node, plan, mesh) if strategies[node].strategies else None
-        meta_of(node)["sharding"] = chosen
-
-
-def _batch_dim(item: tuple[fx.Node, StrategyType]) -> int | None:
-    node, strategy = item
-    if node.op == "placeholder" and isinstance(strategy, DataParallelStrategy) and strategy.node_type is NodeType.ACT:
-        placement = _placement(strategy.strategies[0])
-        return getattr(placement, "dim", None)
-    return None
-
-
 def _placement(strategy: PlacementStrategy) -> Placement:
     spec = strategy.output_spec
     return spec.placement if isinstance(spec, PlacementSpec) else Replicate()
-
-
-def mesh_of(strategies: dict[fx.Node, StrategyType]) -> DeviceMesh:
-    """Return the mesh of strategies."""
-    for strategy in strategies.values():
-        for one in strategy.strategies:
-            if isinstance(one.output_spec, PlacementSpec):
-                return one.output_spec.mesh
-    raise PlanError(Problem("nothing-to-optimize", "dp_strategy_map", found="no tensor in the graph"))
 
 
 def partitioner(graph: GraphModule) -> GraphModule:
@@ -233,12 +183,13 @@ def partitioner(graph: GraphModule) -> GraphModule:
         hint = "call mark_data_parallel_shardings first"
         raise PlanError(Problem("not-sharded", "graph", found='no node has meta["sharding"]', hint=hint))
     world, rank = mesh.size(), mesh.get_local_rank()
+    mover = Mover(graph.graph, world, rank, mesh.get_group().group_name)
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]
     mode = _fake_mode(graph.graph)  # fakes of one graph share a mode
     inputs = local_inputs(graph.graph, placements, mode, world, rank)
     plans = {node: _plan_of(node, strategy) for node, strategy in strategies.items()}
-    partition_for_rank(graph, plans, world, rank, mesh.get_group().group_name, CommConfig())
+    partition_for_rank(graph, plans, mover, CommConfig())
     graph.recompile()
     record_local_values(graph, inputs, mode)
     return graph
@@ -274,24 +225,6 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or new_fake_mode()
 
 
-Chooser = Callable[[tuple[int, ...]], Placement]
-
-
-def replicate_all(shape: tuple[int, ...]) -> Placement:
-    """Replicate everything."""
-    return Replicate()
-
-
-def shard_all(shape: tuple[int, ...]) -> Placement:
-    """Shard everything with a dim 0 on it."""
-    return Shard(0) if shape else Replicate()
-
-
-def shard_even(world: int) -> Chooser:
-    """Shard even sizes, replicate the rest."""
-    return lambda shape: Shard(0) if shape and shape[0] and shape[0] % world == 0 else Replicate()
-
-
 def build_data_parallel_strategies(
     train_step_graph: GraphModule,
     num_params: int,
@@ -323,10 +256,23 @@ def build_data_parallel_strategies(
     graph = train_step_graph.graph
     num_fixed = num_params + num_states
     ways = [
-        plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, choose)
-        for choose in (replicate_all, shard_all)
+        _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, style)
+        for style in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD)
     ]
-    return {node: _strategies(node, [way[node] for way in ways], mesh) for node in graph.nodes}
+    strategies = {node: _strategies(node, [way[node] for way in ways], mesh) for node in graph.nodes}
+    with suppress(PlanError):  # a mixture may need what shards or replicas alone do not
+        mixed = _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, DataParallelStyle.DEFAULT)
+        for node, one in strategies.items():
+            one._mixed = strategy_of(node, mixed[node], mesh) if one.strategies else None
+    return strategies
+
+
+def _home(shape: tuple[int, ...], style: DataParallelStyle, world: int) -> Placement:
+    """Return the placement of a parameter or its state; scalars are replicated."""
+    is_sharded = style is not DataParallelStyle.REPLICATE and len(shape) > 0
+    if style is DataParallelStyle.DEFAULT:
+        is_sharded = is_sharded and shape[0] > 0 and shape[0] % world == 0
+    return Shard(0) if is_sharded else Replicate()
 
 
 def prepare(module: GraphModule) -> None:
@@ -338,18 +284,18 @@ def prepare(module: GraphModule) -> None:
     decompose(module, _fake_mode(module.graph))
 
 
-def plan_graph(
-    graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, choose: Chooser
+def _plan_graph(
+    graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, style: DataParallelStyle
 ) -> dict[fx.Node, NodePlan]:
-    """Propagate with parameters and state placed by ``choose``."""
-    homes = StoragePlacements({}, {}, lambda name, shape: choose(shape), keep_outputs=True)
+    """Propagate with parameters and state placed by a style."""
+    homes = StoragePlacements({}, {}, lambda name, shape: _home(shape, style, world), keep_outputs=True)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             homes.placements[node] = Replicate()
         elif position < num_fixed:
-            homes.placements[node] = choose(tuple(value.shape))
+            homes.placements[node] = _home(tuple(value.shape), style, world)
             homes.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
         else:
             homes.placements[node] = _batch_placement(node, value, batch_dim, world)

@@ -22,7 +22,6 @@ from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import aten, erase_chain, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
-from dp_partition.passes.reduction import FlatBuffer, reduce_flat
 from dp_partition.plan.placements import NodeType, chunk_bounds
 from dp_partition.plan.settings import CommConfig
 from dp_partition.sharding.propagate import is_gradient
@@ -39,7 +38,7 @@ class _Bucket:
 
 def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: CommConfig) -> None:
     """Replace the single moves of parameters and gradients by buckets, in place."""
-    if comm.bucket_bytes <= 0 and comm.plain:
+    if comm.bucket_bytes <= 0 and comm.reduce_dtype is None:
         return
     positions = {node: index for index, node in enumerate(graph.nodes)}
     nodes = list(graph.nodes)  # the order before insertions
@@ -128,7 +127,7 @@ class _Timing:
 
 
 def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move], int]) -> list[_Bucket]:
-    """Fill buckets in order; each has one dtype and one kind of move, and is ready before it is needed."""
+    """Fill buckets in order. Each has one dtype and one kind of move, and is ready before it is needed."""
     buckets: list[_Bucket] = []
     open_buckets: dict[Any, _Bucket] = {}
     for move in sorted(moves, key=lambda m: (order(m), timing.positions[m.start])):
@@ -203,11 +202,9 @@ def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None) -> Stage
 
 
 def _all_reduced(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
-    like, sizes = moves[0].like, [math.prod(m.shape) for m in moves]
-    node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
-    flat = FlatBuffer(node, sum(sizes), like, kind.reduce_op, scatter=False)
-    full = yield from reduce_flat(mover, flat, dtype)
-    pieces = mover.call(aten.split_with_sizes.default, full, sizes)
+    flat = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
+    full = yield from _reduced_flat(mover, flat, moves[0].like, kind.reduce_op, dtype, scatter=False)
+    pieces = mover.call(aten.split_with_sizes.default, full, [math.prod(m.shape) for m in moves])
     return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
 
 
@@ -216,16 +213,53 @@ def _scattered(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtyp
         rows = mover.pad(moves[0].start, moves[0].shape[0])
     else:
         rows = _chunks(mover, moves)
-    node = mover.call(aten.reshape.default, rows, [-1])
+    flat = mover.call(aten.reshape.default, rows, [-1])
     chunks, sizes = _chunks_of(mover.world, moves)
-    flat = FlatBuffer(node, mover.world * sum(sizes), moves[0].like, kind.reduce_op, scatter=True)
-    shard = yield from reduce_flat(mover, flat, dtype)
+    shard = yield from _reduced_flat(mover, flat, moves[0].like, kind.reduce_op, dtype, scatter=True)
     pieces = mover.call(aten.split_with_sizes.default, shard, sizes)
     views = [
         _view(mover, _item(mover, pieces, i), (chunk, *m.shape[1:]))
         for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True))
     ]
     return [mover.unpad(view, m.shape[0]) for view, m in zip(views, moves, strict=True)]
+
+
+def _reduced_flat(
+    mover: Mover, node: fx.Node, like: torch.Tensor, op: str, dtype: torch.dtype | None, *, scatter: bool
+) -> Generator[None, None, fx.Node]:
+    """Reduce a flat buffer, in full or to this rank's shard. In ``dtype`` if given, with the buffer's own again after.
+
+    Code up to a ``yield`` sends, code after it needs the result.
+    """
+    cast, is_mean = dtype is not None and dtype != like.dtype, op == "avg"
+    before, after = 1.0, 1.0
+    if cast:
+        node = mover.call(aten._to_copy.default, node, dtype=dtype)
+        # A float16 sum is divided before and after, each near the root of the number of ranks, as FSDP does: neither
+        # the sum nor the sent buffer leaves the dtype's range. Other dtypes use the collective's average.
+        if is_mean and dtype is torch.float16:
+            op, (before, after) = "sum", division(mover.world * mover.replicas)
+            node = mover.call(aten.div.Scalar, node, before)
+    if scatter:
+        work = mover.issue(collectives.reduce_scatter_tensor.default, node, op, mover.world, mover.group)
+    else:
+        work = mover.issue(collectives.all_reduce_.default, node, op, mover.group)
+    yield
+    node = mover.wait(work)
+    if is_mean and mover.replica_group:  # second: a shard is smaller to send
+        work = mover.issue(collectives.all_reduce_.default, node, op, mover.replica_group, ranks=mover.replicas)
+        yield
+        node = mover.wait(work)
+    node = node if after == 1 else mover.call(aten.div.Scalar, node, after)
+    return mover.call(aten._to_copy.default, node, dtype=like.dtype) if cast else node
+
+
+def division(ranks: int) -> tuple[float, float]:
+    """Return the divisors before and after a sum over ``ranks``. A power of two near the root, and the rest."""
+    before = 1.0
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return before, ranks / before
 
 
 def _chunks_of(world: int, moves: list[Move]) -> tuple[list[int], list[int]]:
@@ -259,7 +293,7 @@ def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
 
 
 def _chunks(mover: Mover, moves: list[Move]) -> fx.Node:
-    """Return the gradients as ``[world, chunk]``, side by side; in one call if none of them is empty."""
+    """Return the gradients as ``[world, chunk]``, side by side. In one call if none of them is empty."""
     if all(math.prod(m.shape) for m in moves):
         return mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
     rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [mover.world, -1]) for m in moves]

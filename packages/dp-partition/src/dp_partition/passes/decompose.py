@@ -17,7 +17,7 @@ from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import aten, base_name, is_op, is_random, is_tensor
 from dp_partition.passes.normalize import eliminate_dead
-from dp_partition.sharding.op_rules.lookup import find_rule
+from dp_partition.sharding.op_rules import find_rule
 
 MEAN = 1  # torch's number for reduction="mean"
 

@@ -42,7 +42,7 @@ LOWERED = (OWN_ROWS, SHARE_ROWS)
 
 @dataclass(frozen=True)
 class Taken:
-    """Origin of a view: its base, the base's placement, and the base's node in the rank's graph."""
+    """Origin of a view. Its base, the base's placement, and the base's node in the rank's graph."""
 
     base: fx.Node
     placement: Placement | None
@@ -96,7 +96,11 @@ class Inserter:
             self.agree(node, plan)
         if base is not None:
             self.roots[node] = self.roots.get(base, base)
+        if base is None and node.op == "call_function" and "gather_again" in meta_of(node):
+            base = node.all_input_nodes[0]  # a cast: it is taken again as a view is
+        if base is not None:
             self.taken[node] = Taken(base, wanted.get(base), moved.get(base, base))
+            self.gathered[node] = str(meta_of(node).get("phase"))
         if isinstance(plan.output, Placement):
             placement = plan.output
             self.versions[node] = {placement: node}
@@ -110,7 +114,7 @@ class Inserter:
             node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
 
     def note_gradients(self, node: fx.Node, wanted: dict[fx.Node, Placement | None]) -> None:
-        """Mark the first reader of an averaged gradient, by argument position: passes replace the argument itself."""
+        """Mark the first reader of an averaged gradient, by argument position. Passes replace the argument itself."""
         rows = []
         for source, placement in wanted.items():
             if source in self.unread and isinstance(placement, Replicate | Shard):
@@ -168,10 +172,15 @@ class Inserter:
         versions = self.versions[source]
         phase = meta_of(before).get("phase")
         again = "gather_again" in meta_of(source) and wanted == Replicate() and phase == "backward"
-        if wanted in versions and not (again and self.gathered.get(source) == "forward"):
+        again = again and self.gathered.get(source) == "forward"
+        if wanted in versions and not again:
             return versions[wanted]
         if again:
             versions.pop(Replicate(), None)  # forward's copy must not live on
+        if again and source in self.taken and self.native[source] == wanted:  # of a gathered base; else it moves below
+            self.gathered[source] = "backward"
+            versions[wanted] = self.take_again(source, before)
+            return versions[wanted]
         origin = _best_origin(versions, wanted)
         if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
             return versions[origin]  # each rank's own values: nothing to move
@@ -198,7 +207,7 @@ class Inserter:
             node = node.all_input_nodes[0]
 
     def keep_written(self, node: fx.Node, source: fx.Node, placement: Placement) -> None:
-        """After a write keep only copies in the written memory; of a written shard keep no full copy.
+        """After a write keep only copies in the written memory. Of a written shard keep no full copy.
 
         Raises:
             PlanError: ``shared-memory`` for a value with later uses, but without a copy in the written memory.
@@ -235,7 +244,7 @@ class Inserter:
         return PlanError(Problem("shared-memory", f"node {node.name} ({node.target})", found=reason))
 
     def take_again(self, view: fx.Node, before: fx.Node) -> fx.Node:
-        """Take a view of its base again: it was a view of another copy than the written one."""
+        """Take a view of its base again. It was a view of another copy than the written one."""
         if view not in self.taken:
             raise self.lost(before, view)
         taken = self.taken[view]
@@ -271,7 +280,7 @@ def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placemen
 
 
 def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return gradients by node, if it is the parameter's only one in the step: several are incomplete until summed."""
+    """Return gradients by node, if it is the parameter's only one in the step. Several are incomplete until summed."""
     means = {node: str(meta_of(node)["mean_gradient"]) for node in graph.nodes if "mean_gradient" in meta_of(node)}
     gradients = means or {node: gradient_name(node) for node in graph.nodes if is_gradient(node)}
     counts = Counter(gradients.values())

@@ -58,7 +58,7 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
 
 
 def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
-    """Return values passed from the repeated part to the optimizer or the caller; refuse those without a mean."""
+    """Return values passed from the repeated part to the optimizer or the caller. Refuse those without a mean."""
     crossing, problems = [], []
     for node in body:
         users = [user for user in node.users if user in rest]
@@ -80,7 +80,7 @@ def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
 
 
 def _copies_gradient(node: fx.Node) -> bool:
-    """Return True if autograd copies a gradient here: a view gets memory with its parameter's strides."""
+    """Return True if autograd copies a gradient here. A view gets memory with its parameter's strides."""
     written = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
     sources = [user.args[1] for user in written]
     is_new = node.target in (aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default)

@@ -32,7 +32,7 @@ class RankLocal(Placement):
 
 @dataclass(frozen=True)
 class PlacementSpec:
-    """Placement of one tensor: the mesh and one placement per mesh axis (data parallelism uses one axis)."""
+    """Placement of one tensor. The mesh and one placement per mesh axis (data parallelism uses one axis)."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -79,6 +79,7 @@ class DataParallelStrategy:
     ) -> None:
         self.node_type = node_type
         self.strategies = list(strategies)
+        self._mixed: PlacementStrategy | None = None  # where parameters that divide are sharded, others replicated
         self.reduction_over_batch = reduction_over_batch
 
     def __str__(self) -> str:
@@ -94,6 +95,7 @@ class TupleStrategy:
     def __init__(self, childs: Sequence[DataParallelStrategy], strategies: Sequence[PlacementStrategy] = ()) -> None:
         self.childs = tuple(childs)  # torch's spelling
         self.strategies = list(strategies)
+        self._mixed: PlacementStrategy | None = None
 
     def __str__(self) -> str:
         return f"TupleStrategy({', '.join(map(str, self.childs))})"

@@ -34,11 +34,6 @@ class CommConfig:
     prefetch: int = 1
     reduce_dtype: torch.dtype | None = None
 
-    @property
-    def plain(self) -> bool:
-        """Return True if gradients are averaged by the plain collective, in their own dtype."""
-        return self.reduce_dtype is None
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -53,23 +48,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices for all programs of a step, documented at `compile`.
-
-    Attributes:
-        style: Style of parameters not named by ``placements``.
-        semantics: ``"local"`` or ``"global"``.
-        placements: Name patterns -> placement.
-        batch_dim: Batch dim of tensor arguments.
-        comm: Settings of communication.
-        accumulate: Number of micro-batches.
-        reshard: ``True``, ``False``, or the names of parameters to gather again for backward.
-        backend: ``"eager"`` or ``"inductor"``.
-        check: ``"sampled"``, ``"first"`` or ``"never"``.
-        dynamic: Dims of tensor arguments with symbolic sizes in a trace.
-        capture: ``"auto"``, ``"always"`` or ``"never"``.
-        full: ``"keep"`` or ``"refuse"``.
-        observe: An eager step in shards runs its first call on full parameters.
-    """
+    """Choices for all programs of a step, as documented at `compile`; ``dynamic`` is its ``mark_dynamic``."""
 
     style: DataParallelStyle
     semantics: str = "local"
@@ -124,13 +103,10 @@ class Settings:
         if self.capture == "never" and self.needs_graph():  # no eager way to do it
             hint = "leave it out, or use capture='always'"
             result.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
-        if not all(isinstance(dim, int) for dim in self.dynamic):
-            hint = "pass a dim, or several"
-            result.append(Problem("invalid-argument", "mark_dynamic", found=repr(self.dynamic), hint=hint))
         if self.dynamic and (self.semantics, self.accumulate, self.backend) != ("local", 1, "eager"):
             hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
-            found_ = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
-            result.append(Problem("conflicting-arguments", "mark_dynamic", found=found_, hint=hint))
+            text = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
+            result.append(Problem("conflicting-arguments", "mark_dynamic", found=text, hint=hint))
         dtype: object = self.comm.reduce_dtype  # not checked yet
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"

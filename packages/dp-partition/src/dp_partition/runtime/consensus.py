@@ -95,7 +95,7 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
 
 
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Return rank 0's values of all tensors, by a few large messages per dtype; the given tensors stay unchanged."""
+    """Return rank 0's values of all tensors, by a few large messages per dtype. The given tensors stay unchanged."""
     result: dict[str, torch.Tensor] = {}
     buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
@@ -129,6 +129,6 @@ def _by_bytes(names: list[str], tensors: dict[str, torch.Tensor], limit: int = 6
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a group's messages: the CPU if the group has a backend for it."""
+    """Return the device of a group's messages. The CPU if the group has a backend for it."""
     kinds = [device.type for device in group._device_types]
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])

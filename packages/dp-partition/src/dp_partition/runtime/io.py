@@ -92,7 +92,7 @@ def _reconcile_state(
 
 
 def _check_structure(binding: Binding) -> None:
-    """Compare the model's tensors with the placed ones, by name; after other changes index them again."""
+    """Compare the model's tensors with the placed ones, by name. After other changes index them again."""
     if not binding.step_state.reads.look() and binding.built is binding.step_state.reads.structure:
         return
     before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.step_state.slots()))

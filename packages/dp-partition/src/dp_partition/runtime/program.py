@@ -32,9 +32,8 @@ class Program:
         mesh: The ranks.
         lowered: The partitioned graph with compiled compute; None if it runs as it is.
         bound: The partitioned graph as it runs otherwise; made at its first run.
-        guard_values: Hyperparameters and sizes of the last guard check without a violation.
-        checked_numbers: Numbers among the arguments of its checked calls.
-        right_sizes: Up to two marked sizes with this graph as the right one for their length.
+        guard_values: Hyperparameters and numbers of the last guard check without a violation.
+        checked_numbers: Numbers and sizes of its checked calls.
         is_checked: A check by execution has run it.
         is_new: The tracing call has not run it yet.
         labelled: Inputs by their kinds, as cached by `labels`.
@@ -47,7 +46,6 @@ class Program:
     local_fakes: list[Any] | None = None
     guard_values: tuple[float, ...] = ()
     checked_numbers: set[tuple[float, ...]] = field(default_factory=set)
-    right_sizes: set[tuple[int, ...]] = field(default_factory=set)
     is_checked: bool = False
     is_new: bool = False
     lowered: Lowered | None = None
@@ -125,33 +123,27 @@ class Program:
             self.local_fakes = None  # computed once
         return self.module
 
-    def sizes_of(self, leaves: list[Any]) -> tuple[int, ...]:
-        """Return the marked sizes among a call's arguments."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return tuple([tensors[index].shape[dim] for index, dim in self.capture.sizes])
-
     def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
-        """Return the live numbers among a call's arguments."""
-        return tuple([leaves[position] for position in self.capture.numbers])
+        """Return the live numbers and the marked sizes among a call's arguments."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sizes = [tensors[index].shape[dim] for index, dim in self.capture.sizes]
+        return (*(leaves[position] for position in self.capture.numbers), *sizes)
 
     def note_checked(self, leaves: list[Any]) -> None:
-        """Count a check: a graph with live numbers is checked once two values of them were."""
+        """Count a check: a graph with live numbers or sizes is checked once two values of them were."""
         self.checked_numbers.add(self.numbers_of(leaves))
-        self.is_checked = len(self.checked_numbers) > 1 or not self.capture.numbers
+        self.is_checked = len(self.checked_numbers) > 1 or not (self.capture.numbers or self.capture.sizes)
 
-    def broken_guard(
-        self, values: dict[tuple[Any, ...], float], sizes: tuple[int, ...] = (), numbers: tuple[float, ...] = ()
-    ) -> Any:
-        """Return a decision of the trace violated by these hyperparameters, sizes and numbers; None if all hold."""
-        now = (*values.values(), *sizes, *numbers)
+    def guards_hold(self, values: dict[tuple[Any, ...], float], numbers: tuple[float, ...] = ()) -> bool:
+        """Return True if these hyperparameters and numbers allow each decision of the trace."""
+        now = (*values.values(), *numbers)
         if now == self.guard_values:  # a steady call changes none
-            return None
+            return True
         symbols = self.capture.symbols
         substitution = {symbol: values[hyper] for hyper, symbol in symbols.items() if symbol is not None}
-        substitution |= dict(zip(self.capture.sizes.values(), sizes, strict=True))
-        substitution |= dict(zip(self.capture.numbers.values(), numbers, strict=True))
-        for guard in self.capture.guards:
-            if not bool(guard.xreplace(substitution)):
-                return guard
+        given = (*self.capture.numbers.values(), *self.capture.sizes.values())
+        substitution |= dict(zip(given, numbers, strict=True))
+        if not all(bool(guard.xreplace(substitution)) for guard in self.capture.guards):
+            return False
         self.guard_values = now
-        return None
+        return True

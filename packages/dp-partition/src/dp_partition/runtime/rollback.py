@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dp_partition._torch_compat import pytree
+from dp_partition.capture.state import StepState
 from dp_partition.runtime.state import Binding, local_tensor
 
 
@@ -23,7 +24,7 @@ class Snapshot:
     def __init__(self, binding: Binding, arguments: Any) -> None:
         self.entries: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
         self.states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        for name, container, key, tensor in live_tensors(binding, arguments):
+        for name, container, key, tensor in live_tensors(binding.step_state, arguments):
             del name
             self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
         for optimizer in binding.step_state.optimizers:
@@ -59,16 +60,15 @@ class Snapshot:
                 local_tensor(tensor.detach()).copy_(value)
 
 
-def live_tensors(binding: Binding, arguments: Any) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
+def live_tensors(step_state: StepState, arguments: Any = ()) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
     """Yield name, containing dict, key and tensor of all that a step may write. Parameters stay in their dicts."""
-    step_state = binding.step_state
-    for fqn, param in binding.params.items():
+    for fqn, param in step_state.params.items():
         yield fqn, None, None, param
-    for fqn, module, attribute, is_param in binding.slots:
+    for fqn, module, attribute, is_param in step_state.slots():
         tensor = None if is_param else module._buffers.get(attribute)
         if tensor is not None:
             yield step_state.aliases.get(fqn, fqn), module._buffers, attribute, tensor
-    for number, fqn, state in binding.states():
+    for number, fqn, state in step_state.states():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield state_name(number, fqn, key), None, None, value

@@ -23,7 +23,7 @@ from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import parameter_like, storage_keys
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.mesh import on_mesh, shard_rank, shard_world
-from dp_partition.plan.placements import chunk_bounds
+from dp_partition.plan.placements import chunk_bounds, local_shape
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import broadcast_from_first
 
@@ -110,33 +110,17 @@ class Binding:
         """Return rank 0's values of parameters, buffers and existing state."""
         tensors: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
         tensors |= {name: b.detach() for name, b in self.step_state.buffers.items()}
-        tensors |= {name: s.detach() for name, s in self.state_tensors().items()}
+        for number, fqn, state in self.step_state.states():  # under names distinct from those of parameters
+            values = {f"{fqn}\0{number}\0{key}": value for key, value in state.items()}
+            tensors |= {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
         return tensors if self.mesh.size() == 1 else broadcast_from_first(tensors, self.mesh)
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Return existing optimizer state, under names distinct from those of parameters."""
-        tensors = {}
-        for number, fqn, state in self.states():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{fqn}\0{number}\0{key}"] = value
-        return tensors
-
-    def states(self) -> Iterator[tuple[int, str, dict[Any, Any]]]:
-        """Yield the state of every parameter with some."""
-        fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
-        for number, optimizer in enumerate(self.step_state.optimizers):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param in optimizer.state and id(param) in fqn_of:
-                        yield number, fqn_of[id(param)], optimizer.state[param]
 
     def placed_states(
         self, placed: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
     ) -> list[dict[str, dict[Any, Any]]]:
         """Return every optimizer's state by parameter name: existing state, or that of the first step's start."""
         result: list[dict[str, dict[Any, Any]]] = []
-        existing = {(number, fqn): state for number, fqn, state in self.states()}
+        existing = {(number, fqn): state for number, fqn, state in self.step_state.states()}
         for number, optimizer in enumerate(self.step_state.optimizers):
             states: dict[str, dict[Any, Any]] = {}
             fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
@@ -178,11 +162,7 @@ class Binding:
     def local_state_shape(self, fqn: str) -> tuple[int, ...]:
         """Return the local shape of state with the parameter's shape."""
         plan = self.plan[fqn]
-        shape = plan.info.shape
-        if not isinstance(plan.state, Shard):
-            return shape
-        start, end = chunk_bounds(shape[0], self.world, self.rank)
-        return (end - start, *shape[1:])
+        return local_shape(plan.info.shape, plan.state, self.world, self.rank)
 
     def install(self, params: dict[str, nn.Parameter], states: list[dict[str, dict[Any, Any]]]) -> None:
         """Install parameters and state in module and optimizers."""
@@ -242,7 +222,7 @@ class Binding:
 
 @contextmanager
 def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[None]:
-    """Hold full plain parameters in place of DTensors within the block; with ``writeback`` keep their new values.
+    """Hold full plain parameters in place of DTensors within the block. With ``writeback`` keep their new values.
 
     Afterwards these parameters are stale: reading a gradient of them (by an optimizer from within the block) raises.
 
@@ -288,7 +268,7 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
 
 @contextmanager
 def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
-    """Hold full plain parameters in the modules within the block; a nested block uses those of the outer one."""
+    """Hold full plain parameters in the modules within the block. A nested block uses those of the outer one."""
     if binding.is_unsharded:
         yield
         return
@@ -311,7 +291,7 @@ def release(binding: Binding) -> None:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
     plain = {fqn: parameter_like(full_tensor(p), p) for fqn, p in binding.params.items()}
     states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
-    for number, fqn, state in binding.states():
+    for number, fqn, state in binding.step_state.states():
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     binding.install(plain, states)
     for handle in binding.hints:
@@ -330,7 +310,7 @@ def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shard full plain tensors of a state dict for a module's DTensors; the same file is loaded on every rank."""
+    """Shard full plain tensors of a state dict for a module's DTensors. The same file is loaded on every rank."""
     parameters: dict[str, Any] = module._parameters
     for name, parameter in parameters.items():
         value = state_dict.get(prefix + name)

@@ -27,7 +27,7 @@ from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import is_op, is_random, mutated_inputs, root_of, viewed_input
 from dp_partition.plan.placements import NodeType, RankLocal, describe
-from dp_partition.sharding.op_rules.lookup import find_rule
+from dp_partition.sharding.op_rules import find_rule
 from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
 
 AVG = Partial("avg")
@@ -169,7 +169,7 @@ class _Walk:
             self.refuse_second_derivative(node)
 
     def refuse_second_derivative(self, node: fx.Node) -> None:
-        """Refuse the gradient of a loss with a gradient in it: the rank's own was meant, not the average."""
+        """Refuse the gradient of a loss with a gradient in it. The rank's own was meant, not the average."""
         earlier = {self.from_gradient[source] for source in node.all_input_nodes if source in self.from_gradient}
         if earlier:
             hint = 'use semantics="global", which takes every derivative of the loss over all rows'

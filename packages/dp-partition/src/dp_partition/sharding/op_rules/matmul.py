@@ -35,7 +35,7 @@ def _rounds_partial_sums(call: Call) -> bool:
 
 
 def _worth(call: Call, nodes: list[fx.Node], wanted: list[Placement]) -> bool:
-    """Return True for strategies with an existing shard or partial value; new splits save no bytes."""
+    """Return True for strategies with an existing shard or partial value. New splits save no bytes."""
     return any(
         call.placement_of(node) == placement and placement != R for node, placement in zip(nodes, wanted, strict=True)
     )

@@ -112,7 +112,7 @@ def _partial_ways(
 
 
 def is_linear_dtype(call: Call) -> bool:
-    """Return True if the output keeps fractions: a sum of rounded parts is not the rounded sum."""
+    """Return True if the output keeps fractions. A sum of rounded parts is not the rounded sum."""
     value = call.node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return all(v.is_floating_point() or v.is_complex() for v in values if isinstance(v, torch.Tensor))

@@ -31,7 +31,7 @@ Follow = Callable[[Call, int], int | None]
 
 
 def follows(*names: str) -> Callable[[Follow], Follow]:
-    """Register a rule for shards of the first argument; rearranging commutes with every reduction over ranks."""
+    """Register a rule for shards of the first argument. Rearranging commutes with every reduction over ranks."""
 
     def enter(follow: Follow) -> Follow:
         def candidates(call: Call) -> Iterator[Candidate]:

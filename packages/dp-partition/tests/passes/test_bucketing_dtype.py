@@ -9,7 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.passes.reduction import division
+from dp_partition.passes.bucketing import division
 from ranktest import Ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

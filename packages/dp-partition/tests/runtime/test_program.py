@@ -11,10 +11,12 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_matrix_models import Contrast, value_step
+from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
 from dp_partition.pipeline import build_program
 from dp_partition.plan.plan import TensorInfo, plan_placements
+from dp_partition.plan.settings import Settings
 from ranktest import Ranks, fake_cuda
 from torch import fx, nn
 from torch.utils import _pytree as pytree
@@ -79,7 +81,8 @@ def test_on_a_cuda_rank_that_does_not_exist(style: str) -> None:
     step_state = find_step_state(models.token_step, args, {})
     infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
     plan = plan_placements(infos, dp.DataParallelStyle[style.upper()], 2)
-    program = build_program(models.token_step, args, {}, step_state, plan, fake_mesh(2, 1, "cpu"), reshard=True)
+    mesh, call = fake_mesh(2, 1, "cpu"), read_arguments("step", args, {})
+    program = build_program(models.token_step, call, step_state, plan, mesh, Settings(plan.style))
     assert program.local_fakes is not None
     shapes = [
         (tuple(fake.shape), fake.dtype, entry.key == "step") if isinstance(fake, torch.Tensor) else None
@@ -104,7 +107,8 @@ def test_evaluation_is_traced_for_a_cuda_rank_that_does_not_exist() -> None:
     step_state = find_step_state(evaluate, args, {})
     infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
     plan = plan_placements(infos, dp.DataParallelStyle.FULLY_SHARD, 2)
-    program = build_program(evaluate, args, {}, step_state, plan, fake_mesh(2, 1, "cuda"), device="cuda:1")
+    mesh, call = fake_mesh(2, 1, "cuda"), read_arguments("step", args, {})
+    program = build_program(evaluate, call, step_state, plan, mesh, Settings(plan.style, reshard=False), "cuda:1")
     module = program.with_local_values()
     tensors = [t for n in module.graph.nodes for t in pytree.tree_leaves(n.meta.get("val")) if torch.is_tensor(t)]
     assert {t.device for t in tensors} == {torch.device("cuda:1")}

@@ -9,12 +9,13 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
 from dp_partition.ops import aten
 from dp_partition.pipeline import build_program
 from dp_partition.plan.plan import TensorInfo, plan_placements
-from dp_partition.plan.settings import CommConfig
+from dp_partition.plan.settings import CommConfig, Settings
 from ranktest import Ranks
 from torch import fx, nn
 
@@ -44,7 +45,8 @@ def graph_of(style: str, model: nn.Module, step: Any = models.mean_step, rows: i
     step_state = find_step_state(step, args, {})
     infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
     plan = plan_placements(infos, dp.DataParallelStyle[style.upper()], 2)
-    program = build_program(step, args, {}, step_state, plan, fake_mesh(2, 1, "cpu"), comm=CommConfig(**comm))
+    settings = Settings(plan.style, comm=CommConfig(**comm), reshard=False)
+    program = build_program(step, read_arguments("step", args, {}), step_state, plan, fake_mesh(2, 1, "cpu"), settings)
     return program.with_local_values().graph
 
 
