@@ -211,7 +211,8 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     """Plan a model: by its Hugging Face plan, torch's transformer layers or `[shard-spec]`'s planner, in this order.
 
     If installed, the planner adds blocks missing in a model's own plan (shared experts, attention of some mixtures of
-    experts). Layers of attention that acts on all heads at once are sharded one by one.
+    experts). Layers of attention that acts on all heads at once are sharded one by one; so are linear layers of unknown
+    blocks if less than 70 % of the parameters would be sharded otherwise.
 
     `plan_styles(model, auto_plan(model), tp_size).unstyled` lists the unsharded parameters; to make them DTensors
     too, pass `rest="replicated"` to `apply_plan`.
@@ -228,7 +229,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     """
     styles = _without_broken_ties(model, _styles(model, tp_size))  # tied weights: all or none
     planned = plan_styles(model, styles, tp_size)
-    if 0 < sharded_share(model, planned)[0] < ENOUGH:
+    if 0 < sharded_share(model, planned)[0] < 0.7:  # nothing known at all is an error below
         styles = _without_broken_ties(model, {**styles, **_gathered(model, planned)})
         planned = plan_styles(model, styles, tp_size)
     share, largest = sharded_share(model, planned)
@@ -239,10 +240,6 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
         text = f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; largest unsharded: {largest}"
         warnings.warn(text, stacklevel=2)
     return styles
-
-
-ENOUGH = 0.7
-"""Share of the parameters below which `auto_plan` shards layers of unknown blocks too."""
 
 
 def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:
