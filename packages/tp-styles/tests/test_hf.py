@@ -12,11 +12,12 @@ from typing import Any
 import hf_models
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Replicate
 from tp_styles._shared.patterns import Pattern
 from tp_styles.hf.plan import OLDER, TODAY, todays_names
@@ -142,9 +143,9 @@ def test_state_spaces_by_the_plans_of_the_page(ranks: Ranks, kind: str, tmp_path
             values.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert "equal to the original" in handle.report()
-    dcp.save(model.state_dict(), checkpoint_id=ranks.gather(str(tmp_path))[0])
+    save(model.state_dict(), checkpoint_id=ranks.gather(str(tmp_path))[0])
     state = fresh.state_dict()
-    dcp.load(state, checkpoint_id=ranks.gather(str(tmp_path))[0])
+    load(state, checkpoint_id=ranks.gather(str(tmp_path))[0])
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(state[name], value, atol=2e-4, rtol=1e-3)
     generated = [m.eval().generate(batches[0][:, :4], max_new_tokens=8, do_sample=False) for m in (model, alone)]

@@ -216,12 +216,14 @@ class TwoBlocks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(x)
+        result: torch.Tensor
         if self.case == "feed-forward first":
-            return x + self.mlp(h) + self.attn(h)
-        if self.case == "checkpoint":
+            result = x + self.mlp(h) + self.attn(h)
+        elif self.case == "checkpoint":
             attended = checkpoint(self.attn, h, use_reentrant=False)
-            return x + attended + checkpoint(self.mlp, h, use_reentrant=False)
-        result: torch.Tensor = x + self.attn(h) + self.mlp(h * 2 if self.case == "one each" else h)
+            result = x + attended + checkpoint(self.mlp, h, use_reentrant=False)
+        else:
+            result = x + self.attn(h) + self.mlp(h * 2 if self.case == "one each" else h)
         return result
 
 
@@ -229,7 +231,7 @@ class TwoBlocks(nn.Module):
 def test_two_blocks_that_read_one_tensor(ranks: Ranks) -> None:
     """One reduction for both; the second block of the model lets go of the tensor."""
     mesh = ranks.mesh((2,), ("tp",))
-    plan = {"attn.[qkv]": tp.ColwiseParallel(), "mlp.up": tp.ColwiseParallel()}
+    plan: dict[str, tp.ParallelStyle] = {"attn.[qkv]": tp.ColwiseParallel(), "mlp.up": tp.ColwiseParallel()}
     plan |= {"attn.proj": tp.RowwiseParallel(), "mlp.down": tp.RowwiseParallel()}
     counts = {"one": 1, "one each": 2, "feed-forward first": 2, "checkpoint": 1}
     for case, count in counts.items():

@@ -210,10 +210,10 @@ def plan_module(
         return TPPlan(tp_size, problems=(Problem("mesh-mismatch", found=str(tp_size), hint="at least one rank"),))
     modules = dict(model.named_modules(remove_duplicate=False))  # shared modules: under all names
     matches, problems = match_plan(modules, plan, strict=strict)
-    problems += [_not_a_style(key, style) for key, style in plan.items() if not isinstance(style, TorchParallelStyle)]
+    problems += [_not_a_style(key, one) for key, one in styles.items() if not isinstance(one, TorchParallelStyle)]
     planned: dict[str, PlannedModule] = {}
     for name, pattern in matches.items():
-        style = plan[pattern]
+        style = styles[pattern]
         for entry in _expanded(modules, name, pattern, style, tp_size) if isinstance(style, TorchParallelStyle) else ():
             rival = planned.get(entry.name)
             if rival is not None and rival.style != entry.style:

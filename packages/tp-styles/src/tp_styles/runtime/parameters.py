@@ -53,8 +53,8 @@ class ShardParameter(nn.Parameter):
         reason = f"{name} on one rank's shard of {list(self._sharding_info.shape)}"
         raise PlanError(Problem("local-shard-as-full", found=reason, hint=hint))
 
-    uniform_ = functools.partialmethod(_draw, "uniform_")  # type: ignore[assignment]
-    normal_ = functools.partialmethod(_draw, "normal_")  # type: ignore[assignment]
+    uniform_ = functools.partialmethod(_draw, "uniform_")
+    normal_ = functools.partialmethod(_draw, "normal_")
 
 
 def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
