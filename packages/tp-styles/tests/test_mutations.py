@@ -39,7 +39,7 @@ class SequenceBlock(nn.Module):
 
 
 def grouped() -> nn.Module:
-    return models.roughen(models.Grouped(vocab=18, dropout=0.1))
+    return models.roughen(models.Grouped(vocab=18, dropout=0.1, layers=1))
 
 
 def vectors() -> torch.Tensor:
