@@ -160,6 +160,12 @@ def test_how_much_auto_plan_shards() -> None:
         tp.auto_plan(hf_models.small("jetmoe"))
     with pytest.raises(tp.PlanError, match=r"unmatched-pattern.*no block that is known"):
         tp.auto_plan(nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)))
+    # Layers of a block that nobody knows, unless the block has parameters of its own.
+    styles = tp.auto_plan(hf_models.small("recurrent_gemma"))
+    gathered = {name for name, style in styles.items() if style == tp.ColwiseParallel(output_layouts=Replicate())}
+    assert any(name.endswith("temporal_block.linear_x") for name in gathered)
+    with pytest.warns(UserWarning, match="auto_plan shards"):
+        assert not any("mixer" in name for name in tp.auto_plan(hf_models.small("mamba")))
     model = hf_models.small("doge")
     styles = tp.auto_plan(model)
     assert not any("self_attn" in name for name in styles)  # its `A` acts on all heads
