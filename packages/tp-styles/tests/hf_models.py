@@ -226,8 +226,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 64),
     "vocab_size": 128,
-    "max_position_embeddings": 64,
 }
 """Small values of what configurations of causal models call their sizes."""
 

@@ -20,7 +20,7 @@ WIDTH = HEADS * SIZE
 
 @dataclass(frozen=True)
 class Cell:
-    """One way: 2 x 3 x 4 x 2 x 3 x 2 = 288 of them, without the two `add_` options."""
+    """One way: 2 x 3 x 4 x 2 x 3 x 2 = 288 of them. The two `add_` options are refused."""
 
     batch_first: bool
     inputs: str  # "self", "cross", "sizes" (kdim and vdim)

@@ -201,7 +201,7 @@ def test_compile_next_to_fsdp2(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     batches = [torch.randint(0, 17, (4, 6)) for _ in range(5)]
     own = [batch.chunk(2)[mesh["dp"].get_local_rank()] for batch in batches]
-    alone: Any = models.seeded(models.GPT).double()
+    alone: Any = models.seeded(lambda: models.GPT(layers=1)).double()
     start = copy.deepcopy(alone)
     models.train(alone, batches, models.next_token_loss)
     for by_block in (True, False):
@@ -222,5 +222,5 @@ def test_compile_next_to_fsdp2(ranks: Ranks) -> None:
         models.train(model, own, models.next_token_loss)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         found = {name: p.full_tensor() for name, p in model.named_parameters()}
-        assert models.assert_close(found, dict(alone.named_parameters()), atol=1e-11) > 6000
+        assert models.assert_close(found, dict(alone.named_parameters()), atol=1e-11) > 3500
         assert "equal to the original" in handle.report()

@@ -16,6 +16,8 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Replicate
 from tp_styles._shared.patterns import Pattern
 from tp_styles.hf.plan import OLDER, TODAY, todays_names
@@ -97,22 +99,37 @@ def test_attention_weights_of_some_heads_are_refused(ranks: Ranks) -> None:
             model(ids, **options)
 
 
+STATE_SPACES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "mamba": ({"state_size": 4, "time_step_rank": 3}, "backbone.embeddings", "lm_head"),
+    "mamba2": (
+        {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+        "backbone.embeddings",
+        "lm_head",
+    ),
+    "rwkv": ({"rescale_every": 1, "context_length": 32}, "rwkv.embeddings", "head"),
+}
+"""Type -> sizes, names of embedding and head. RWKV divides the weights of its second layer in evaluation."""
+
+
 @pytest.mark.extra("transformers")
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.ranks(2, 4, timeout=300)
-def test_mamba_by_the_plan_of_the_page(ranks: Ranks) -> None:
-    """Five steps and generation with a cache are those of one process."""
-    from transformers import MambaConfig, MambaForCausalLM
+@pytest.mark.parametrize("kind", STATE_SPACES)
+def test_state_spaces_by_the_plans_of_the_page(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    """Five steps, generation with a cache and a checkpoint are those of one process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    page = Path(__file__, "../../../../docs/packages/tp-styles.md").resolve().read_text()
+    page = Path(__file__, "../../../../docs/howto/mamba-rwkv.md").resolve().read_text()
+    blocks = [text.partition("```")[0] for text in page.split("```python")[1:]]
     found: dict[str, Any] = {}
-    exec(page.split("convolution and with B and C from all channels:")[1].split("```")[1].removeprefix("python"), found)
-    head = tp.ColwiseParallel(output_layouts=Replicate())
-    plan = {**found["plan"], "backbone.embeddings": tp.RowwiseParallel(), "lm_head": head}
-    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=3)
-    model: Any = models.seeded(lambda: MambaForCausalLM(config))
+    exec(blocks[list(STATE_SPACES).index(kind)], found)
+    more, embedding, head = STATE_SPACES[kind]
+    plan = {**found["plan"], embedding: tp.RowwiseParallel(), head: tp.ColwiseParallel(output_layouts=Replicate())}
+    config = AutoConfig.for_model(kind, vocab_size=32, hidden_size=16, num_hidden_layers=2, **more)
+    model: Any = models.seeded(lambda: AutoModelForCausalLM.from_config(config))
     alone: Any = copy.deepcopy(model)
-    tp.apply_plan(model, ranks.mesh((ranks.world_size,), ("tp",)), plan)
+    fresh: Any = copy.deepcopy(model)
+    handle = tp.apply_plan(model, ranks.mesh((ranks.world_size,), ("tp",)), plan)
     assert sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters()) < 0.6 * alone.num_parameters()
     batches = [torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(step)) for step in range(5)]
     losses: list[list[float]] = [[], []]
@@ -125,11 +142,35 @@ def test_mamba_by_the_plan_of_the_page(ranks: Ranks) -> None:
             optimizer.zero_grad()
             values.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    state = tp.full_state_dict(model)
+    assert "equal to the original" in handle.report()
+    save(model.state_dict(), checkpoint_id=ranks.gather(str(tmp_path))[0])
+    state = fresh.state_dict()
+    load(state, checkpoint_id=ranks.gather(str(tmp_path))[0])
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(state[name], value, atol=2e-4, rtol=1e-3)
     generated = [m.eval().generate(batches[0][:, :4], max_new_tokens=8, do_sample=False) for m in (model, alone)]
     assert torch.equal(*generated)
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_how_much_auto_plan_shards() -> None:
+    """Below a half it warns, at nothing it raises; a plan that mixes heads gives way to the planner's blocks (doge)."""
+    with pytest.warns(UserWarning, match=r"auto_plan shards \d+\.\d% of the parameters of JetMoeForCausalLM; largest"):
+        tp.auto_plan(hf_models.small("jetmoe"))
+    with pytest.raises(tp.PlanError, match=r"unmatched-pattern.*no block that is known"):
+        tp.auto_plan(nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)))
+    # Layers of a block that nobody knows, unless the block has parameters of its own.
+    styles = tp.auto_plan(hf_models.small("recurrent_gemma"))
+    gathered = {name for name, style in styles.items() if style == tp.ColwiseParallel(output_layouts=Replicate())}
+    assert any(name.endswith("temporal_block.linear_x") for name in gathered)
+    with pytest.warns(UserWarning, match="auto_plan shards"):
+        assert not any("mixer" in name for name in tp.auto_plan(hf_models.small("mamba")))
+    model = hf_models.small("doge")
+    styles = tp.auto_plan(model)
+    assert not any("self_attn" in name for name in styles)  # its `A` acts on all heads
+    assert any(name.endswith("down_proj") for name in styles)
+    assert any("self_attn" in name for name in tp.from_hf_tp_plan(model))
 
 
 def test_names_of_styles() -> None:

@@ -47,18 +47,17 @@ from tp_styles.values import NoTransfer, Step, step, transfer
 )
 def test_patterns(pattern: str, name: str, wanted: bool) -> None:
     found, problems = match_plan([name], {pattern: tp.NoParallel()}, strict=False)
-    assert ([name for name, _, _ in found], problems) == ([name] if wanted else [], [])
+    assert ([*found], problems) == ([name] if wanted else [], [])
 
 
 def test_an_exact_name_wins_and_globs_have_to_agree() -> None:
     order = ["**", "layers.**", "layers.*.*", "layers.*.w?", "layers.*.w2"]
     for count in range(1, len(order) + 1):
         plan = {pattern: tp.NoParallel() for pattern in order[:count]}
-        (match,), problems = match_plan(["layers.0.w2"], plan, strict=True)
-        assert (match[2], problems) == (tp.NoParallel(), [])
+        matches, problems = match_plan(["layers.0.w2"], plan, strict=True)
+        assert ([plan[match] for match in matches.values()], problems) == ([tp.NoParallel()], [])
         plan["layers.0.w2"] = tp.NoParallel(sum_gradient=True)
-        (match,), problems = match_plan(["layers.0.w2"], plan, strict=True)
-        assert (match[1], problems) == ("layers.0.w2", [])
+        assert match_plan(["layers.0.w2"], plan, strict=True) == ({"layers.0.w2": "layers.0.w2"}, [])
     rivals = {"layers.0.*": tp.NoParallel(), "layers.*.w2": tp.ColwiseParallel()}
     _, problems = match_plan(["layers.0.w2"], rivals, strict=True)
     assert [problem.code for problem in problems] == ["ambiguous-pattern"]

@@ -275,11 +275,13 @@ class GatedMLP(nn.Module):
 class Grouped(nn.Module):
     """A tied language model of such blocks."""
 
-    def __init__(self, vocab: int = 18, width: int = 16, heads: int = 4, keys: int = 2, dropout: float = 0.0) -> None:
+    def __init__(
+        self, vocab: int = 18, width: int = 16, heads: int = 4, keys: int = 2, dropout: float = 0.0, layers: int = 2
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.layers = nn.ModuleList()
-        for _ in range(2):
+        for _ in range(layers):
             block = nn.Module()
             block.norm1, block.attn = nn.RMSNorm(width), GroupedAttention(width, heads, keys)
             block.norm2, block.mlp = nn.RMSNorm(width), GatedMLP(width, 24, dropout)

@@ -25,21 +25,8 @@ if TYPE_CHECKING:
 else:
     from torch.distributed.tensor.parallel import ParallelStyle as TorchParallelStyle
 
-__all__ = [
-    "TorchDispatchMode",
-    "TorchParallelStyle",
-    "all_gather_into",
-    "current_mesh",
-    "dispatch_modes",
-    "functional_collectives",
-    "gradient_like",
-    "is_compiling",
-    "is_fake",
-    "is_transformed",
-    "local_of",
-    "reduce_scatter_into",
-    "tree_map",
-]
+# Names of torch that are handed on.
+__all__ = ["TorchDispatchMode", "TorchParallelStyle", "dispatch_modes", "functional_collectives", "tree_map"]
 
 
 def all_gather_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -48,7 +35,7 @@ def all_gather_into(output: torch.Tensor, input: torch.Tensor, group: dist.Proce
 
 
 def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Write this rank's shard along dim 0 of the sum of all inputs (renamed in 2.13)."""
+    """Write this rank's rows of the sum of all inputs (renamed in 2.13)."""
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(output, input, group=group)
 
 
@@ -114,7 +101,7 @@ def gradient_like(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def replicate(module: Any, mesh: Any, ignored: set[Any]) -> None:
-    """Average gradients over a 1-D mesh, in place, except ignored ones'; parameters may be DTensors on another axis."""
+    """Average gradients over a 1-D mesh, in place, except ignored ones. Parameters may be DTensors on another axis."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 
     torch_replicate(module, mesh=mesh, ignored_params=ignored or None)

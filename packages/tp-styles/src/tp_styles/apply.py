@@ -1,4 +1,4 @@
-"""Apply a plan: first all steps that communicate or may fail, then all changes; all of it or nothing. Undo it."""
+"""Apply a plan, all of it or nothing; undo it. All steps that communicate or may fail come before all changes."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def apply_plan(
     check: Check = "first",
     rest: Rest = "plain",
 ) -> TPHandle:
-    """Make a model tensor parallel over a 1-D mesh, in place; after an error nothing is changed.
+    """Make a model tensor parallel over a 1-D mesh, in place. After an error nothing is changed.
 
     Args:
         model: The model, with full parameters on every rank; or on the meta device.
@@ -208,7 +208,7 @@ def apply_staged(
     is_staged: bool = True,
     rest: Rest = "plain",
 ) -> TPHandle:
-    """Run `apply_plan`; with `is_staged` also for a part of a model: shards may enter and leave it.
+    """Run `apply_plan`, with `is_staged` for a part of a model. Shards may enter and leave a part.
 
     In a staged call `src_data_rank=None` communicates nothing, as in torch.
     """
@@ -307,7 +307,7 @@ def _problems_of_the_call(axis: TPGroup, src_data_rank: int | None, check: Check
 
 
 def _sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
-    """Yield weights sharded by an earlier call in another module, unless this one shards them alike."""
+    """Yield weights that an earlier call sharded in another module, and otherwise."""
     hint = "apply one plan to a module that holds both"
     reason = "the weight was sharded in another module, which does not share it any more"
     specs = {f.info.where(name): spec for f in plan.modules for name, spec in f.spec.parameters} if is_staged else {}
@@ -321,7 +321,7 @@ def _sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged:
 def _compare(
     plan: TPPlan, arguments: tuple[str, ...], model: nn.Module, axis: TPGroup, fault: Exception | None
 ) -> None:
-    """Compare arguments, plan, and parameters' metadata between the ranks; or raise this rank's error on all."""
+    """Compare arguments, plan and metadata between the ranks. This rank's error is raised on all."""
     if fault is not None:
         assert_consistent(axis.group, CALL, error=fault)
     lines = [
@@ -362,8 +362,7 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
     for name, spec in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         original = module.get_submodule(path)._parameters[attribute]
-        if original is None:
-            raise KeyError(name)
+        assert original is not None, name
         yield name, original, spec
 
 
@@ -452,7 +451,7 @@ def parallelize_module(
 
 
 def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    """Return one dim of a mesh as a 1-D mesh over this rank's group; makes no new process group.
+    """Return one dim of a mesh as a 1-D mesh, without a new process group.
 
     Raises:
         PlanError: The mesh has no such dim.

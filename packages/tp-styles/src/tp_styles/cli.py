@@ -13,7 +13,7 @@ GOOD, PROBLEMS, USAGE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0 good, 1 problems in the plan, 2 wrong usage."""
+    """Run the command line and return the exit code. 0 is good, 1 problems in the plan, 2 wrong usage."""
     parser = _parser()
     try:
         options = parser.parse_args(argv)

@@ -92,7 +92,7 @@ def make_input_shard_1d(
     device_mesh: DeviceMesh | None = None,
     dim: int = 0,
 ) -> DTensor:
-    """Return the input as a DTensor sharded on `dim`: a plain tensor is this rank's shard, a DTensor is redistributed.
+    """Return the input as a DTensor sharded on `dim`. A plain tensor is this rank's shard, a DTensor is redistributed.
 
     Shards are assumed to be equal on every rank; make a DTensor with `shape=` and `stride=` for others.
 
@@ -125,7 +125,7 @@ def make_input_replicate_1d(
     input: torch.Tensor | DTensor,
     device_mesh: DeviceMesh | None = None,
 ) -> DTensor:
-    """Return the input as a replicated DTensor: a plain tensor is the same on every rank, a DTensor is redistributed.
+    """Return the input as a replicated DTensor. A plain tensor is the same on every rank, a DTensor is redistributed.
 
     Args:
         input: The full input, or a DTensor.
@@ -138,7 +138,7 @@ def make_input_reshard_replicate(
     input: torch.Tensor | DTensor,
     device_mesh: DeviceMesh | None = None,
 ) -> DTensor:
-    """Return the concatenated rows of all ranks' inputs on every rank (an all-gather on dim 0).
+    """Return the concatenated rows of all ranks' inputs (an all-gather on dim 0).
 
     Args:
         input: This rank's rows.
@@ -255,7 +255,7 @@ class ColwiseParallel(_BetweenFunctions, linear.ColwiseParallel):
 
 
 class RowwiseParallel(_BetweenFunctions, linear.RowwiseParallel):
-    """Shard the input features of an `nn.Linear`; each rank computes a partial sum of every output feature.
+    """Shard the input features of an `nn.Linear`. Each rank computes a partial sum of every output feature.
 
     Args:
         _prepare_input: Makes the input a DTensor sharded on the last dim.
@@ -274,7 +274,7 @@ class RowwiseParallel(_BetweenFunctions, linear.RowwiseParallel):
 
 
 class PairwiseParallel(ParallelStyle):
-    """Shard a module's immediate linear layers in pairs: columns of the first, rows of the second.
+    """Shard a module's immediate linear layers in pairs, by columns and by rows.
 
     `_prepare_input` runs before the first of them and `_prepare_output` after the last; between them activations are
     DTensors. With an odd number the last one stays as it is. A module with fewer than two of them passes the style on

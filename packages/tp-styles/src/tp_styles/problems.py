@@ -1,4 +1,4 @@
-"""Errors of this package beside the shared `PlanError`; each is also the error of torch's own styles."""
+"""Errors of this package beside the shared `PlanError`. Each is also the error of torch's own styles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of a training loop: cross entropy over a sharded vocabulary, the state dict of the full model."""
+"""Helpers of a training loop: cross entropy over a sharded vocabulary, the full state dict."""
 
 from __future__ import annotations
 

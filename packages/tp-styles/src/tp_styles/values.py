@@ -154,7 +154,7 @@ Op = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "slice", "all
 
 @dataclass(frozen=True)
 class Step:
-    """One movement: `op` along `dim`; an `all_to_all` goes from shards of `source_dim` to shards of `dim`."""
+    """One movement: `op` along `dim`. An `all_to_all` goes from shards of `source_dim` to shards of `dim`."""
 
     op: Op = "none"
     dim: int | None = None
@@ -184,7 +184,7 @@ class NoTransfer(ValueError):
 
 
 def normalized(placement: Placement, ndim: int) -> Placement:
-    """Return the placement with its dim counted from the front for a tensor of `ndim` dims."""
+    """Return the placement with its dim counted from the front, of `ndim` dims."""
     if isinstance(placement, Shard):
         dim = placement.dim + ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < ndim:

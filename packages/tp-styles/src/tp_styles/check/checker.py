@@ -1,4 +1,4 @@
-"""Checks at the first call of each mode: of a root, and of the regions between shards inside it."""
+"""Checks of a root, and of the regions inside it, at the first call of each mode."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Check = Literal["first", "always", "never"]
 ALIKE = "all of its input values are equal, which may hide a mistake; the next call with other values is checked"
 
 FLOAT64_LIMIT = 2**26
-"""Elements of full parameters up to which both runs are made in float64, where no rounding hides a mistake."""
+"""Elements of full parameters up to which both runs use float64. No rounding hides a mistake there."""
 
 
 class Stage(IntEnum):
@@ -87,7 +87,7 @@ class Verdict:
 
 @dataclass(eq=False)
 class Scope:
-    """A module checked as a unit, and its pre-hook with keywords; a region's is removed once its call is checked.
+    """A module checked as a unit, and its pre-hook. A region's is removed once its call is checked.
 
     Attributes:
         checker: Checker of the plan.
@@ -276,7 +276,7 @@ class Checker:
         if IN_FLOAT64.get() and mode in scope.not_in_float64:
             return  # for a run in its own type
         try:
-            inputs = Inputs(args, kwargs, self.axis, mode, scope.declared, scope.names, scope.inner_dims)
+            inputs = Inputs(args, kwargs, self.axis, mode, scope.declared, scope.names, inner_dims=scope.inner_dims)
         except NotReady as error:  # the next call may have an empty cache
             self.results[str(scope), mode] = str(error), Compared()
             if mode in self.scopes[0].done and not (self.is_staged or self.results[str(self.scopes[0]), mode][0]):
@@ -379,8 +379,10 @@ class Checker:
         """Compare both runs in the first possible way; the same verdict on every rank."""
         small = sum(full_numel(p) for p in scope.module.parameters()) <= FLOAT64_LIMIT
         best = Verdict()
-        # Some code takes one type only. Inside a run in float64 the run around it, in its own type, covers this.
-        for dtype in (torch.float64,) if IN_FLOAT64.get() else (torch.float64, None) if small else (None,):
+        # Some code takes one type only (grouped products of experts no float64), and in half precision routers round
+        # to other experts. Inside a run in float64 the run around it, in its own type, covers this.
+        types = (torch.float64, torch.float32, None) if small else (None,)
+        for dtype in types[:1] if IN_FLOAT64.get() else types:
             verdict = self._compared(scope, inputs, Way(mode, dtype, noise, small))
             if verdict.stage == Stage.ALL:
                 return verdict
@@ -526,7 +528,7 @@ class Checker:
         return run
 
     def successors(self) -> list[Original]:
-        """Return modules in the places of changed ones, of the same kinds: their copies, with our forwards."""
+        """Return modules in the places of changed ones, of the same kinds. They are copies, with our forwards."""
         changed = {self.names[one.module]: one for one in self.originals if one.module in self.names}
         late = {module: changed.get(name) for module, name in self.standing.items() if module not in self.names}
         return [replace(one, module=new) for new, one in late.items() if one is not None and type(new) is one.kind]
@@ -582,7 +584,7 @@ class Checker:
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
 
     def agreed(self, act: Callable[[], Any]) -> Any:
-        """Return the result of an action, or None on every rank if it raised on one."""
+        """Return the result of an action; None if it raised on any rank."""
         result, failure = None, ("", False)
         try:
             result = act()
@@ -600,7 +602,7 @@ class Checker:
         return result
 
     def union(self, found: list[Difference]) -> list[Difference]:
-        """Return the differences of all ranks, the largest of each; the same list on every rank."""
+        """Return the largest differences of all ranks, one list for every rank."""
         everyone = self.axis.all_gather_objects(found, "the check")
         worst: dict[tuple[str, str], Difference] = {}
         for difference in (one for rank in everyone for one in rank):
@@ -660,7 +662,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def _note_compiled(scope: Scope, training: bool) -> None:
-    """Report a mode compiled before its check; the compiler runs this once for each traced graph."""
+    """Report a mode compiled before its check. The compiler runs this once for each traced graph."""
     mode, checker = (training, torch.is_grad_enabled()), scope.checker
     if mode in scope.done or IN_ORIGINAL.get() or (str(scope), mode) in checker.results:
         return
@@ -673,7 +675,7 @@ EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
 
 
 def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Elements of the largest tensor among arguments, at least 1, and names of keyword arguments that are True."""
+    """Return elements of the largest argument, at least 1, and names of keywords that are True."""
     largest, options = 1, []
     for x in (*args, *kwargs.values()):  # plain loops: a steady call asks, too
         if isinstance(x, torch.Tensor) and x.numel() > largest:
@@ -685,7 +687,7 @@ def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int
 
 
 def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Callable[[], None]]:
-    """Install hooks of all scopes, the root's first, before every other hook: they see the caller's inputs.
+    """Install hooks of all scopes, the root's first, before every other hook. They see the caller's inputs.
 
     Args:
         checker: Their checker.

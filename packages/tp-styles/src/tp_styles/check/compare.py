@@ -55,7 +55,7 @@ class Comparison:
     compared: Compared = field(default_factory=Compared)
 
     def outputs(self, sharded: Run, reference: Run) -> tuple[list[Difference], list[Output]]:
-        """Return differences of outputs, and of tensors written to modules; and outputs to start backward from."""
+        """Return differences of outputs and written tensors, and outputs for the backward."""
         ours, wanted = [*tensors_in(sharded.output)], [*tensors_in(reference.output)]
         count = len(ours)
         if set(self.axis.all_gather_objects(count, "the check")) != {len(wanted)}:  # on any rank
@@ -98,7 +98,7 @@ class Comparison:
         return differences, outputs
 
     def first_difference(self, sharded: Run, reference: Run) -> str:
-        """Return the first module whose full output differs, after two traced runs; empty if there is none."""
+        """Return the first module whose full output differs in two traced runs; else an empty text."""
         different = [
             name
             for name, others in reference.outputs.items()

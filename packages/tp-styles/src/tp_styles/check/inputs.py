@@ -26,7 +26,7 @@ TOLERANCE = 1e-3
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, slice)
 SHARED = (nn.Module, DeviceMesh, dist.ProcessGroup)
 DEPTH = 6
-"""Levels of containers and objects that are opened: a cache holds layers, and these hold tensors."""
+"""Levels of containers and objects that are opened. A cache holds layers, and these hold tensors."""
 
 Mode = tuple[bool, bool]
 """True if a module trains, and whether gradients are recorded."""
@@ -38,14 +38,14 @@ class NotReady(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a tensor among arguments or outputs: `.name` of mappings and objects, `[index]` of sequences."""
+    """Place of a tensor among arguments or outputs. `.name` is of mappings and objects, `[index]` of sequences."""
 
     path: str
     depth: int
 
     @property
     def is_state(self) -> bool:
-        """True for a key-value cache, returned by one call and passed to the next: ranks hold other heads of it."""
+        """True for a key-value cache, passed from call to call. Ranks hold other heads of it."""
         named = "." in self.path and not any(word in self.path for word in ("past", "cache"))
         return self.depth >= 2 and not named
 
@@ -124,6 +124,7 @@ class Inputs:
         mode: Mode,
         declared: Mapping[str, Placement],
         names: tuple[str, ...],
+        *,
         inner_dims: tuple[int, ...] = (),
     ) -> None:
         self.axis, self.args, self.kwargs = axis, args, kwargs
@@ -254,7 +255,7 @@ def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANC
 
 
 def varied(like: torch.Tensor) -> torch.Tensor:
-    """Return numbers without a pattern, equal on every rank; not drawn: random operations give constants here."""
+    """Return numbers without a pattern, equal on every rank. Drawn ones would be constants here."""
     place = torch.arange(like.shape.numel(), dtype=torch.float64)  # on the CPU: equal for all devices
     return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(like.shape).to(like.device, like.dtype)
 

@@ -33,7 +33,7 @@ Key = tuple[str, str]
 INTERNAL = frozenset(vars(nn.Module()))
 HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks"
 Objects = dict[int, tuple[Any, list[Any]]]
-"""Containers that modules hold in objects, attributes of these among them, by identity, with what is in them."""
+"""Containers that modules hold in objects, by identity, with their contents."""
 FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 
@@ -180,7 +180,7 @@ class Run:
         return state
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy, even in the same type: a forward may write to tensors it reads, like a teacher's weights."""
+        """Copy, even in the same type. A forward may write to tensors it reads, like a teacher's weights."""
         return x.to(self.dtype if self.dtype is not None and x.is_floating_point() else x.dtype, copy=True)
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -288,12 +288,12 @@ def _version(x: torch.Tensor) -> int:
 
 
 def _saved(module: nn.Module) -> dict[str, Any]:
-    """Return a module's `__dict__`; tables as items, counted by a compiler, and as keys in the order of calls."""
+    """Return a module's `__dict__`. Tables are items, counted by a compiler, and keys in the order of calls."""
     return vars(module) | {key: ([*dict.items(vars(module)[key])], [*vars(module)[key]]) for key in TABLES}
 
 
 def _put(module: nn.Module, state: dict[str, Any]) -> None:
-    """Swap entries of tables in place: handles of hooks, also of new ones in a forward, hold the tables."""
+    """Swap entries of tables in place. Handles of hooks, also of new ones in a forward, hold the tables."""
     tables = {key: vars(module)[key] for key in TABLES}
     vars(module).clear()
     vars(module).update(state | tables)
@@ -328,7 +328,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
-    """Copy a mutable value of a module's `__dict__`; parameters and buffers in it become the run's."""
+    """Copy a mutable value of a module's `__dict__`. Parameters and buffers in it become the run's."""
     if id(value) in replaced:
         return replaced[id(value)]
     if type(value) in (list, tuple, set):
@@ -349,7 +349,7 @@ def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
 
 
 def _remember(value: Any, objects: Objects, depth: int = 4) -> None:
-    """Add an object, and those in it, without a copy: modules may share a cache, and its identity stays."""
+    """Add an object, and those in it, without a copy. Modules may share a cache, and its identity stays."""
     is_left = callable(value) or isinstance(value, (*PLAIN, *SHARED)) or _is_ours(value)
     if depth == 0 or id(value) in objects or is_left or type(value).__module__.startswith(FSDP):
         return  # FSDP2's state is left alone
@@ -363,7 +363,7 @@ def _remember(value: Any, objects: Objects, depth: int = 4) -> None:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return entries of a container; else names and values of `__slots__`, which are in no `__dict__`."""
+    """Return entries of a container, else names and values of `__slots__`. These are in no `__dict__`."""
     if isinstance(value, list | tuple | set | deque):
         return [*value]
     state = value if isinstance(value, dict) else object.__getstate__(value)

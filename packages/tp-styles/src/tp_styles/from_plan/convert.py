@@ -139,7 +139,7 @@ class _Conversion:
             self._between(region)
 
     def _gather(self, region: Region) -> None:
-        """Style the layers of a block that no rank can compute alone: each between full activations."""
+        """Style each layer of a block that no rank can compute alone, between full activations."""
         self.found |= {name: column(split, Replicate()) for name, split in region.columns.items()}
         if all(section.unit == 1 for section in region.splits[region.block.rows[0].name].sections):
             self.found[region.row] = RowwiseParallel(input_layouts=Replicate())  # the input is sliced here
@@ -196,7 +196,7 @@ class _Conversion:
 
 
 def mixes(module: nn.Module, region: Region) -> str:
-    """Return the reason against computing a rank's heads of an attention alone; empty if there is none."""
+    """Return the reason against computing a rank's heads of an attention alone; else an empty text."""
     home = region.block.name
     if region.block.kind != "attention" or is_torchs(module, region.block) or not region.row:
         return ""
@@ -241,7 +241,10 @@ def keep_ties(module: nn.Module, styles: dict[str, ParallelStyle], splits: Mappi
     """
     for names in names_of_parameters(module):
         owners = [owner_of(name) for name in names]
-        for owner in owners if len(owners) > 1 and any(owner in styles for owner in owners) else ():
+        key, heads = names[0].rpartition(".")[2], [styles.get(owner) for owner in owners]
+        for owner in owners if len(owners) > 1 and any(heads) else ():
+            if key == "bias" and owner not in styles and ColwiseParallel(output_layouts=Replicate()) in heads:
+                styles[owner] = BlockParallel(shard={key: 0})  # BERT's head holds the bias of its last layer, too
             split = None if splits is None else splits.get(below(owner, "weight"))
             if owner in styles or (splits is not None and split is None):
                 continue
@@ -253,7 +256,7 @@ def keep_ties(module: nn.Module, styles: dict[str, ParallelStyle], splits: Mappi
 
 
 def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]:
-    """Map FQNs of modules with columns, and of the module around the block, to local attributes.
+    """Map FQNs of modules with columns, and of the block's own, to local attributes.
 
     An attribute counts heads, or channels of all heads, if it has one of the usual names and the right value.
     """

@@ -1,4 +1,4 @@
-"""A plan's splits along one mesh axis, and the planner's regions of the model that they shard."""
+"""A plan's splits along one mesh axis, and the planner's regions that they shard."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
 
 
 def _region(module: nn.Module, block: TPBlock, cuts: AxisCuts) -> Region | None:
-    """Return the block's region if the plan shards exactly the block's parameters, in the same way."""
+    """Return the block's region if the plan shards exactly its parameters, in its way."""
     from shard_spec import Layout, MeshSpec
 
     splits = {}

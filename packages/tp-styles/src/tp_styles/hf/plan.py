@@ -11,10 +11,10 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
-from tp_styles._shared.patterns import Pattern, most_specific
 from tp_styles._shared.problems import own_errors
 from tp_styles.from_plan.convert import add_learned_activations, keep_ties, styles_of_blocks
-from tp_styles.plan.planned import TPPlan, plan_styles
+from tp_styles.plan.explain import regions_of
+from tp_styles.plan.planned import TPPlan, match_plan, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.attention import GQAParallel, TransformerLayerParallel
 from tp_styles.styles.base import ParallelStyle
@@ -126,23 +126,16 @@ def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
 
 
 def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Map FQNs of modules and parameters in the plan to style names; exact names beat globs.
+    """Map FQNs of modules and parameters in the plan to style names. Exact names beat globs.
 
     Raises:
         PlanError: ``ambiguous-pattern`` if two globs give one name different styles.
     """
     names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
-    patterns = [Pattern(text) for text in plan]  # raises for unreadable ones
-    entries = {}
-    for name in names:
-        matching = [pattern for pattern in patterns if pattern.matches(name)]
-        if matching:
-            deciding = [pattern.text for pattern in most_specific(matching)]
-            if len({plan[text] for text in deciding}) > 1:
-                hint = "add an entry for this very name, or narrow one of the globs"
-                raise PlanError(Problem("ambiguous-pattern", name, found=", ".join(map(repr, deciding)), hint=hint))
-            entries[name] = plan[deciding[0]]
-    return entries
+    matches, problems = match_plan(names, plan, strict=False)
+    if problems:
+        raise PlanError(problems)
+    return {name: plan[pattern] for name, pattern in matches.items()}
 
 
 def _modules(model: nn.Module, named: Mapping[str, str]) -> list[str]:
@@ -156,21 +149,31 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
     module = model.get_submodule(name)
     kind = named.get(name, "local_params")  # only its parameters are named
     own = {key: named[f"{name}.{key}"] for key in module._parameters if f"{name}.{key}" in named}
-    if own or kind in ("moe_tp_experts", "local_params"):
-        return ParametersParallel(own, role=ROLES.get(kind, "local"))
-    if kind == "mla_kv_a_proj":
-        return LatentKVParallel(_rope_features(model))
-    if kind not in STYLES:
-        raise PlanError(
-            Problem("invalid-argument", name, found=repr(kind), hint="it has a meaning for parameters only")
-        )
-    return STYLES[kind]()  # a new style for each module
-
-
-def _rope_features(model: nn.Module) -> int:
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(text.qk_rope_head_dim)  # of each head's key
+    return style_of(kind, own, text, name)
+
+
+def style_of(kind: str, own: Mapping[str, str], config: Any, name: str) -> ParallelStyle:
+    """Return the style of a module by its name in a plan.
+
+    Args:
+        kind: Today's name.
+        own: Name of an own parameter that the plan names -> its style name.
+        config: Configuration of the text model.
+        name: The module's name, for errors.
+
+    Raises:
+        PlanError: The style name is for parameters only.
+    """
+    if kind in ROLES and (own or kind != "all_reduce"):
+        return ParametersParallel(own, role=ROLES[kind])
+    if kind == "mla_kv_a_proj":
+        return LatentKVParallel(int(config.qk_rope_head_dim))  # of each head's key
+    if kind not in STYLES:
+        hint = "it has a meaning for parameters only"
+        raise PlanError(Problem("invalid-argument", name, found=repr(kind), hint=hint))
+    return STYLES[kind]()  # a new style for each module
 
 
 def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
@@ -188,7 +191,7 @@ def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str,
 
 
 def attention_style(module: nn.Module, ends: Sequence[str]) -> GQAParallel | None:
-    """Return the style by heads of an attention with four linear layers, one among `ends`; else None."""
+    """Return an attention's style by heads, or None. It has four linear layers, one among `ends`."""
     size = getattr(module, "head_dim", None)
     layers = {key: getattr(module, key, None) for key in (*INPUTS, *ends)}
     if len(ends) != 1 or not isinstance(size, int) or not all(isinstance(v, nn.Linear) for v in layers.values()):
@@ -208,7 +211,8 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     """Plan a model: by its Hugging Face plan, torch's transformer layers or `[shard-spec]`'s planner, in this order.
 
     If installed, the planner adds blocks missing in a model's own plan (shared experts, attention of some mixtures of
-    experts). Layers of attention that acts on all heads at once are sharded one by one.
+    experts). Layers of attention that acts on all heads at once are sharded one by one; so are linear layers of unknown
+    blocks if less than 70 % of the parameters would be sharded otherwise.
 
     `plan_styles(model, auto_plan(model), tp_size).unstyled` lists the unsharded parameters; to make them DTensors
     too, pass `rest="replicated"` to `apply_plan`.
@@ -224,7 +228,11 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
         PlanError: Nothing was recognised.
     """
     styles = _without_broken_ties(model, _styles(model, tp_size))  # tied weights: all or none
-    share, largest = sharded_share(model, plan_styles(model, styles, tp_size))
+    planned = plan_styles(model, styles, tp_size)
+    if 0 < sharded_share(model, planned)[0] < 0.7:  # nothing known at all is an error below
+        styles = _without_broken_ties(model, {**styles, **_gathered(model, planned)})
+        planned = plan_styles(model, styles, tp_size)
+    share, largest = sharded_share(model, planned)
     if not share:
         hint = "write a plan; or install tp-styles[shard-spec] for its planner"
         raise PlanError(Problem("unmatched-pattern", type(model).__name__, found="no block that is known", hint=hint))
@@ -232,6 +240,18 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
         text = f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; largest unsharded: {largest}"
         warnings.warn(text, stacklevel=2)
     return styles
+
+
+def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:
+    """Style further linear layers between full activations: an all-gather each, and no rank has the full weight."""
+    free = {left.name for left in plan.unstyled}
+    # Beside column-wise layers activations may be shards; a block with parameters of its own (Mamba's) may read the
+    # weights of its layers itself.
+    left_out = {name.rpartition(".")[0] for columns, _ in regions_of(plan).values() for name in columns}
+    left_out |= {name for name, module in model.named_modules() if module._parameters}
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear and f"{name}.weight" in free]
+    style = ColwiseParallel(output_layouts=Replicate())
+    return {name: style for name in names if name.rpartition(".")[0] not in left_out}
 
 
 def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
@@ -286,7 +306,7 @@ def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_
 
 
 def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Drop styles of modules tied to a module without a style (the bias of BERT's head)."""
+    """Drop styles of modules tied to an unstyled one (the bias of BERT's head)."""
     owners = [{name.rpartition(".")[0] for name in names} for names in names_of_parameters(model)]
     remaining = dict(styles)
     changed = True

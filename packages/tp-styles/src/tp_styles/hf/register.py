@@ -18,13 +18,13 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 from tp_styles._torch_compat import is_compiling, is_fake
 from tp_styles.check.inputs import Inputs
-from tp_styles.hf.plan import OLDER, OUTPUTS, ROLES, STYLES, TODAY, attention_style
+from tp_styles.hf.plan import OLDER, OUTPUTS, TODAY, attention_style, style_of
 from tp_styles.plan.planned import PlannedModule
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.blocks import ColwiseKVReplicated, LatentKVParallel, ParametersParallel
+from tp_styles.styles.blocks import ColwiseKVReplicated, ParametersParallel
 from tp_styles.values import StyleSpec, describe
 
 __all__ = ["KVReplicate", "RegisteredStyle"]
@@ -78,21 +78,10 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
         if "forward" in vars(module) or getattr(module, "_hf_quantized_needs_local_tp", False):
             installed: nn.Module = self.theirs.install_forward(module, mesh)
             return installed
-        return _install(module, self._style(module), mesh)
-
-    def _style(self, module: nn.Module) -> ParallelStyle:
-        if module in _copied:
-            return _copied[module]
-        own = _kinds.get(module, {})
-        if self.kind in ROLES and (own or self.kind != "all_reduce"):
-            return ParametersParallel(own, role=ROLES[self.kind])
-        if self.kind == "mla_kv_a_proj":
-            config: Any = module.config  # set by transformers, for this name
-            return LatentKVParallel(config.qk_rope_head_dim)
-        if self.kind not in STYLES:
-            hint = "it has a meaning for parameters only"
-            raise PlanError(Problem("invalid-argument", type(module).__name__, found=repr(self.kind), hint=hint))
-        return STYLES[self.kind]()
+        # transformers sets the configuration of a module with latent keys and values.
+        config, own = getattr(module, "config", None), _kinds.get(module, {})
+        style = _copied.get(module) or style_of(self.kind, own, config, type(module).__name__)
+        return _install(module, style, mesh)
 
 
 class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' class is untyped

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 Regions = dict[str, tuple[list[str], list[str]]]
-"""FQN of the innermost module around column-wise and row-wise layers -> FQNs of the former, and of the latter."""
+"""FQN of the innermost module around column-wise and row-wise layers -> their FQNs."""
 
 
 def regions_of(plan: TPPlan) -> Regions:
@@ -48,10 +48,10 @@ def _is_row(found: PlannedModule) -> bool:
     return sums and bool(spec.inputs) and isinstance(spec.inputs[0][1].src, Shard)
 
 
-def shared_inputs(plan: TPPlan) -> Iterator[tuple[list[list[str]], list[str]]]:
-    """Yield, for each block, groups of column-wise layers that may read one tensor together, and its row-wise layers.
+def shared_inputs(plan: TPPlan) -> Iterator[tuple[str, dict[Redistribution, list[str]], list[str]]]:
+    """Yield each block, its column-wise layers by the layout of the tensor they may share, its row-wise layers.
 
-    They lay out their inputs alike. Row-wise layers of a block within are not the block's own.
+    Row-wise layers of a block within are not the block's own.
     """
     regions, specs = regions_of(plan), {found.name: found.spec for found in plan.modules}
     for home, (columns, rows) in regions.items():
@@ -60,16 +60,15 @@ def shared_inputs(plan: TPPlan) -> Iterator[tuple[list[list[str]], list[str]]]:
         flows: dict[Redistribution, list[str]] = {}
         for name in columns:
             flows.setdefault(specs[name].inputs[0][1], []).append(name)
-        groups = [names for names in flows.values() if len(names) > 1]
-        if groups and own:
-            yield groups, own
+        if own:
+            yield home, flows, own
 
 
 ACTIVATION_DIMS = 3
 """Dims of an activation that a plan assumes where it has to: batch, sequence, features."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""Stands in the repr of styles that define none, and is another one on each rank."""
+"""Stands in the repr of styles that define none, another one on each rank."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,13 @@ class Collective:
 
 
 def collectives(plan: TPPlan) -> Iterator[Collective]:
-    """Yield every communication of one forward and one backward pass, in the order of the modules.
+    """Yield every communication of one forward and backward, in the order of the modules.
 
     Backward ones take place where a gradient is asked for: the input of the first layer usually needs none. Layers of
-    one block that may read one tensor together are taken to do so, and bring it in once.
+    one block that may read one tensor together are taken to do so, and bring it in once. Two blocks that turn out to
+    read one tensor (Cohere) count twice.
     """
-    together = {name for groups, _ in shared_inputs(plan) for _, *others in groups for name in others}
+    together = {name for _, groups, _ in shared_inputs(plan) for _, *others in groups.values() for name in others}
     for module in plan.modules:
         # Ids have one dim less than activations.
         for where, flow in module.spec.flows():
@@ -237,6 +237,6 @@ def _amount(found: Collective, module: PlannedModule, num_tokens: int | None) ->
 
 
 def _bytes(count: float) -> str:
-    """Return a number of bytes in the unit that fits, with one decimal above bytes themselves."""
+    """Return a number of bytes in the unit that fits, with one decimal above bytes."""
     unit = next((index for index in range(4) if count < 1024 ** (index + 1)), 4)
     return f"{count:,.0f} bytes" if unit == 0 else f"{count / 1024**unit:,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"

@@ -1,4 +1,4 @@
-"""The decision for a full model: the style of every module, by pattern, and its meaning. Pure."""
+"""The decision for a full model: every module's style, by pattern, and its meaning. Pure."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from tp_styles.values import (
 
 
 def match_plan(
-    names: Iterable[str], plan: Mapping[str, TorchParallelStyle], *, strict: bool
-) -> tuple[list[tuple[str, str, TorchParallelStyle]], list[Problem]]:
-    """Give every named module at most one style; an exact name beats globs, which must agree.
+    names: Iterable[str], plan: Mapping[str, object], *, strict: bool
+) -> tuple[dict[str, str], list[Problem]]:
+    """Give every name at most one pattern. An exact name beats globs, which must agree.
 
     Args:
-        names: FQNs of all modules, in the model's order.
-        plan: Pattern -> style.
-        strict: Report a pattern without a module.
+        names: FQNs, in the model's order.
+        plan: Pattern -> style, or its name.
+        strict: Report a pattern without a match.
 
     Returns:
-        Name, pattern and style in the order of `names`; and the problems: no match, not a style, conflicting globs.
+        Name -> pattern in the order of `names`; and the problems: no match, conflicting globs.
     """
-    problems = [_not_a_style(pattern, style) for pattern, style in plan.items() if not is_style(style)]
     names = list(names)
+    problems: list[Problem] = []
     patterns: list[Pattern] = []
     for text in plan:
         try:
@@ -50,7 +50,7 @@ def match_plan(
         except PlanError as error:
             problems += error.problems
     used: set[Pattern] = set()
-    matches: list[tuple[str, str, TorchParallelStyle]] = []
+    matches: dict[str, str] = {}
     for name in names:
         matching = [pattern for pattern in patterns if pattern.matches(name)]
         used.update(matching)
@@ -67,16 +67,10 @@ def match_plan(
                     hint="they give it different styles: add an exact entry, or narrow one of the globs",
                 )
             )
-        if is_style(plan[first.text]):
-            matches.append((name, first.text, plan[first.text]))
+        matches[name] = first.text
     if strict:
         problems += [_unmatched(pattern.text, names) for pattern in patterns if pattern not in used]
     return matches, problems
-
-
-def is_style(style: object) -> bool:
-    """True for a style of ours, of torch's, or of a user's."""
-    return isinstance(style, TorchParallelStyle)
 
 
 def _not_a_style(pattern: str, style: object) -> Problem:
@@ -204,7 +198,7 @@ def plan_module(
     is_staged: bool,
     rest: Rest = "plain",
 ) -> TPPlan:
-    """Plan one of several calls: a later call may still shard the other of two tied weights."""
+    """Plan one of several calls. A later call may still shard the other of two tied weights."""
     if isinstance(plan, TorchParallelStyle):  # for the model itself
         plan = {"": plan}
     styles: object = plan
@@ -216,9 +210,11 @@ def plan_module(
         return TPPlan(tp_size, problems=(Problem("mesh-mismatch", found=str(tp_size), hint="at least one rank"),))
     modules = dict(model.named_modules(remove_duplicate=False))  # shared modules: under all names
     matches, problems = match_plan(modules, plan, strict=strict)
+    problems += [_not_a_style(key, one) for key, one in styles.items() if not isinstance(one, TorchParallelStyle)]
     planned: dict[str, PlannedModule] = {}
-    for name, pattern, style in matches:
-        for entry in _expanded(modules, name, pattern, style, tp_size):
+    for name, pattern in matches.items():
+        style = styles[pattern]
+        for entry in _expanded(modules, name, pattern, style, tp_size) if isinstance(style, TorchParallelStyle) else ():
             rival = planned.get(entry.name)
             if rival is not None and rival.style != entry.style:
                 problems.append(_two_styles(entry, rival))
@@ -289,7 +285,7 @@ def _expanded(
 
 
 def _replicated(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> dict[str, tuple[str, ...]]:
-    """Return unstyled parameters by module: of leaf layers, and of blocks with parameters of their own."""
+    """Return unstyled parameters by module: leaf layers, and blocks with parameters of their own."""
     opaque = [name for name, one in planned.items() if one.spec.compute == "foreign"]
     claimed = {id(modules[one.name].get_parameter(key)) for one in planned.values() for key, _ in one.spec.parameters}
     rest: dict[str, tuple[str, ...]] = {}

@@ -1,6 +1,6 @@
-"""Forward and backward of a sharded model: collectives with gradients, local compute, hooks.
+"""Forward and backward of a sharded model, on local tensors.
 
-Five things happen around the forward of a sharded module, in this order: the check of a first call, random numbers of
-the region (`dropout`), inputs to their layout (`redistribute`), local compute on local parameters (`forwards`,
-`parameters`), outputs to their layout.
+`install` gives modules their forwards and hooks. These bring inputs to their layout (`redistribute`), compute on local
+parameters (`forwards`, `attention`, `parameters`), and bring outputs to theirs. Random numbers of a region (`dropout`)
+and state dicts (`state_hooks`) have hooks of their own.
 """

@@ -68,7 +68,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def _drawn_seed(generator: torch.Generator) -> str:
-    """Return a function of the generator's state alone, and advance it; no device is waited for."""
+    """Return a function of the generator's state, and advance it. No device is waited for."""
     if generator.device.type == "cpu":
         return str(torch.randint(2**62, (), generator=generator).item())
     offset = generator.get_offset()
@@ -131,7 +131,7 @@ class Region:
         self.outside: torch.Tensor | None = None
 
     def install(self, module: nn.Module, rows: list[nn.Module]) -> list[Callable[[], None]]:
-        """Install the hooks on a module, its column-wise and its row-wise layers; return functions to remove them."""
+        """Install the hooks on a module and its layers; return functions to remove them."""
         handles = [module.register_forward_pre_hook(self.open)]
         handles.append(module.register_forward_hook(self.close, always_call=True))
         handles += [column.register_forward_hook(self.called) for group in self.groups for column in group]
@@ -144,7 +144,7 @@ class Region:
         self.missing = self.groups if draws(self.rates) else []
 
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
-        """Hook of a column-wise layer: the last of its group to be called opens the stretch between shards."""
+        """Hook of a column-wise layer. The last of its group to be called opens the stretch between shards."""
         self.missing = [[one for one in group if one is not column] for group in self.missing]
         for group, missing in zip(self.groups, self.missing, strict=False):
             if not missing and self.outside is None and any(one is column for one in group):
@@ -194,7 +194,7 @@ def _without(module: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def checked_modules(plan: TPPlan, regions: Iterable[str]) -> list[str]:
-    """Return FQNs of regions, and of styled modules with forwards of their own outside of them."""
+    """Return FQNs of regions, and of other styled modules with forwards of their own."""
     alone = [
         planned.name
         for planned in plan.modules
@@ -204,7 +204,7 @@ def checked_modules(plan: TPPlan, regions: Iterable[str]) -> list[str]:
 
 
 def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[str]]:
-    """Group columns up to the next row, in registration order, if every group has both; else all together."""
+    """Group columns up to the next row, in registration order. They stay together if a group lacks either."""
     order = [name for name, _ in model.named_modules(remove_duplicate=False) if name in (*columns, *rows)]
     groups: list[list[str]] = [[]]
     for name in order:

@@ -55,7 +55,7 @@ def _moved(move: Callable[[torch.Tensor], torch.Tensor], value: Any, name: str) 
 
 
 def move_outputs(leaves: list[Any], output: Any, name: str, known: dict[int, int] | None = None) -> Any:
-    """Apply each output's move, keeping the structure: a tensor, a tuple, a list, or a dict in its order."""
+    """Apply each output's move, keeping the structure: a tensor, tuple, list or ordered dict."""
     if isinstance(output, torch.Tensor):
         _check_count(leaves, 1, name)
         return output if leaves[0] is None else leaves[0](output, known)
@@ -209,7 +209,7 @@ class ColumnLinearKVReplicated(ColumnLinear):
 
 
 class RowLinear(Forward):
-    """`nn.Linear` with some of its input features on this rank: sums partial results, then adds the bias."""
+    """`nn.Linear` with some of its input features on this rank. It sums partial results, then adds the bias."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -242,7 +242,7 @@ class RowLinear(Forward):
 
 
 class RowLookup:
-    """Lookups in an embedding with some of its rows on this rank: ids of other rows give zeros.
+    """Lookups in this rank's rows of an embedding; ids of other rows give zeros.
 
     Args:
         module: The embedding.
@@ -385,7 +385,7 @@ class _Lookups(TorchFunctionMode):
 
 
 class ModuleRowLinear(ModuleForward):
-    """A linear layer with its own forward, by input features; the bias is added after it."""
+    """A linear layer with its own forward, by input features. The bias is added afterwards."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -415,7 +415,7 @@ class DividedInput(ModuleForward):
 
 
 class LatentKV(ModuleForward):
-    """The module's own forward; the gradient of its last output features is summed over the ranks."""
+    """The module's own forward. The gradient of its last output features is summed over the ranks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output, unchanged."""

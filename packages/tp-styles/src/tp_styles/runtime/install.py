@@ -1,4 +1,4 @@
-"""Install decisions on modules: our forwards, or hooks around a module's own; and take all of it back."""
+"""Install decisions on modules, and take them back: our forwards, or hooks around a module's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tp_styles.runtime.forwards import (
     move_outputs,
 )
 from tp_styles.runtime.redistribute import BlockInput, Redistribute, TPGroup
-from tp_styles.values import Split, StyleSpec, describe
+from tp_styles.values import Redistribution, Split, StyleSpec, describe
 
 
 @dataclass
@@ -189,17 +189,25 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
 
 
 def share_inputs(model: nn.Module, plan: TPPlan, axis: TPGroup) -> None:
-    """Let column-wise layers of one block bring in the tensor that they all read once; its row-wise layers end it."""
-    for groups, rows in shared_inputs(plan):
-        inputs = []
-        for names in groups:
-            forwards = [vars(model.get_submodule(name))["forward"] for name in names]
+    """Let column-wise layers bring in the tensor that they all read once. Row-wise layers end it."""
+    together: dict[tuple[str, Redistribution], tuple[list[str], list[str]]] = {}
+    for home, groups, rows in shared_inputs(plan):
+        parent, _, last = home.rpartition(".")
+        for flow, names in groups.items():
+            # Attention and feed-forward of a layer may read one tensor (Cohere); layers of a list follow each other.
+            columns, ends = together.setdefault((home if last.isdigit() else parent, flow), ([], []))
+            columns += names
+            ends += rows
+    for columns, ends in together.values():
+        if len(columns) > 1:
+            forwards = [vars(model.get_submodule(name))["forward"] for name in columns]
+            moves = [next(iter(vars(model.get_submodule(name))["forward"].moves.values())) for name in ends]
             first = next(iter(forwards[0].moves.values()))
-            inputs.append(BlockInput(first.flow, axis, first.name))
+            block = BlockInput(first.flow, axis, first.name, moves[-1])
             for forward in forwards:
-                forward.enter = forward.moves[next(iter(forward.moves))] = inputs[-1]
-        for name in rows:
-            next(iter(vars(model.get_submodule(name))["forward"].moves.values())).ends = inputs
+                forward.enter = forward.moves[next(iter(forward.moves))] = block
+            for move in moves:
+                move.ends.append(block)
 
 
 def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
@@ -260,7 +268,7 @@ class MoveOutputs:
 
 
 class PrepareInput:
-    """Pre-hook of the first styles: the style's function prepares the first input, later ones are kept."""
+    """Pre-hook of the first styles. The style's function prepares the first input, later ones are kept."""
 
     def __init__(self, style: Style, axis: TPGroup, names: tuple[str, ...]) -> None:
         assert style._prepare_input is not None

@@ -18,12 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
-from tp_styles._torch_compat import (
-    gradient_like,
-    is_compiling,
-    is_fake,
-    local_of,
-)
+from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.redistribute import TPGroup, as_dtensor, refuse_transforms
 from tp_styles.values import ParameterSpec, Split, StyleSpec
@@ -50,14 +45,6 @@ class ShardParameter(nn.Parameter):
 
     # `nn.init` takes bounds from a tensor's shape, and each rank's generator draws the same numbers for other rows.
 
-    def uniform_(self, *args: Any, **kwargs: Any) -> ShardParameter:
-        """Refuse to draw into a shard."""
-        return self._draw("uniform_", *args, **kwargs)
-
-    def normal_(self, *args: Any, **kwargs: Any) -> ShardParameter:
-        """Refuse to draw into a shard."""
-        return self._draw("normal_", *args, **kwargs)
-
     def _draw(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
         if self.is_meta:  # without values: harmless
             getattr(torch.Tensor, name)(self, *args, **kwargs)
@@ -65,6 +52,9 @@ class ShardParameter(nn.Parameter):
         hint = "initialise before the plan is applied; or reset_parameters() of the module; or load_state_dict()"
         reason = f"{name} on one rank's shard of {list(self._sharding_info.shape)}"
         raise PlanError(Problem("local-shard-as-full", found=reason, hint=hint))
+
+    uniform_ = functools.partialmethod(_draw, "uniform_")
+    normal_ = functools.partialmethod(_draw, "normal_")
 
 
 def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
@@ -148,7 +138,7 @@ class ShardCheck:
 
 
 def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
-    """Return the problem of a parameter in place of a shard: norms would take it for full."""
+    """Return the problem of a parameter in place of a shard. Norms would take it for full."""
     hint = "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
     hint += "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads"
     return Problem("local-shard-as-full", where, found=f"{type(parameter).__name__} in place of a shard", hint=hint)
@@ -214,7 +204,7 @@ def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None)
 
 
 def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None]:
-    """Return the module's parameters as local tensors with gradient; None for names it does not have.
+    """Return the module's parameters as local tensors with gradient, None for names it lacks.
 
     A plain tensor in `_parameters` is this rank's shard already, even if a subclass of the module returns something
     else for the attribute. All DTensors with gradients take one autograd node together.
@@ -256,7 +246,7 @@ def _unwrap(parameters: list[torch.Tensor | None]) -> None:
 
 
 def refuse_computed(module: nn.Module, name: str) -> None:
-    """Refuse a parametrization, weight norm or pruning of a shard: it would use the shard's norm.
+    """Refuse a parametrization, weight norm or pruning of a shard. It would use the shard's norm.
 
     Raises:
         PlanError: There is one. On a DTensor they compute the same as on the full weight.

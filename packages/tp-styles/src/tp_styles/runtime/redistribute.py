@@ -101,7 +101,7 @@ class TPGroup:
         return list(out.unbind(0))
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        """Return this rank's shard along `dim` of the sum over the ranks; `sizes` has all ranks' lengths."""
+        """Return this rank's shard along `dim` of the sum over the ranks. `sizes` has all ranks' lengths."""
         pieces = torch.split(x, list(sizes), dim=dim)
         largest = max(sizes)
         stacked = torch.stack([_padded(chunk, dim, largest) for chunk in pieces])  # shards of one size
@@ -190,7 +190,8 @@ class Redistribute:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
         for one in self.ends:
-            one.source = one.entered = None
+            if one.last is self or is_compiling():  # one graph leaves nothing behind for another
+                one.source = one.entered = None
         if isinstance(x, DTensor):
             x = self.redistributed(x)
             gradient = self.flow.gradient or gradient_layout(self.flow.dst)
@@ -214,7 +215,7 @@ class Redistribute:
         return x if x.placements == wanted else x.redistribute(placements=wanted)
 
     def to_dtensor(self, x: torch.Tensor) -> DTensor:
-        """Return the activation in the wanted layout, as a DTensor; shards in plain tensors are even."""
+        """Return the activation in the wanted layout, as a DTensor. Shards in plain tensors are even."""
         if not isinstance(x, DTensor):
             source = normalized(self.flow.src, x.dim())
             if isinstance(source, Shard):
@@ -299,7 +300,7 @@ class Redistribute:
         self.is_even = True
 
     def _sizes_of_full(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
-        """Return the sizes of all ranks' shards of a dim still in full on this rank."""
+        """Return the sizes of all ranks' shards of a dim in full on this rank."""
         sizes = self._feature_sizes(x, dim)
         full = x.shape[dim]
         assert sizes is None or self.sections is None, "plans refuse to cut sections across"
@@ -323,13 +324,14 @@ class Redistribute:
 
 
 class BlockInput(Redistribute):
-    """Brings in the input of a block's column-wise layers, once for all of them that read the same tensor.
+    """Brings in the input of column-wise layers, once for all that read one tensor; `last` lets go of it.
 
     They stand behind one node of autograd: their gradients are summed on this rank, then once over the ranks.
     """
 
-    def __init__(self, flow: Redistribution, axis: TPGroup, name: str) -> None:
+    def __init__(self, flow: Redistribution, axis: TPGroup, name: str, last: Redistribute) -> None:
         super().__init__(flow, axis, name)
+        self.last = last
         self.source: torch.Tensor | None = None  # held, so that no other tensor can take its identity
         self.entered: torch.Tensor | None = None
         self.versions = 0
@@ -338,7 +340,7 @@ class BlockInput(Redistribute):
         return {**vars(self), "source": None, "entered": None}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor as another layer of the block has brought it in, unless it was written to since."""
+        """The tensor as another layer has brought it in, unless it was written to since."""
         in_graph, entered = is_compiling(), self.entered
         if (
             entered is not None
@@ -404,7 +406,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
-    """Sum only sections with copies, in a buffer of their global size: few rows, and no new groups."""
+    """Sum only sections with copies, in a buffer of their global size. It has few rows, and no new group is made."""
     assert split.dim is not None
     dim = split.dim
     pieces = list(torch.split(gradient, [stop - start for start, stop in split.ranges(axis.rank, axis.size)], dim=dim))
@@ -427,6 +429,6 @@ def as_dtensor(
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """Return a DTensor of a global shape around a local tensor, contiguous by default; shards may be uneven."""
+    """Return a DTensor of a global shape around a local tensor, contiguous by default. Shards may be uneven."""
     stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,4 +1,4 @@
-"""State dicts with global shapes, and local parameters that stay shards when moved, reset or replaced."""
+"""State dicts with global shapes, and local parameters that stay shards."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class ResetFullParameters(_StandIn):
             _local(part).copy_(_cut(full[name], _info(part), name))
 
     def parts(self) -> dict[str, Any]:
-        """Return the local parameters, and DTensors on CPU: there torch draws the same numbers for each shard."""
+        """Return the local parameters, and DTensors on CPU. There torch draws the same numbers for each shard."""
         parameters: dict[str, Any] = {name: self.module._parameters.get(name) for name in self.names}
         on_cpu = {n: p for n, p in parameters.items() if isinstance(p, DTensor) and p.device.type == "cpu"}
         # FSDP2's, on a mesh of two dims, are left to torch: a split describes one dim of a mesh.

@@ -93,7 +93,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Redistribute a module's outputs: a tensor, a tuple, a list or a dict, whose structure is kept.
+    """Redistribute a module's outputs: a tensor, tuple, list or dict. The structure is kept.
 
     Args:
         output_layouts: Layout of each output if it is a plain tensor, None for one to leave alone.

@@ -207,6 +207,47 @@ def test_between_sequence_shards(ranks: Ranks) -> None:
         model(part(batches()[0]))
 
 
+class TwoBlocks(nn.Module):
+    """Attention and feed-forward block that read one tensor, as Cohere's layers do; or as a case says."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.attn, self.mlp, self.case = models.Attention(8, 4), models.MLP(8, 12), case
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x)
+        result: torch.Tensor
+        if self.case == "feed-forward first":
+            result = x + self.mlp(h) + self.attn(h)
+        elif self.case == "checkpoint":
+            attended = checkpoint(self.attn, h, use_reentrant=False)
+            result = x + attended + checkpoint(self.mlp, h, use_reentrant=False)
+        else:
+            result = x + self.attn(h) + self.mlp(h * 2 if self.case == "one each" else h)
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_two_blocks_that_read_one_tensor(ranks: Ranks) -> None:
+    """One reduction for both; the second block of the model lets go of the tensor."""
+    mesh = ranks.mesh((2,), ("tp",))
+    plan: dict[str, tp.ParallelStyle] = {"attn.[qkv]": tp.ColwiseParallel(), "mlp.up": tp.ColwiseParallel()}
+    plan |= {"attn.proj": tp.RowwiseParallel(), "mlp.down": tp.RowwiseParallel()}
+    counts = {"one": 1, "one each": 2, "feed-forward first": 2, "checkpoint": 1}
+    for case, count in counts.items():
+        model: Any = models.seeded(lambda case=case: TwoBlocks(case)).double()  # type: ignore[misc]
+        models.compare_training(
+            model, lambda m: tp.apply_plan(m, mesh, plan), batches(), models.square_loss, mesh, atol=1e-11
+        )
+        (block,) = shared(model)
+        out = model(batches()[0])
+        assert case == "feed-forward first" or block.source is None
+        with ranks.record() as log:
+            out.sum().backward()
+        assert log.count("all_reduce") == count, case
+        assert block.source is None
+
+
 @pytest.mark.ranks(2)
 def test_beside_low_rank_updates(ranks: Ranks) -> None:
     class Adapted(nn.Module):

@@ -133,6 +133,37 @@ def test_models_in_half_precision_are_compared_exactly(ranks: Ranks, dtype: torc
     right(x(dtype=dtype)).float().sum().backward()
 
 
+class Routed(nn.Module):
+    """A pair, then the best of four experts for each token, which takes no float64, as torch's grouped products."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.up, self.down, self.router = nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 4)
+        self.experts, self.between = nn.Parameter(torch.randn(4, 8, 8)), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected float32 or bfloat16")
+        x = x + self.down(self.between(self.up(x)))
+        best = self.router(x).argmax(-1)
+        return torch.einsum("bti,btij->btj", x, self.experts[best])
+
+
+@pytest.mark.ranks(2)
+def test_routers_of_models_in_half_precision(ranks: Ranks) -> None:
+    """Two roundings of one right model choose other experts, which is no mistake; channels that mix are one."""
+    batch = torch.randn(2, 256, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for seed in range(4):
+        model: Any = models.seeded(Routed, seed).bfloat16()
+        handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), PAIR)
+        model(batch)
+        assert "check of Routed (training, with gradients): equal to the original" in handle.report()
+        wrong: Any = models.seeded(lambda: Routed(lambda y: y - y.mean(-1, keepdim=True)), seed).bfloat16()
+        tp.apply_plan(wrong, ranks.mesh((2,), ("tp",)), PAIR)
+        with pytest.raises(tp.PlanError, match="check-mismatch"):
+            wrong(batch)
+
+
 @pytest.mark.ranks(2)
 def test_a_first_call_that_shows_nothing(ranks: Ranks) -> None:
     """Constant floats give way to noise; constant ids are unchecked; a longer input is checked once more."""
