@@ -18,7 +18,7 @@ from shard_spec import Layout, MeshSpec, ShardingPlan
 from torch import nn
 
 CONFIG = {"vocab": 128256, "dim": 16384, "hidden": 53248, "heads": 128, "kv_heads": 8, "layers": 126}
-MESH = MeshSpec({"dp": 128, "tp": 8}, ranks_per_host=8)
+MESH = MeshSpec({"dp": 128, "tp": 8})
 RULES = {
     "embed.weight": "dp:S(1), tp:S(0)",
     "layers.*.attn.{wq,wk,wv}.weight": "dp:S(1), tp:S(0)",

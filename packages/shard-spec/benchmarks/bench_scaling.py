@@ -53,7 +53,7 @@ def ranks_curve() -> dict[str, Any]:
     series["torch: build_metadata (12 tensors, scaled)"] = []
     everything, one, peer = series
     for ranks in (8, 64, 512, 1024, 4096, 16384, 65536):
-        mesh = MeshSpec({"dp": ranks // 8, "tp": 8}, ranks_per_host=8)
+        mesh = MeshSpec({"dp": ranks // 8, "tp": 8})
         found = ShardingPlan(RULES, mesh=mesh, strict=True).resolve(model)
         shapes = {tensor.name: tensor.shape for tensor in found.metadata.tensors}
         calls: dict[str, Any] = {
@@ -76,7 +76,7 @@ def ranks_curve() -> dict[str, Any]:
 
 def tensors_curve() -> dict[str, Any]:
     """On 1,024 ranks, 2 to 504 layers."""
-    mesh = MeshSpec({"dp": 128, "tp": 8}, ranks_per_host=8)
+    mesh = MeshSpec({"dp": 128, "tp": 8})
     series: Series = {"shard-spec: resolve, validate, memory of each rank": []}
     series["torch: build_metadata (12 tensors, scaled)"] = []
     everything, peer = series
