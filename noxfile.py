@@ -324,7 +324,7 @@ def slurm(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Every package's benchmarks, side by side with their peers; tables and plots into docs/benchmarks."""
-    extras = ["matplotlib", "highspy", "transformers>=5,<6", "safetensors"]
+    extras = ["matplotlib", "highspy", "transformers>=5,<6", "safetensors", "pytest"]  # models of the tests
     session.install(TORCH, "numpy", *extras)
     _install_editable(session, PACKAGES)
     session.run("python", "tools/bench.py", *session.posargs, env=RANK_ENV)

@@ -50,7 +50,7 @@ def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
 
 
 def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str]:
-    """Each source, linked ones too, is a plain file of the same bytes in sdist and wheel, and nothing else is there."""
+    """Each source, linked ones too, is one plain file of sdist and wheel."""
     source = package.path / "src"
     wanted = {str(file.relative_to(source)): file.read_bytes() for file in repo.source_files(source)}
     with zipfile.ZipFile(wheel) as archive:
@@ -74,7 +74,7 @@ def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str
 
 
 def unpublishable(files: list[Path]) -> list[str]:
-    """What `twine check --strict` says against the metadata and the README as the index would render it."""
+    """What `twine check --strict` says against metadata and the rendered README."""
     command = [sys.executable, "-W", "error", "-m", "twine", "--no-color", "check", "--strict", *map(str, files)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     return [] if done.returncode == 0 else [f"twine check: {done.stdout}{done.stderr}"]

@@ -62,7 +62,7 @@ def named(commands: list[str]) -> list[str]:
 
 
 class Environment:
-    """An empty virtual environment with the pip that CPython brings, or with uv's where CPython brings none."""
+    """An empty virtual environment with CPython's pip, or uv's where there is none."""
 
     def __init__(self, folder: Path) -> None:
         self.python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"

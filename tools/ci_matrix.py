@@ -1,4 +1,4 @@
-"""Turn nox's list of all sessions (`-k` with what holds for each) into a GitHub Actions matrix for CPU runners.
+"""Turn nox's list of sessions into a GitHub Actions matrix for CPU runners.
 
 python3 tools/dev.py --list --json -k "not nothing" > sessions.json
 python3 tools/ci_matrix.py sessions.json >> "$GITHUB_OUTPUT"

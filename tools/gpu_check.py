@@ -204,7 +204,7 @@ def test_lowering(ranks: Ranks, style: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("move", MOVES)
 def test_packing(ranks: Ranks, dtype: torch.dtype, move: tuple[str, str]) -> None:
-    """shard-reshard's packing and unpacking against a copy of the same bytes and the bytes that it promises."""
+    """shard-reshard's packing and unpacking against a copy of the same bytes."""
     from shard_reshard import plan_reshard
     from shard_reshard.execution.exchange import Exchange
     from shard_reshard.lowering import build_program

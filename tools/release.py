@@ -14,7 +14,7 @@ import repo
 
 
 def release(package: repo.Package, segment: str, day: str) -> None:
-    """Set a package's version and turn what lies in `changes/` into the changelog's section of that version."""
+    """Set a package's version and write its changelog's section from `changes/`."""
     if not list(package.changes.glob("*.md")):  # towncrier itself would write "No significant changes"
         raise SystemExit(
             f"release: nothing lies in {package.changes.relative_to(repo.ROOT)}, so there is nothing to release"

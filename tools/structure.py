@@ -78,7 +78,7 @@ def excess(name: str, count: dict[str, int], settings: dict[str, dict[str, Any]]
 
 
 def lowered(text: str, counted: dict[str, dict[str, int]]) -> str:
-    """The settings with each limit at the present count where that is lower, and at the budget at the least."""
+    """The settings with each limit lowered to the present count, never below the budget."""
     settings = tomllib.loads(text)
     for name, count in counted.items():
         for limit, budget in LIMITS.items():

@@ -71,7 +71,7 @@ def released_trees(tags: Mapping[str, str]) -> dict[str, Path]:
 
 
 def not_admitted(package: str, version: str, trees: Mapping[str, Path]) -> dict[str, str]:
-    """Those of the released dependents whose own requirement leaves `version` of `package` out, with what they ask."""
+    """Released dependents whose requirement leaves `version` of `package` out, with what they ask."""
     from packaging.requirements import Requirement  # of nox, and of pytest
 
     found = {}

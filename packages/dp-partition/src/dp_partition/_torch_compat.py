@@ -104,7 +104,7 @@ def without_looks_at_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def symbolic_math() -> Iterator[None]:
-    """Let functions of ``math`` take symbols in the block, and text of a symbol be that of its value, by a guard.
+    """Let functions of ``math`` take symbols, and a symbol's text be its value's, by a guard.
 
     For other code they compute what they did: symbols exist in the tracing thread alone.
     """
@@ -187,7 +187,7 @@ def current_trace_nodes() -> list[str]:
 
 
 def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
-    """Return the node of the failing line in a graph module's generated forward. None if not found."""
+    """Return the node of the failing line in a graph module's forward, or None."""
     lines = [one.lineno or 0 for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
     places: Any = module._lineno_map or {}
     index = places.get(lines[-1] - module._prologue_start) if lines else None
@@ -230,7 +230,7 @@ def hooks_after_accumulation(tensor: torch.Tensor) -> int:
 
 
 def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
-    """Return one group over all ranks of a mesh. A collective the first time for a mesh of several axes."""
+    """Return one group over all ranks of a mesh. It is a collective the first time for several axes."""
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
@@ -322,7 +322,7 @@ def inductor_problem(device_type: str) -> str | None:
 
 
 def inductor_compile(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """Compile a graph of tensors for inputs of the examples' shapes, strides, dtypes, devices and shared memory.
+    """Compile a graph of tensors for inputs laid out as the examples are.
 
     Args:
         module: Writes its inputs as its graph says; returns a tuple of tensors.

@@ -195,7 +195,7 @@ class Step:
         return module
 
     def explain(self, name: str | None = None) -> str:
-        """Text about one parameter, by its full name, or about all and what a step sends and reads."""
+        """Text about one parameter, or about all and what a step sends and reads."""
         lines = [self.plan.explain(name)]
         if self._runner.eager is not None:
             return lines[0]

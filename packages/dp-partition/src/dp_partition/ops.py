@@ -69,7 +69,7 @@ def viewed_input(node: fx.Node) -> fx.Node | None:
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
-    """Return the base of a view. For one of several views (``split``), the node of them all."""
+    """Return the base of a view, or the node of several views (``split``)."""
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
         source = node.args[0]
         assert isinstance(source, fx.Node)

@@ -176,7 +176,7 @@ class Runner:
         return ""
 
     def call_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Restore placed tensors, and run this call and all later ones eagerly. On all ranks together."""
+        """Restore placed tensors; run this and all later calls eagerly, on all ranks together."""
         self.before_trace = None
         roots: tuple[Any, ...] = ()
         if self.binding is not None:
@@ -523,7 +523,7 @@ class Runner:
 
     @property
     def trace_label(self) -> str:
-        """Text for a trace in this call, common to all ranks. Empty if they have none."""
+        """Text for a trace in this call, common to all ranks; empty if they have none."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
 
     # ---- ownership of the model -------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def assertion_details(config: pytest.Config) -> Iterator[None]:
 
 
 def outcome_of(config: pytest.Config, rank: int, problem: BaseException, job: Job) -> Outcome:
-    """Turn what a body raised into an outcome, with a traceback that starts in the test module."""
+    """Turn a body's error into an outcome, its traceback from the test module on."""
     if isinstance(problem, pytest.skip.Exception):
         return Outcome(rank, "skipped", str(problem), str(problem))
     if isinstance(problem, pytest.xfail.Exception):

@@ -26,7 +26,7 @@ NAMESPACE = "c10d"
 
 @functools.cache
 def collective_schemas() -> dict[str, list[str]]:
-    """Operator name without namespace -> names of its arguments, for every c10d operator that takes a group."""
+    """Operator name -> names of its arguments, for every c10d operator with a group."""
     found = {}
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -44,7 +44,7 @@ def schema_defaults(name: str) -> dict[str, Any]:
 
 
 def put_before_backends(name: str, kernel: Callable[..., Any]) -> Any:
-    """Register `kernel(keyset, *args)` of a c10d operator to run before the kernel of any backend.
+    """Register `kernel(keyset, *args)` of a c10d operator, before any backend's kernel.
 
     BackendSelect is the one dispatch key that every thread includes by default and that stands directly before the
     device's key. Returns the registration, which lasts as long as the object.

@@ -147,7 +147,7 @@ def _run(job: Job, meeting: Meeting) -> None:
 
 @contextlib.contextmanager
 def _nothing_ignored() -> Iterator[None]:
-    """Turn exceptions that Python can only print (in `__del__`, in threads) into pytest's warnings, so into errors."""
+    """Turn exceptions that Python can only print (`__del__`, threads) into warnings, so errors."""
     ignored: list[tuple[type[Warning], str]] = []
 
     def unraisable(args: Any) -> None:

@@ -68,7 +68,7 @@ class Delayed:
 
 
 class Transfer:
-    """Copies of a call's tensors, and what has to hold for the originals while it is in flight."""
+    """Copies of a call's tensors, and conditions on the originals in flight."""
 
     def __init__(self, call: Call) -> None:
         reads, writes = call.reads(), call.writes()

@@ -110,7 +110,7 @@ _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, tor
 
 @contextmanager
 def _bindings(device: torch.device) -> Iterator[None]:
-    """Replace the tensor methods that set the current CUDA device, which the CPU build cannot, by their operators."""
+    """Replace tensor methods that set the current CUDA device by their operators."""
     originals = {name: getattr(torch.Tensor, name) for name in _METHODS}
     for name, operator in _METHODS.items():
         setattr(torch.Tensor, name, _rerouted(originals[name], operator))

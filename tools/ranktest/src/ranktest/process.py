@@ -16,12 +16,12 @@ def die_with_parent() -> None:
 
 
 def lead_group() -> None:
-    """Lead a process group of one's own, so that helpers this process starts can be ended with it."""
+    """Lead an own process group, so that started helpers end with it."""
     os.setpgid(0, 0)
 
 
 def kill(pid: int) -> None:
-    """End a process that leads a group, and what is left of its group where it has ended."""
+    """End a process that leads a group, and what is left of it."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)

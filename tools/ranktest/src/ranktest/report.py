@@ -72,7 +72,7 @@ def fate(member: Member) -> str:
 
 
 def trimmed(stack: str) -> str:
-    """A dumped stack without the frames that lead to the test body, which are the same for every rank."""
+    """A dumped stack without the frames that lead to the test body."""
     kept, skipping = [], False
     for line in stack.splitlines():
         if not line.startswith("  File"):

@@ -28,7 +28,7 @@ _PLAIN_TYPES = (
 
 @dataclasses.dataclass(frozen=True)
 class _Shell:
-    """Type of an `Opened` argument, names of its values, what else counts of it, and the object without them."""
+    """Type of an `Opened` argument, names of its values, other facts, and the empty object."""
 
     kind: type
     keys: tuple[Any, ...]

@@ -58,7 +58,7 @@ class StepState:
                             yield (f"{base}.{attribute}" if base else attribute), module, attribute, is_param
 
     def states(self) -> Iterator[tuple[int, str, dict[Any, Any]]]:
-        """Yield the state of every parameter with some, under the number of its optimizer and its name."""
+        """Yield each parameter's state under the number of its optimizer and its name."""
         fqn_of = {id(param): fqn for fqn, param in self.params.items()}
         for number, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:

@@ -124,7 +124,7 @@ class CheckedCall:
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Leave everything as before the call where the block raises, for a dead peer or an interrupt."""
+        """Leave everything as before if the block raises, for a dead peer or an interrupt."""
         try:
             yield
         except CheckMismatch:

@@ -54,7 +54,7 @@ _SHARED = (
 
 
 def check_bytes(full: int, local: int) -> int:
-    """Return the bytes of a checked call. The copy and its gradients, and a snapshot of the live shards."""
+    """Return the bytes of a checked call: a copy, its gradients, a snapshot of the live shards."""
     return 2 * full + local
 
 

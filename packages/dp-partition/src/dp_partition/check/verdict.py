@@ -142,7 +142,7 @@ def _equal(got: Any, want: Any) -> bool:
 
 
 def perturbation(eps: float, seed: int) -> Transform:
-    """A change of each tensor by the rounding of the coarsest dtype that a run computed in, up or down."""
+    """A change of each tensor by one rounding of a run's coarsest dtype, up or down."""
     generator = torch.Generator().manual_seed(seed)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:

@@ -252,7 +252,7 @@ def placement_of(mesh: DeviceMesh) -> Place:
 
 
 def _refuse_writes(unit: nn.Module) -> None:
-    """Raise if a forward writes a gathered parameter, which would be lost, or follows a failed backward pass."""
+    """Raise if a forward writes a gathered parameter or follows a failed backward pass."""
     versions: dict[tuple[nn.Module, str], int] = {}  # forwards nest, and modules share names
 
     def before(module: nn.Module, args: Any) -> None:

@@ -127,7 +127,7 @@ class EagerStep:
 
     @contextmanager
     def _traps(self) -> Iterator[None]:
-        """Close the traps of shards in the block, and leave FSDP2 ready for another call after an error."""
+        """Close the traps of shards; leave FSDP2 ready for another call after an error."""
         if not self.units.modules:
             yield
             return

@@ -255,7 +255,7 @@ def _reduced_flat(
 
 
 def division(ranks: int) -> tuple[float, float]:
-    """Return the divisors before and after a sum over ``ranks``. A power of two near the root, and the rest."""
+    """Return the divisors before and after a sum over ``ranks``: a power of two, and the rest."""
     before = 1.0
     while ranks % before == 0 and ranks / before > before:
         before *= 2
@@ -293,7 +293,7 @@ def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
 
 
 def _chunks(mover: Mover, moves: list[Move]) -> fx.Node:
-    """Return the gradients as ``[world, chunk]``, side by side. In one call if none of them is empty."""
+    """Return the gradients as ``[world, chunk]``, side by side; in one call if none is empty."""
     if all(math.prod(m.shape) for m in moves):
         return mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
     rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [mover.world, -1]) for m in moves]

@@ -42,7 +42,7 @@ LOWERED = (OWN_ROWS, SHARE_ROWS)
 
 @dataclass(frozen=True)
 class Taken:
-    """Origin of a view. Its base, the base's placement, and the base's node in the rank's graph."""
+    """Origin of a view: its base, that one's placement and node in the rank's graph."""
 
     base: fx.Node
     placement: Placement | None

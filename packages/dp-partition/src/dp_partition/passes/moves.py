@@ -171,7 +171,7 @@ class Mover:
         return self.from_front(full, dim)
 
     def from_front(self, node: fx.Node, dim: int) -> fx.Node:
-        """Move dim 0 back to its place. Contiguous, for views that the trace took of the value."""
+        """Move dim 0 back to its place, contiguous for views that the trace took."""
         if dim == 0:
             return node
         return self.call(aten.contiguous.default, self.call(aten.transpose.int, node, 0, dim))

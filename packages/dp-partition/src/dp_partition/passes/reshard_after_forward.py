@@ -41,7 +41,7 @@ def reshard_after_forward(graph: fx.Graph, homes: Mapping[fx.Node, Placement], m
 
 
 def _idle(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
-    """Return a parameter with its views and casts in forward, if nothing uses them between forward and backward.
+    """Return a parameter's views and casts in forward, if unused between forward and backward.
 
     Empty otherwise, or if forward or backward write it or a cast of it.
     """

@@ -32,7 +32,7 @@ class RankLocal(Placement):
 
 @dataclass(frozen=True)
 class PlacementSpec:
-    """Placement of one tensor. The mesh and one placement per mesh axis (data parallelism uses one axis)."""
+    """Placement of one tensor: the mesh and one for each axis (data parallelism uses one)."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

@@ -129,6 +129,6 @@ def _by_bytes(names: list[str], tensors: dict[str, torch.Tensor], limit: int = 6
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a group's messages. The CPU if the group has a backend for it."""
+    """Return the device of a group's messages, the CPU if its backend allows."""
     kinds = [device.type for device in group._device_types]
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])

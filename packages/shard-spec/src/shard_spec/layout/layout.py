@@ -161,7 +161,7 @@ class Layout:
         return tuple(offsets)
 
     def intervals(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
-        """Return each dim's ``(offset, size)`` intervals on ``rank``, in the order of its local tensor."""
+        """Return each dim's ``(offset, size)`` intervals on ``rank``, in local order."""
         coordinate = self._coordinate(rank)
         return self._intervals(coordinate, tuple(shape))
 

@@ -1,4 +1,4 @@
-"""Checks of a root, and of the regions inside it, at the first call of each mode."""
+"""Checks of a root and its regions at the first call of each mode."""
 
 from __future__ import annotations
 
@@ -675,7 +675,7 @@ EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
 
 
 def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Return elements of the largest argument, at least 1, and names of keywords that are True."""
+    """Return the largest argument's elements, at least 1, and keywords that are True."""
     largest, options = 1, []
     for x in (*args, *kwargs.values()):  # plain loops: a steady call asks, too
         if isinstance(x, torch.Tensor) and x.numel() > largest:

@@ -49,7 +49,7 @@ def _is_row(found: PlannedModule) -> bool:
 
 
 def shared_inputs(plan: TPPlan) -> Iterator[tuple[str, dict[Redistribution, list[str]], list[str]]]:
-    """Yield each block, its column-wise layers by the layout of the tensor they may share, its row-wise layers.
+    """Yield each block, its column-wise layers by shared layout, its row-wise layers.
 
     Row-wise layers of a block within are not the block's own.
     """

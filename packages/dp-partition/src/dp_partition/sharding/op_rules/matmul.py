@@ -13,7 +13,7 @@ from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, R, rule
 
 
 def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """Yield ``(left, right, output)`` placements of a product of matrices with ``batched`` leading batch dims."""
+    """Yield ``(left, right, output)`` placements of a product with ``batched`` leading batch dims."""
     rows, inner, columns = batched, batched + 1, batched + 1
     for dim in range(batched):  # independent products
         yield Shard(dim), Shard(dim), Shard(dim)

@@ -96,7 +96,7 @@ def foreach_norm(call: Call) -> Iterator[Candidate]:
 
 @rule("stack")
 def stack_scalars(call: Call) -> Iterator[Candidate]:
-    """Stacks keep the members' common placement. A shard (its dim moves up) or a kind of partial value."""
+    """Stacks keep the members' common shard (its dim moves up) or kind of partial value."""
     nodes = call.tensors()
     position = int(call.arg(1, 0))
     position += (len(call.shape(nodes[0])) + 1) if position < 0 else 0  # the result has one dim more

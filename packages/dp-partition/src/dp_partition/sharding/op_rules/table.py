@@ -158,7 +158,7 @@ def cost_of(call: Call, candidate: Candidate, nodes: Iterable[fx.Node] | None = 
 
 
 def cheapest(call: Call, candidates: Iterable[Candidate], nodes: Sequence[fx.Node] | None = None) -> Candidate | None:
-    """Return the candidate with the fewest moved bytes, of the given nodes or of all. The first of equals."""
+    """Return the first candidate with the fewest moved bytes, of the given nodes or of all."""
     best, best_cost = None, float("inf")
     for candidate in candidates:
         cost = cost_of(call, candidate, nodes)
