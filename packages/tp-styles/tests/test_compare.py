@@ -1,4 +1,4 @@
-"""What a check compared is counted; what it could not compare is unchecked, with a warning."""
+"""A check counts its comparisons; the rest is unchecked, with a warning."""
 
 from __future__ import annotations
 

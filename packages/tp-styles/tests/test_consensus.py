@@ -1,4 +1,4 @@
-"""What is wrong on one rank alone: all ranks raise, at once, and nobody waits for who has left.
+"""A mistake on one rank alone: all ranks raise at once, and nobody waits.
 
 torch's `parallelize_module` compares nothing: the other ranks wait in the broadcast of a weight until the timeout.
 """

@@ -1,4 +1,4 @@
-"""How gradients are reduced: `reduce_dtype`."""
+"""The dtype in which gradients are reduced: `reduce_dtype`."""
 
 from __future__ import annotations
 

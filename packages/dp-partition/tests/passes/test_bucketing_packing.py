@@ -1,4 +1,4 @@
-"""What a rank's graph leaves out: packing; and that the results are the same."""
+"""A rank's graph leaves out packing, with the same results."""
 
 from __future__ import annotations
 

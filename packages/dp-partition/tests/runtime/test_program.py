@@ -1,4 +1,4 @@
-"""What runs a graph, on a group where nothing arrives before `wait`, and on a CUDA rank that does not exist."""
+"""A graph runs on a group that delivers at `wait`, and on a fake CUDA rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong on one rank only raises on all of them, within seconds, and the others are told which rank and what.
+"""A mistake on one rank raises on all of them, within seconds, with the rank and its error.
 
 Before, each of these left the other ranks in a collective until the group's timeout.
 """

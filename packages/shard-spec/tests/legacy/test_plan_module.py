@@ -1,4 +1,4 @@
-"""What torch's shard_module gets wrong, or hangs on: here it is right, or raises on every rank before anything moves.
+"""Mistakes and hangs of torch's shard_module are right here, or raise on every rank before anything moves.
 
 "Before anything moves" is asserted: the module keeps its tensors (the same objects, bit for bit) and hooks, and the
 recorder saw nothing but the all_gathers in which the ranks compare notes.

@@ -1,4 +1,4 @@
-"""How sharded modules run: recomputation, grad modes, copies, other wrappers, layouts of outputs, and what is sent."""
+"""Sharded modules run under recomputation, grad modes, copies and wrappers; layouts and bytes of outputs."""
 
 from __future__ import annotations
 
