@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ranktest.calls import functions_entered as functions_entered
     from ranktest.fake import FakeCudaError as FakeCudaError
     from ranktest.fake import fake_cuda as fake_cuda
     from ranktest.fake import fake_mesh as fake_mesh
@@ -23,9 +24,10 @@ _WHERE = {
     "fake_cuda": "ranktest.fake",
     "fake_mesh": "ranktest.fake",
     "FakeCudaError": "ranktest.fake",
+    "functions_entered": "ranktest.calls",
 }
 
-__all__ = ["Ranks", "Event", "Log", "fake_cuda", "fake_mesh", "FakeCudaError"]
+__all__ = ["Ranks", "Event", "Log", "fake_cuda", "fake_mesh", "FakeCudaError", "functions_entered"]
 
 
 def __getattr__(name: str) -> object:

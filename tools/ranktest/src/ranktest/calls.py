@@ -1,0 +1,28 @@
+"""Which functions of a package a call enters: what a test of its main path asserts."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+
+def functions_entered(package: ModuleType, call: Callable[[], Any]) -> Counter[tuple[str, str]]:
+    """How often `call` enters each function of `package`, by file and qualified name; comprehensions do not count."""
+    folder = str(Path(str(package.__file__)).parent)
+    entered: Counter[tuple[str, str]] = Counter()
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(folder) and not code.co_name.startswith("<"):
+            entered[code.co_filename.removeprefix(folder), code.co_qualname] += 1
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
