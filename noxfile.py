@@ -91,11 +91,11 @@ def tests(session: nox.Session, package: str) -> None:
     if package == "tools":
         _tools_tests(session)
         return
-    found = repo.packages()[package]
-    third_party = [r for r in found.test_requirements if repo.requirement_name(r) not in PACKAGES]
+    project = repo.packages()[package]
+    third_party = [r for r in project.test_requirements if repo.requirement_name(r) not in PACKAGES]
     session.install(TORCH, "numpy", *PYTEST, *third_party)
     _install_editable(session, repo.test_closure(package))
-    session.chdir(found.path)
+    session.chdir(project.path)
     session.run("python", "-m", "pytest", *WORKERS, *session.posargs, env=BITWISE_ENV)
 
 
@@ -111,7 +111,7 @@ def _tools_tests(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Sdist and wheel of each package, built twice with equal hashes, and the wheel again from the sdist."""
+    """Sdist and wheel of each package, twice with equal hashes; a wheel from the sdist."""
     session.install("hatch", "twine", "readme-renderer[md]")
     session.run("python", "tools/check_build.py", *session.posargs)
 
@@ -120,7 +120,7 @@ def build(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def isolation(session: nox.Session, package: str) -> None:
     """A package alone: only its wheel and what that declares, its tests on the wheel, then those of its extras."""
-    found = repo.packages()[package]
+    project = repo.packages()[package]
     house = wheelhouse.build_current(repo.test_closure(package))
     _install(session, [house], TORCH, package)
     session.run("python", str(TOOLS / "check_isolation.py"), package, env=RANK_ENV)  # before anything else is installed
@@ -128,13 +128,13 @@ def isolation(session: nox.Session, package: str) -> None:
     session.run("uv", "pip", "check", external=True)
     workplace = Path(session.create_tmp()) / "on-wheel"  # tests and README without src: only the wheel can be imported
     shutil.rmtree(workplace, ignore_errors=True)
-    shutil.copytree(found.path, workplace, ignore=shutil.ignore_patterns("src", "dist", "__pycache__", ".*"))
+    shutil.copytree(project.path, workplace, ignore=shutil.ignore_patterns("src", "dist", "__pycache__", ".*"))
     session.chdir(workplace)
     pytest = ("python", "-m", "pytest", *WORKERS, "-p", "no:cacheprovider")
     session.run(*pytest, "--without-extras", *session.posargs, env=RANK_ENV)
-    if found.test_requirements:  # the same environment, from here on with what the extras and their tests need
-        _install(session, [house], TORCH, *found.test_requirements)
-        session.chdir(found.path)  # some of these tests run a page of docs/; src/ is not on the path here either
+    if project.test_requirements:  # the same environment, from here on with what the extras and their tests need
+        _install(session, [house], TORCH, *project.test_requirements)
+        session.chdir(project.path)  # some of these tests run a page of docs/; src/ is not on the path here either
         none_selected = [5] if session.posargs else []  # a `-k` may well name no test of an extra
         session.run(*pytest, "-m", "extra", *session.posargs, env=BITWISE_ENV, success_codes=[0, *none_selected])
 
@@ -181,29 +181,29 @@ def integration_gpu(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def oldest(session: nox.Session, package: str) -> None:
-    """A package's tests with every lower bound as ==, siblings from their first fitting release tag."""
-    found = repo.packages()[package]
-    bounds = [r for r in found.requirements if repo.requirement_name(r) not in PACKAGES]
+    """A package's tests with lower bounds as ==, siblings from their first fitting tag."""
+    project = repo.packages()[package]
+    bounds = [r for r in project.requirements if repo.requirement_name(r) not in PACKAGES]
     siblings = [name for name in repo.closure(package) if name != package]
     house = wheelhouse.build_released({name: wheelhouse.oldest_tag(name, package) for name in siblings})
     _install(session, [house], *map(wheelhouse.lower_bound, bounds), *siblings)
-    session.install("--no-deps", str(found.path))
+    session.install("--no-deps", str(project.path))
     session.install("numpy", *PYTEST)
     session.install("--no-deps", str(RANKTEST))
-    session.chdir(found.path)
+    session.chdir(project.path)
     session.run("python", "-m", "pytest", *WORKERS, "--without-extras", *session.posargs, env=RANK_ENV)
 
 
 @nox.session(default=False)
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def compat(session: nox.Session, package: str) -> None:
-    """The new wheel of a package under the last released wheels and tests of its dependents."""
+    """A package's new wheel under the last released wheels and tests of dependents."""
     house = wheelhouse.build_current([package])
     released = {name: tags[-1] for name in repo.dependents(package) if (tags := repo.release_tags(name))}
     trees = wheelhouse.released_trees(released)
     version = repo.packages()[package].version
-    for name, wanted in wheelhouse.not_admitted(package, version, trees).items():
-        session.log(f"{released.pop(name)} asks for {wanted}: {package} {version} is not for it and cannot break it")
+    for name, bound in wheelhouse.not_admitted(package, version, trees).items():
+        session.log(f"{released.pop(name)} asks for {bound}: {package} {version} is not for it and cannot break it")
     if not released:
         session.log(f"no released dependent of {package} takes {version}: nothing that it could break")
         return
@@ -235,7 +235,7 @@ def install(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
 def versions(session: nox.Session, torch: str) -> None:
-    """Every package's tests on another torch (about 5.5 GB an environment where only CUDA builds exist)."""
+    """Every package's tests on another torch (5.5 GB an environment with CUDA builds)."""
     session.install(f"torch=={torch}", "numpy", *PYTEST)
     _install_editable(session, PACKAGES)
     for package in repo.packages().values():
@@ -306,7 +306,7 @@ def multi_node(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def ray(session: nox.Session) -> None:
-    """Training and a weight sync on four workers of Ray Train, one of which is killed."""
+    """Training and a weight sync on four Ray Train workers; one is killed."""
     session.install(TORCH, "numpy", "pytest", "ray[train]==2.60.0", "transformers>=5,<6")
     _install_editable(session, PACKAGES)
     _run_multi_node(session, "test_ray.py")

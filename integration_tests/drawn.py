@@ -159,14 +159,14 @@ def test_models_drawn_by_seed(ranks: Ranks, tmp_path: Path) -> None:
         if ranks.rank == 0:
             model.save_pretrained(folder)  # type: ignore[operator]  # of transformers
         ranks.gather("saved")
-        wanted = losses(model, 3)
+        expected = losses(model, 3)
         for way in WAYS:
             torch.manual_seed(SEED)
             copy = type(model)(model.config).double()
             copy.load_state_dict(state)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                rows.append((name, way, outcome(copy, mesh, way, wanted, folder)))
+                rows.append((name, way, outcome(copy, mesh, way, expected, folder)))
             print(*rows[-1], sep=" | ", flush=True)  # what was reached, if a rank dies later
     every = [tuple(row) for part in ranks.gather(rows) for row in part]
     worse = sorted({row for row in every if row[2] != "right"})

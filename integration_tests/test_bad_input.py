@@ -78,6 +78,6 @@ def test_a_wrong_type_at_an_entry_point_names_the_right_call() -> None:
         ("train_step(model, optimizer, batch)", dp_partition.compile, (model,)),
         ("check_optimizer(module, optimizer)", tp_ddp_bridge.check_optimizer, (optimizer, model)),
     ]
-    for wanted, call, arguments in mistakes:
-        with pytest.raises(ValueError, match=re.escape(wanted)):
+    for right_call, call, arguments in mistakes:
+        with pytest.raises(ValueError, match=re.escape(right_call)):
             call(*arguments)

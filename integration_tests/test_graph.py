@@ -21,18 +21,18 @@ def test_a_partitioned_step_trains_as_on_one_device(ranks: Ranks, style: str) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = dp_partition.compile(train_step, mesh=mesh, style=dp_partition.DataParallelStyle[style.upper()])
 
-    wanted_losses, wanted = reference(NUM_STEPS)
+    expected_losses, expected = reference(NUM_STEPS)
     losses = []
     for batch in new_batches(NUM_STEPS):
         loss = step(model, optimizer, rows_of(batch, ranks.rank, ranks.world_size)).clone()
         dist.all_reduce(loss)
         losses.append(loss.item() / ranks.world_size)
-    torch.testing.assert_close(losses, wanted_losses, rtol=1e-12, atol=0)  # float64: order of sums only
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)  # float64: order of sums only
 
     compared = 0
     for name, tensor in model.state_dict().items():
-        found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        torch.testing.assert_close(found, wanted[name], rtol=1e-9, atol=1e-12)
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        torch.testing.assert_close(full, expected[name], rtol=1e-9, atol=1e-12)
         compared += 1
     assert compared == 28
     sharded = sum(map(is_sharded, model.state_dict().values()))

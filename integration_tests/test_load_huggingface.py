@@ -17,8 +17,8 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, 
 
 
 def _generated(model: Any) -> list[int]:
-    found = model.generate(torch.arange(1, 7)[None], max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    text: list[int] = found[0].tolist()
+    tokens = model.generate(torch.arange(1, 7)[None], max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    text: list[int] = tokens[0].tolist()
     return text
 
 
@@ -52,9 +52,9 @@ def test_a_folder_onto_ranks_generates_what_one_process_does(ranks: Ranks, tied:
     assert loaded.read_bytes < sum(tensor.nbytes for tensor in full.parameters()) / 2
     assert _generated(model) == _generated(full)
     # The shards, those with copies among them, go back to one rank bit for bit.
-    whole = reshard_state_dict(model.state_dict(), "rank 0")
+    full_state = reshard_state_dict(model.state_dict(), "rank 0")
     compared = 0
     for name, value in full.state_dict().items() if ranks.rank == 0 else ():
-        assert torch.equal(whole[name], value), name
+        assert torch.equal(full_state[name], value), name
         compared += 1
     assert compared == (25 if ranks.rank == 0 else 0)

@@ -38,21 +38,21 @@ def test_norm_and_state_dict_are_those_of_one_process(ranks: Ranks, bridged: boo
 
     norm, gradients, weights = one_process()
     for clip in (tp_styles.clip_grad_norm_, tp_ddp_bridge.clip_grad_norm_):  # the second finds the norm already clipped
-        found = float(clip(model.parameters(), MAX_NORM))
-        assert found == pytest.approx(norm, rel=1e-12)
+        total_norm = float(clip(model.parameters(), MAX_NORM))
+        assert total_norm == pytest.approx(norm, rel=1e-12)
         norm *= MAX_NORM / (norm + 1e-6)  # torch's clipping divides by the norm and 1e-6
     everywhere = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, found)
+    dist.all_gather_object(everywhere, total_norm)
     assert len(set(everywhere)) == 1, everywhere
 
     state = model.state_dict()
     assert state.keys() == weights.keys()
     compared = 0
-    for name, wanted in weights.items():
+    for name, expected in weights.items():
         tensor = state[name]
-        assert tensor.shape == wanted.shape, name
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(whole, wanted), name
+        assert tensor.shape == expected.shape, name
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(full, expected), name
         compared += 1
     assert compared == 28
     sharded = sum(map(is_sharded, state.values()))

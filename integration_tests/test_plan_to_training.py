@@ -34,19 +34,19 @@ def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks) -> None:
     ddp = tp_ddp_bridge.wrap_ddp(model, mesh=mesh)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 
-    wanted_losses, wanted = reference(NUM_STEPS)
+    expected_losses, expected = reference(NUM_STEPS)
     losses = []
     for batch in new_batches(NUM_STEPS):
         loss = train_step(ddp, optimizer, rows_of(batch, mesh.get_local_rank("dp"), dp))
         dist.all_reduce(loss, group=mesh.get_group("dp"))
         losses.append(loss.item() / dp)
-    torch.testing.assert_close(losses, wanted_losses, rtol=1e-12, atol=0)  # float64: order of sums only
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)  # float64: order of sums only
 
-    found = {name: full(tensor) for name, tensor in model.state_dict().items()}
-    assert found.keys() == wanted.keys()
-    assert len(found) == 28
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=f"{name} differs")
+    full_state = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    assert full_state.keys() == expected.keys()
+    assert len(full_state) == 28
+    for name, tensor in expected.items():
+        torch.testing.assert_close(full_state[name], tensor, rtol=1e-9, atol=1e-12, msg=f"{name} differs")
     sharded = [name for name, tensor in model.state_dict().items() if is_sharded(tensor)]
     assert len(sharded) == 16, sharded
 

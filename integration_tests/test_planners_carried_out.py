@@ -62,8 +62,8 @@ def laid_out(ranks: Ranks, mesh: DeviceMesh, plan: shard_spec.ShardingPlan) -> s
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         boxes = layouts[name].boxes(ranks.rank, tuple(full[name].shape))
-        wanted = torch.cat([local.new_empty(0), *(full[name][box.slices()].flatten() for box in boxes)])
-        assert torch.equal(local.flatten(), wanted), name
+        expected = torch.cat([local.new_empty(0), *(full[name][box.slices()].flatten() for box in boxes)])
+        assert torch.equal(local.flatten(), expected), name
     return "right"
 
 
@@ -74,23 +74,23 @@ def trained(mesh: DeviceMesh, plan: shard_spec.ShardingPlan) -> str:
         tp_styles.apply_sharding_plan(model, mesh, plan)
     except tp_styles.PlanError as error:
         return f"refused: `{error.problems[0].code}`"
-    found, wanted = losses(model), losses(new_model())
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)  # Llama's norms compute in float32
+    losses_here, expected = losses(model), losses(new_model())
+    torch.testing.assert_close(losses_here, expected, rtol=1e-6, atol=0)  # Llama's norms compute in float32
     return "right"
 
 
 def losses(model: nn.Module) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
-    found = []
+    values = []
     for _ in range(5):
         ids = torch.randint(64, (2, 8), generator=generator)
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 @pytest.mark.ranks(4)

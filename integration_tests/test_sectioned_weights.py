@@ -104,10 +104,10 @@ def parallel(ranks: Ranks, tp_size: int, model: GroupedGPT) -> GroupedGPT:
 
 def assert_full(model: nn.Module, wanted: dict[str, Tensor]) -> None:
     """Bit for bit, every parameter."""
-    found = full_state_dict(model)
-    assert found.keys() == wanted.keys()
-    assert len(found) == 30
-    assert sum(found[name].numel() for name in wanted if torch.equal(found[name], wanted[name])) == sum(
+    state = full_state_dict(model)
+    assert state.keys() == wanted.keys()
+    assert len(state) == 30
+    assert sum(state[name].numel() for name in wanted if torch.equal(state[name], wanted[name])) == sum(
         value.numel() for value in wanted.values()
     )
 
@@ -120,20 +120,20 @@ def test_from_safetensors_into_a_parallel_model(ranks: Ranks, tp_size: int, tmp_
     from safetensors.torch import save_file
 
     folder = Path(ranks.gather(str(tmp_path))[0])
-    wanted = new_model().state_dict()
+    expected = new_model().state_dict()
     if ranks.rank == 0:
-        save_file(dict(wanted), folder / "model.safetensors")
+        save_file(dict(expected), folder / "model.safetensors")
     ranks.gather(None)
     model = parallel(ranks, tp_size, new_model(device="meta"))
     loaded = load_safetensors(folder, out=model)
     assert len(loaded.materialized) == 30
-    assert_full(model, wanted)
+    assert_full(model, expected)
 
 
 @pytest.mark.ranks(4)
 def test_between_two_sizes_and_back(ranks: Ranks) -> None:
     """From four ranks onto the first two of them, and back."""
-    wanted = new_model().state_dict()
+    expected = new_model().state_dict()
     four, pair = parallel(ranks, 4, new_model()), DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     two = new_model(seed=1)
     has_two = ranks.rank < 2
@@ -141,27 +141,27 @@ def test_between_two_sizes_and_back(ranks: Ranks) -> None:
         apply_plan(two, pair, PLAN)
     reshard_state_dict(four.state_dict(), out=two if has_two else {})
     if has_two:
-        assert_full(two, wanted)
+        assert_full(two, expected)
     with torch.no_grad():
         for parameter in four.parameters():
             parameter.zero_()
         for parameter in two.parameters():
             parameter.mul_(2)
     reshard_state_dict(two.state_dict() if has_two else {}, out=four)
-    assert_full(four, {name: 2 * value for name, value in wanted.items()})
+    assert_full(four, {name: 2 * value for name, value in expected.items()})
 
 
 @pytest.mark.ranks(4)
 def test_onto_and_from_two_replicas_of_two_ranks(ranks: Ranks) -> None:
-    wanted = new_model().state_dict()
+    expected = new_model().state_dict()
     four, two = parallel(ranks, 4, new_model()), parallel(ranks, 2, new_model(seed=1))
     reshard_state_dict(four.state_dict(), out=two)
-    assert_full(two, wanted)
+    assert_full(two, expected)
     with torch.no_grad():
         for parameter in two.parameters():
             parameter.mul_(2)
     reshard_state_dict(two.state_dict(), out=four)
-    assert_full(four, {name: 2 * value for name, value in wanted.items()})
+    assert_full(four, {name: 2 * value for name, value in expected.items()})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
@@ -183,7 +183,7 @@ def test_adam_goes_on_with_another_size(ranks: Ranks, sizes: tuple[int, int], tm
     batches = new_batches(10)
     alone = new_model()
     reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    wanted = train(alone, reference, batches)
+    expected = train(alone, reference, batches)
 
     before = parallel(ranks, sizes[0], new_model())
     optimizer = torch.optim.AdamW(before.parameters(), lr=1e-2)
@@ -198,7 +198,7 @@ def test_adam_goes_on_with_another_size(ranks: Ranks, sizes: tuple[int, int], tm
     assert_full(after, full_state_dict(before))
     losses += train(after, resumed, batches[5:])
     uninterrupted = train(before, optimizer, batches[5:])
-    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(losses[5:], uninterrupted, rtol=1e-10, atol=0)
     compared = 0
     other = full_state_dict(before)

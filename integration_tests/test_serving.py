@@ -25,7 +25,7 @@ def test_weights_of_a_2d_trainer_serve_on_all_ranks_and_on_one(ranks: Ranks) -> 
     for batch in new_batches(5):
         train_step(ddp, optimizer, rows_of(batch, mesh.get_local_rank("dp"), dp))
     trained = dict(model.state_dict())
-    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in trained.items()}
+    full_state = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in trained.items()}
 
     serving_mesh = ranks.mesh((ranks.world_size,), ("tp",))
     serving = new_model(seed=1)
@@ -36,12 +36,12 @@ def test_weights_of_a_2d_trainer_serve_on_all_ranks_and_on_one(ranks: Ranks) -> 
     assert log.count("all_reduce") == 0
     compared = 0
     for name, tensor in serving.state_dict().items():
-        found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(found, whole[name]), name
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(full, full_state[name]), name
         compared += 1
     assert compared == 28
 
     single = new_model(seed=2)
-    single.load_state_dict(whole)
+    single.load_state_dict(full_state)
     ids = new_batches(1)[0][0]
     torch.testing.assert_close(serving(ids), single(ids), rtol=1e-10, atol=1e-12)

@@ -29,8 +29,8 @@ def losses_of(model: nn.Module, batch_first: bool) -> list[float]:
     shape = (3, 6, WIDTH) if batch_first else (6, 3, WIDTH)
     losses = []
     for _ in range(NUM_STEPS):
-        source, target, wanted = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
-        loss = (model(source, target) - wanted).pow(2).mean()
+        source, target, target_output = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
+        loss = (model(source, target) - target_output).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -48,12 +48,13 @@ def test_a_planned_transformer_trains_as_on_one_device(ranks: Ranks, batch_first
     plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": size})).build_plan(model)
     assert plan.validate(model, world_size=size) == ()
     tp_styles.apply_plan(model, mesh, tp_styles.from_sharding_plan(plan, model))
-    wanted = losses_of(single, batch_first)
-    torch.testing.assert_close(losses_of(model, batch_first), wanted, rtol=1e-10, atol=0)  # float64: order of sums only
+    expected = losses_of(single, batch_first)
+    # float64: only the order of sums differs
+    torch.testing.assert_close(losses_of(model, batch_first), expected, rtol=1e-10, atol=0)
 
-    found, reference = tp_styles.full_state_dict(model), single.state_dict()
-    assert found.keys() == reference.keys()
-    for name, tensor in found.items():
+    state, reference = tp_styles.full_state_dict(model), single.state_dict()
+    assert state.keys() == reference.keys()
+    for name, tensor in state.items():
         # AdamW divides by the root of squares: where gradients are near 0, sums in another order show most.
         torch.testing.assert_close(tensor, reference[name], rtol=1e-7, atol=1e-9, msg=f"{name} differs")
     cut = [name for name, piece in model.named_parameters() if local_numel(piece) < reference[name].numel()]

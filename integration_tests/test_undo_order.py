@@ -26,6 +26,6 @@ def test_undo_of_a_handle_while_bridged_is_refused(ranks: Ranks) -> None:
     model(*new_batches(1)[0]).backward()
     tp_ddp_bridge.undo_dp_transform(model)
     handle.undo()
-    wanted = new_model().state_dict()
+    expected = new_model().state_dict()
     state = model.state_dict()
-    assert sum(torch.equal(state[name], value) for name, value in wanted.items()) == len(wanted) == len(state)
+    assert sum(torch.equal(state[name], value) for name, value in expected.items()) == len(expected) == len(state)

@@ -33,11 +33,11 @@ OUT = repo.ROOT / "docs" / "benchmarks"
 
 def scripts(names: list[str]) -> list[tuple[str, Path]]:
     """(page, script) of every benchmark of the named packages."""
-    found = {name: sorted((p.path / "benchmarks").glob("bench_*.py")) for name, p in repo.packages().items()}
-    unknown = [name for name in names if name not in found]
+    scripts_of = {name: sorted((p.path / "benchmarks").glob("bench_*.py")) for name, p in repo.packages().items()}
+    unknown = [name for name in names if name not in scripts_of]
     if unknown:
-        raise SystemExit(f"bench: no benchmarks of {', '.join(unknown)}; there are {', '.join(found)}")
-    return [(name, script) for name in names or found for script in found[name]]
+        raise SystemExit(f"bench: no benchmarks of {', '.join(unknown)}; there are {', '.join(scripts_of)}")
+    return [(name, script) for name in names or scripts_of for script in scripts_of[name]]
 
 
 def machine() -> str:

@@ -26,9 +26,9 @@ def hatch_build(source: Path, into: Path, *options: str) -> dict[str, str]:
     variables = os.environ | {"HATCH_DATA_DIR": str(HATCH_DATA)}  # no build environment of another checkout is used
     variables.pop("UV_PYTHON", None)  # nox sets it, and hatch would then install into nox's environment, not its own
     command = ["hatch", "build", *options, str(into)]
-    done = subprocess.run(command, cwd=source, check=False, env=variables, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{source}: {' '.join(command)}\n{done.stdout}{done.stderr}")
+    completed = subprocess.run(command, cwd=source, check=False, env=variables, capture_output=True, text=True)
+    if completed.returncode != 0:
+        raise SystemExit(f"{source}: {' '.join(command)}\n{completed.stdout}{completed.stderr}")
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(into.iterdir())}
 
 
@@ -41,18 +41,20 @@ def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
     with tarfile.open(sdist) as tar:
         tar.extractall(folder / "sdist", filter="data")
     (unpacked,) = (folder / "sdist").iterdir()
-    again = hatch_build(unpacked, folder / "from-sdist", "-t", "wheel")
-    wrong += [f"{name}: the wheel from the sdist differs" for name, digest in again.items() if digest != first[name]]
+    rebuilt = hatch_build(unpacked, folder / "from-sdist", "-t", "wheel")
+    wrong += [f"{name}: the wheel from the sdist differs" for name, digest in rebuilt.items() if digest != first[name]]
     wheel = next((folder / "first").glob("*.whl"))
     wrong += source_problems(package, wheel, sdist)
-    wrong += unpublishable([wheel, sdist])
+    twine = [sys.executable, "-W", "error", "-m", "twine", "--no-color", "check", "--strict", str(wheel), str(sdist)]
+    completed = subprocess.run(twine, check=False, capture_output=True, text=True)  # metadata and the rendered README
+    wrong += [f"twine check: {completed.stdout}{completed.stderr}"] * (completed.returncode != 0)
     return folder / "first", wrong
 
 
 def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str]:
     """Each source, linked ones too, is one plain file of sdist and wheel."""
     source = package.path / "src"
-    wanted = {str(file.relative_to(source)): file.read_bytes() for file in repo.source_files(source)}
+    expected = {str(file.relative_to(source)): file.read_bytes() for file in repo.source_files(source)}
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
         endings = ("/py.typed", ".dist-info/licenses/LICENSE")
@@ -65,19 +67,12 @@ def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str
                 links.append(f"{sdist.name}: {name} is a link")
             elif name and (file := tar.extractfile(member)) is not None:
                 in_sdist[name] = file.read()
-    wrong = links + [f"{package.dist} has no shared source"] * (not any("/_shared/" in name for name in wanted))
+    wrong = links + [f"{package.dist} has no shared source"] * (not any("/_shared/" in name for name in expected))
     wrong += [f"{wheel.name} has no {end}" for end in missing]
     for built, contents in ((wheel, in_wheel), (sdist, in_sdist)):
-        differing = [name for name in {*wanted, *contents} if wanted.get(name) != contents.get(name)]
+        differing = [name for name in {*expected, *contents} if expected.get(name) != contents.get(name)]
         wrong += [f"{built.name}: {name} is not the tree's" for name in sorted(differing)]
     return wrong
-
-
-def unpublishable(files: list[Path]) -> list[str]:
-    """What `twine check --strict` says against metadata and the rendered README."""
-    command = [sys.executable, "-W", "error", "-m", "twine", "--no-color", "check", "--strict", *map(str, files)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    return [] if done.returncode == 0 else [f"twine check: {done.stdout}{done.stderr}"]
 
 
 def main() -> int:

@@ -59,32 +59,32 @@ def pages() -> list[Path]:
 def blocks(page: Path) -> list[Block]:
     if page.suffix == ".ipynb":
         return _cells(page)
-    found = []
+    fenced = []
     text = page.read_text()
     for match in FENCE.finditer(text):
         how = (match["how"] or "").split()
         ranks = int(how[1]) if how[:1] == ["torchrun"] else 0
         output = OUTPUT.match(text, match.end())
         file = how[0] if match["verb"] == "file" else None
-        found.append(Block(page, match["language"], match["code"], ranks, output[1] if output else None, file))
-    return found
+        fenced.append(Block(page, match["language"], match["code"], ranks, output[1] if output else None, file))
+    return fenced
 
 
 def _cells(notebook: Path) -> list[Block]:
     """The code cells of a notebook. `%%writefile NAME` makes a file; `!COMMAND` runs between the cells around it."""
-    found = []
+    cells = []
     for cell in json.loads(notebook.read_text())["cells"]:
         code = "".join(cell["source"])
         if cell["cell_type"] != "code":
             continue
         if code.startswith("%%writefile "):
             first, code = code.split("\n", 1)
-            found.append(Block(notebook, "python", code, 0, file=first.split()[1]))
+            cells.append(Block(notebook, "python", code, 0, file=first.split()[1]))
         else:
             shell = "import subprocess\nsubprocess.run({!r}, shell=True, check=True)"
             lines = [shell.format(line[1:]) if line.startswith("!") else line for line in code.splitlines()]
-            found.append(Block(notebook, "python", "\n".join(lines) + "\n", 0))
-    return found
+            cells.append(Block(notebook, "python", "\n".join(lines) + "\n", 0))
+    return cells
 
 
 def run_page(page: Path) -> tuple[int, list[str], list[str]]:
@@ -120,10 +120,10 @@ def _run_python(found: list[Block], ranks: int, page: Path, folder: Path) -> lis
     end = "\nimport os, sys\nsys.stdout.flush(), sys.stderr.flush()\nos._exit(0)\n" if ranks else ""
     script.write_text(f"\nprint({BETWEEN!r})\n".join(block.code for block in found) + end)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    done = _call([sys.executable, *launch, str(script)], folder)
-    failed = _failure(done, page)
+    completed = _call([sys.executable, *launch, str(script)], folder)
+    failed = _failure(completed, page)
     if not failed and not ranks:
-        printed = done.stdout.split(BETWEEN + "\n")
+        printed = completed.stdout.split(BETWEEN + "\n")
         for block, text in zip(found, printed, strict=True):
             if block.output is not None and _plain(text) != _plain(block.output):
                 failed.append(f"{page.relative_to(repo.ROOT)} shows another output than this:\n{text}")
@@ -143,8 +143,8 @@ def _run_commands(commands: list[str], page: Path, folder: Path) -> list[str]:
 
 
 def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # notebooks call torchrun
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "PATH": here}
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # notebooks call torchrun
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "PATH": search_path}
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -196,12 +196,12 @@ def widths(site: Path) -> int:
     with tempfile.TemporaryDirectory() as profile:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
         command = [browser, *flags, f"--user-data-dir={profile}", "--dump-dom", frames.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     frames.unlink()
-    shown = re.findall(r"^(?:.*>)?(\d+) (\d+) (\S+)$", done.stdout, re.MULTILINE)
-    wide = [f"widths: {page}: {right} pixels at {width}" for width, right, page in shown if int(right) > int(width)]
-    wide += [] if len(shown) == len(loads) > 0 else [f"widths: {len(shown)} of {len(loads)} pages were shown"]
-    print("\n".join(wide) or f"widths: {len(shown)} pages at 390 and 1,280 pixels, nothing cut")
+    measured = re.findall(r"^(?:.*>)?(\d+) (\d+) (\S+)$", completed.stdout, re.MULTILINE)
+    wide = [f"widths: {page}: {right} pixels at {width}" for width, right, page in measured if int(right) > int(width)]
+    wide += [] if len(measured) == len(loads) > 0 else [f"widths: {len(measured)} of {len(loads)} pages were shown"]
+    print("\n".join(wide) or f"widths: {len(measured)} pages at 390 and 1,280 pixels, nothing cut")
     return 1 if wide else 0
 
 

@@ -88,9 +88,9 @@ def check(commands: list[str], folder: Path, dist: Path) -> str:
         words = shlex.split(text.removeprefix("pip "))
         environment.pip(*(part for word in words for part in _glob(word)))
     environment.pip("check")
-    wanted = [repo.packages()[name].module for name in named(commands)]
-    others = [package.module for package in repo.packages().values() if package.module not in wanted]
-    call = [str(environment.python), "-c", IMPORTS, ",".join(wanted), ",".join(others)]
+    modules = [repo.packages()[name].module for name in named(commands)]
+    others = [package.module for package in repo.packages().values() if package.module not in modules]
+    call = [str(environment.python), "-c", IMPORTS, ",".join(modules), ",".join(others)]
     return _run(call, cwd=folder)
 
 
@@ -100,10 +100,10 @@ def _glob(word: str) -> list[str]:
 
 def _run(command: list[str], cwd: Path = repo.ROOT) -> str:
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"install: {shlex.join(command)}\n{done.stdout}{done.stderr}")
-    return done.stdout.strip()
+    completed = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise SystemExit(f"install: {shlex.join(command)}\n{completed.stdout}{completed.stderr}")
+    return completed.stdout.strip()
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run this repository's sessions on a machine that has nothing but CPython >= 3.11 and pip.
+"""Run this repository's sessions with nothing but CPython >= 3.11 and pip.
 
     python3 tools/dev.py                 the tests: nox's default sessions
     python3 tools/dev.py demo            the main job, on four ranks
@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
 def install_nox() -> None:
     """Install the pinned nox, unless this interpreter did so before; CPython without ensurepip has pip at the most."""
     stamp = LIBRARY / "pins.txt"
-    wanted = "\n".join((sys.version, *PINS))
-    if stamp.exists() and stamp.read_text() == wanted:
+    pins = "\n".join((sys.version, *PINS))
+    if stamp.exists() and stamp.read_text() == pins:
         return
     # Not to stdout, where `--list --json` writes.
     print(f"dev.py: making {LIBRARY.relative_to(ROOT)}/ with {', '.join(PINS)} ...", file=sys.stderr)
@@ -53,7 +53,7 @@ def install_nox() -> None:
     if subprocess.call([*pip, *PINS]) != 0:
         shutil.rmtree(LIBRARY, ignore_errors=True)
         raise SystemExit("dev.py: pip could not install " + ", ".join(PINS))
-    stamp.write_text(wanted)
+    stamp.write_text(pins)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def raised(rows: set[str]) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def page(rows: dict[str, dict[str, str]], users: dict[str, set[str]]) -> str:
-    """A heading for each code, so that the site and GitHub both make it an anchor."""
+    """A heading for each code: the site and GitHub both make it an anchor."""
     parts = [HEAD]
     for code, row in sorted(rows.items()):
         packages = ", ".join(sorted(users[code]))

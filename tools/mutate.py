@@ -90,8 +90,8 @@ class Bridge:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{t}" for t in tests)]
         path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
         variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=self.package, env=variables, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout
+        process = subprocess.run(command, cwd=self.package, env=variables, capture_output=True, text=True, check=False)
+        return process.returncode, process.stdout
 
 
 class Rules:

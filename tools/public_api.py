@@ -20,38 +20,34 @@ LISTS = repo.ROOT / "docs" / "api"
 
 def load(package: repo.Package) -> griffe.Module:
     """A package's sources."""
-    found = griffe.load(package.module, search_paths=[str(package.path / "src")])
-    if not isinstance(found, griffe.Module):
+    module = griffe.load(package.module, search_paths=[str(package.path / "src")])
+    if not isinstance(module, griffe.Module):
         raise TypeError(f"{package.module} is not a module")
-    return found
+    return module
 
 
 def exported(module: griffe.Module) -> dict[str, griffe.Object | griffe.Alias]:
     """What `__all__` names, and public submodules beside it; other distributions' names stay aliases to nowhere."""
-    found = {name: module.members[name] for name in sorted(map(str, module.exports or []))}
+    members = {name: module.members[name] for name in sorted(map(str, module.exports or []))}
     for below in repo.PUBLIC_SUBMODULES:
         inner = module.members.get(below)
         if isinstance(inner, griffe.Module):
-            found |= {f"{below}.{name}": member for name, member in exported(inner).items() if name not in found}
-    return found
+            members |= {f"{below}.{name}": member for name, member in exported(inner).items() if name not in members}
+    return members
 
 
-def listing(module: griffe.Module) -> list[str]:
-    """A line for each public name, and for each public method and attribute of a public class."""
-    return [line for name, found in exported(module).items() for line in _lines(name, found)]
-
-
-def _lines(name: str, found: griffe.Object | griffe.Alias) -> Iterator[str]:
+def _lines(name: str, member: griffe.Object | griffe.Alias) -> Iterator[str]:
+    """A line for a public name, and for each public method and attribute of a class."""
     try:
-        target = found.final_target if isinstance(found, griffe.Alias) else found
+        target = member.final_target if isinstance(member, griffe.Alias) else member
     except griffe.AliasResolutionError as error:
         yield f"{name} = {error.alias.target_path}"
         return
     if isinstance(target, griffe.Class):
         yield f"class {name}" + (f"({', '.join(map(str, target.bases))})" if target.bases else "")
-        for key, member in sorted(target.members.items()):
+        for key, inner in sorted(target.members.items()):
             if key == "__init__" or not key.startswith("_"):
-                yield from _lines(f"{name}.{key}", member)
+                yield from _lines(f"{name}.{key}", inner)
     elif isinstance(target, griffe.Function):
         text: str = target.signature(name=name)
         yield f"def {text}"
@@ -65,16 +61,17 @@ def check(write: bool) -> int:
     """Compare the lists with the sources, or write them."""
     wrong = 0
     for package in repo.packages().values():
-        file, wanted = LISTS / f"{package.dist}.txt", "\n".join(listing(load(package))) + "\n"
+        lines = [line for name, member in exported(load(package)).items() for line in _lines(name, member)]
+        file, expected = LISTS / f"{package.dist}.txt", "\n".join(lines) + "\n"
         if write:
             LISTS.mkdir(parents=True, exist_ok=True)
-            file.write_text(wanted)
-        found = file.read_text() if file.exists() else ""
-        lines = list(difflib.unified_diff(found.splitlines(), wanted.splitlines(), n=0, lineterm=""))
-        if lines:
+            file.write_text(expected)
+        committed = file.read_text() if file.exists() else ""
+        changes = list(difflib.unified_diff(committed.splitlines(), lines, n=0, lineterm=""))
+        if changes:
             wrong += 1
             print(f"{file.name} is not what {package.dist} exports; if that is meant: tools/public_api.py --write")
-            print("\n".join(lines[2:]))
+            print("\n".join(changes[2:]))
     print(f"public API: {len(repo.packages())} packages, {wrong} differ from their lists")
     return 1 if wrong else 0
 

@@ -73,15 +73,15 @@ def read_package(path: Path) -> Package:
 @functools.cache
 def packages() -> dict[str, Package]:
     """Every package, by distribution name, dependencies before dependents."""
-    found = {p.dist: p for p in map(read_package, sorted((ROOT / "packages").iterdir()))}
+    by_dist = {p.dist: p for p in map(read_package, sorted((ROOT / "packages").iterdir()))}
     ordered: dict[str, Package] = {}
 
     def visit(package: Package) -> None:
-        for sibling in _siblings(package.requirements, found):
-            visit(found[sibling])
+        for sibling in _siblings(package.requirements, by_dist):
+            visit(by_dist[sibling])
         ordered.setdefault(package.dist, package)
 
-    for package in found.values():
+    for package in by_dist.values():
         visit(package)
     return ordered
 
@@ -92,29 +92,29 @@ def _siblings(requirements: tuple[str, ...], among: dict[str, Package]) -> list[
 
 def closure(dist: str) -> list[str]:
     """`dist` and every sibling that it needs, dependencies first."""
-    wanted = {dist}
+    names = {dist}
     for name in reversed(packages()):
-        if name in wanted:
-            wanted.update(_siblings(packages()[name].requirements, packages()))
-    return [name for name in packages() if name in wanted]
+        if name in names:
+            names.update(_siblings(packages()[name].requirements, packages()))
+    return [name for name in packages() if name in names]
 
 
 def test_closure(dist: str) -> list[str]:
     """The closure, with the siblings that only the package's tests of its extras use."""
     package = packages()[dist]
     optional = _siblings(package.test_requirements, packages())
-    wanted = {name for top in (dist, *optional) for name in closure(top)}
-    return [name for name in packages() if name in wanted]
+    names = {name for top in (dist, *optional) for name in closure(top)}
+    return [name for name in packages() if name in names]
 
 
 def dependents(dist: str) -> list[str]:
     """The siblings that need `dist`, directly or through an extra."""
-    found = []
+    declaring = []
     for name, package in packages().items():
         requirements = (*package.requirements, *(r for _, extra in package.extras for r in extra))
         if name != dist and dist in map(requirement_name, requirements):
-            found.append(name)
-    return found
+            declaring.append(name)
+    return declaring
 
 
 def git(*args: str, cwd: Path | None = None) -> str:

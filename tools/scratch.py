@@ -36,9 +36,9 @@ class Clone:
         variables = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
         variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables["PATH"]])
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=self.path, env=variables, capture_output=True, text=True, check=False)
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        completed = subprocess.run(command, cwd=self.path, env=variables, capture_output=True, text=True, check=False)
+        assert completed.returncode == status, completed.stdout + completed.stderr
+        return completed.stdout + completed.stderr
 
     def release(self, name: str, segment: str, day: str = "2026-12-01") -> str:
         """Run `release.py`, commit and tag as it says; returns what it printed."""

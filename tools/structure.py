@@ -1,4 +1,4 @@
-"""Hold packages and tools to a number of lines and of exports, and to three rules.
+"""Bound the lines and exports of packages and tools, and check three rules.
 
     python tools/structure.py           fails where there are more lines or exports than `structure.toml` allows, and
                                         where a source breaks a rule that neither ruff nor import-linter knows

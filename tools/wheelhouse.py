@@ -26,7 +26,7 @@ def build_current(names: Sequence[str]) -> Path:
 
 
 def build_released(tags: Mapping[str, str]) -> Path:
-    """A folder with one wheel of each package, built from the release tag given for it."""
+    """A folder with one wheel of each package, built from its given release tag."""
     trees = released_trees(tags)
     return _build({name: tree / "packages" / name for name, tree in trees.items()})
 
@@ -74,15 +74,15 @@ def not_admitted(package: str, version: str, trees: Mapping[str, Path]) -> dict[
     """Released dependents whose requirement leaves `version` of `package` out, with what they ask."""
     from packaging.requirements import Requirement  # of nox, and of pytest
 
-    found = {}
+    refused = {}
     for name, tree in trees.items():
         released = repo.read_package(tree / "packages" / name)
         asked = [*released.requirements, *(r for _, extra in released.extras for r in extra)]
-        wanted = [Requirement(r) for r in asked if repo.requirement_name(r) == package]
-        outside = [str(r) for r in wanted if not r.specifier.contains(version, prereleases=True)]
+        requirements = [Requirement(r) for r in asked if repo.requirement_name(r) == package]
+        outside = [str(r) for r in requirements if not r.specifier.contains(version, prereleases=True)]
         if outside:
-            found[name] = outside[0]
-    return found
+            refused[name] = outside[0]
+    return refused
 
 
 def lower_bound(requirement: str) -> str:
@@ -97,13 +97,13 @@ def lower_bound(requirement: str) -> str:
 def oldest_tag(name: str, for_package: str) -> str:
     """The oldest release tag of `name` that satisfies what `for_package` asks of it."""
     tags = repo.release_tags(name)
-    wanted = next(r for r in repo.packages()[for_package].requirements if repo.requirement_name(r) == name)
-    bound = re.search(r">=\s*([0-9.]+)", wanted)
+    requirement = next(r for r in repo.packages()[for_package].requirements if repo.requirement_name(r) == name)
+    bound = re.search(r">=\s*([0-9.]+)", requirement)
     least = _key(bound.group(1)) if bound else []
     fitting = [tag for tag in tags if _key(tag.removeprefix(f"{name}-v")) >= least]
     if not fitting:
         raise SystemExit(
-            f"oldest: no release tag of {name} fits {wanted!r}; release it first: nox -s release -- {name} minor"
+            f"oldest: no release tag of {name} fits {requirement!r}; release it first: nox -s release -- {name} minor"
         )
     return fitting[0]
 
@@ -119,17 +119,11 @@ def _build(sources: Mapping[str, Path]) -> Path:
         return target
     HOUSE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=HOUSE) as fresh:
+        uv = shutil.which("uv")
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", fresh]
+        build_wheel = [uv, "build", "--quiet", "--wheel", "--out-dir", fresh] if uv else pip
         for path in sources.values():
-            build_wheel(path, Path(fresh))
+            subprocess.run([*build_wheel, str(path)], check=True)
         Path(fresh).rename(target)
         Path(fresh).mkdir()  # the context manager removes what it made
     return target
-
-
-def build_wheel(path: Path, into: Path) -> None:
-    """Build a wheel with uv where it is there, else with pip."""
-    uv = shutil.which("uv")
-    command = [uv, "build", "--quiet", "--wheel", "--out-dir", str(into), str(path)] if uv else [
-        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(into), str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True)

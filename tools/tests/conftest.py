@@ -1,4 +1,4 @@
-"""The tools are importable, and a clone of the repository is there to try releases in."""
+"""The tools on the import path, and a clone to try releases in."""
 
 from __future__ import annotations
 

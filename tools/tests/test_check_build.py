@@ -1,4 +1,4 @@
-"""A wheel or sdist that misses a linked source, changes it or holds a link is refused."""
+"""Refused: a wheel or sdist without a linked source, or with a changed one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INFO = {"x-1.dist-info/licenses/LICENSE": b""}
 def built(
     folder: Path, wheel: dict[str, bytes], sdist: dict[str, bytes], link: str = ""
 ) -> tuple[repo.Package, Path, Path]:
-    """A package of two files, one behind a link, and a wheel and an sdist of what is given."""
+    """A package of two files, one behind a link, with its wheel and sdist."""
     (folder / "shared").mkdir()
     (folder / "shared" / "problems.py").write_bytes(FILES["x/_shared/problems.py"])
     (folder / "src" / "x").mkdir(parents=True)

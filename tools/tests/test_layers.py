@@ -1,4 +1,4 @@
-"""The contracts for import-linter find what they are for, in copies of the packages that break each of them."""
+"""Each contract of import-linter is broken by a copy with its mistake."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_each_contract_is_broken_by_what_it_is_for(tmp_path: Path) -> None:
     config = tmp_path / "pyproject.toml"
     config.write_text(layers.configuration())
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache", "--config", str(config)]
-    done = subprocess.run(
+    lint = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    outcomes = {name: state for name, _, state in (line.rpartition(" ") for line in done.stdout.splitlines())}
-    assert {name for name, state in outcomes.items() if state == "BROKEN"} == BROKEN, done.stdout + done.stderr
+    outcomes = {name: state for name, _, state in (line.rpartition(" ") for line in lint.stdout.splitlines())}
+    assert {name for name, state in outcomes.items() if state == "BROKEN"} == BROKEN, lint.stdout + lint.stderr
     assert sum(state == "KEPT" for state in outcomes.values()) >= 4 * len(repo.packages()) - len(BROKEN) - 1

@@ -88,7 +88,7 @@ def test_a_pin_file_that_leaves_a_package_out_is_refused(tmp_path: Path) -> None
 
 
 def test_the_tags_of_one_commit_stand_beside_each_other(clone: Clone) -> None:
-    """All first releases were of one commit, and each tree that was written removed the one before."""
+    """All first releases share a commit; each tree removes the one before."""
     tags = {name: f"{name}-v0.1.0" for name in ("shard-spec", "tp-styles")}
     for tag in tags.values():
         clone.git("tag", tag)

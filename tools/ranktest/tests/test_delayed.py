@@ -1,4 +1,4 @@
-"""The delayed group finds early reads, buffers that are touched in flight, and handles nobody waits for."""
+"""The delayed group finds early reads, touched buffers, and handles without a wait."""
 
 from __future__ import annotations
 

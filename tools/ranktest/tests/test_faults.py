@@ -1,4 +1,4 @@
-"""An exception, a hang and a death of one rank are reported with every rank's story, and the next test passes."""
+"""One rank's exception, hang or death is reported, and the next test passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_sample(folder: Path, *options: str, launch: tuple[str, ...] = ()) -> tup
     (folder / "test_faults.py").write_text(SAMPLE.read_text())
     (folder / "pytest.ini").write_text(INI)
     command = [sys.executable, *launch, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "ranktest.plugin"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, "test_faults.py", *options],
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -29,7 +29,7 @@ def run_sample(folder: Path, *options: str, launch: tuple[str, ...] = ()) -> tup
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=300,
     )
-    return done.stdout, done.returncode
+    return completed.stdout, completed.returncode
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
 
 def story(output: str, test: str) -> str:
     """The part of the report about one failure."""
-    found = re.search(rf"^_+ {re.escape(test)} _+$(.*?)(?=^_{{5,}} |^=====)", output, re.DOTALL | re.MULTILINE)
-    assert found, output
-    return found[1]
+    match = re.search(rf"^_+ {re.escape(test)} _+$(.*?)(?=^_{{5,}} |^=====)", output, re.DOTALL | re.MULTILINE)
+    assert match, output
+    return match[1]
 
 
 def outcome(output: str, test: str) -> str:
-    found = re.findall(rf"::{re.escape(test)} (PASSED|FAILED|SKIPPED|ERROR)", output)
-    assert len(found) == 1, output
-    return str(found[0])
+    outcomes = re.findall(rf"::{re.escape(test)} (PASSED|FAILED|SKIPPED|ERROR)", output)
+    assert len(outcomes) == 1, output
+    return str(outcomes[0])
 
 
 def test_exit_code_and_counts(run: tuple[str, int]) -> None:
@@ -58,29 +58,29 @@ def test_exit_code_and_counts(run: tuple[str, int]) -> None:
 
 def test_exception_on_one_rank(run: tuple[str, int]) -> None:
     output, _ = run
-    found = story(output, "test_raises")
-    assert "rank 0: silent: stack below, then killed" in found
-    assert "rank 1: failed: AssertionError: assert {'" in found
-    assert "{'other': 1} != {'other': 0}" in found, "asserts are rewritten"
-    assert re.search(r"rank 0: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_raises", found)
-    assert "printed by rank 0" in found
-    assert "printed by rank 1" in found
+    text = story(output, "test_raises")
+    assert "rank 0: silent: stack below, then killed" in text
+    assert "rank 1: failed: AssertionError: assert {'" in text
+    assert "{'other': 1} != {'other': 0}" in text, "asserts are rewritten"
+    assert re.search(r"rank 0: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_raises", text)
+    assert "printed by rank 0" in text
+    assert "printed by rank 1" in text
 
 
 def test_hang_on_one_rank(run: tuple[str, int]) -> None:
     output, _ = run
-    found = story(output, "test_hangs")
-    assert "ranks [1] of 2 did not finish in time" in found
-    assert "rank 0: passed" in found
-    assert re.search(r"rank 1: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_hangs", found)
+    text = story(output, "test_hangs")
+    assert "ranks [1] of 2 did not finish in time" in text
+    assert "rank 0: passed" in text
+    assert re.search(r"rank 1: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_hangs", text)
     assert outcome(output, "test_after_hangs") == "PASSED"
 
 
 def test_death_of_one_rank(run: tuple[str, int]) -> None:
     output, _ = run
-    found = story(output, "test_dies")
-    assert "rank 1 of 2 died: exit code 3" in found
-    assert re.search(r"rank 0: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_dies", found)
+    text = story(output, "test_dies")
+    assert "rank 1 of 2 died: exit code 3" in text
+    assert re.search(r"rank 0: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_dies", text)
     assert outcome(output, "test_after_dies") == "PASSED"
 
 
@@ -105,7 +105,7 @@ def test_fixture_that_does_not_pickle(run: tuple[str, int]) -> None:
 
 
 def test_torchrun_says_how_many_ranks_there_are(tmp_path: Path) -> None:
-    """Three ranks do not fit into its two, what can run on one or two runs on two, and one process reports."""
+    """Under two processes: three ranks are left out, one or two run, one process reports."""
     output, code = run_sample(tmp_path, "-k", "three or sizes or warns", launch=TORCHRUN)
     assert code == 1
     assert "test_faults.py::test_three: needs 3 ranks, there are 2" in output

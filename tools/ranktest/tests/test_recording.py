@@ -120,8 +120,8 @@ def test_functional_collectives(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_object_collectives_are_recorded_and_gather_is_not(ranks: Ranks) -> None:
     with ranks.record() as log:
-        found = [None, None]
-        dist.all_gather_object(found, {"rank": ranks.rank})
+        gathered = [None, None]
+        dist.all_gather_object(gathered, {"rank": ranks.rank})
     assert log.ops == ("all_gather", "all_gather")  # sizes, then pickles
     with ranks.record(allow_empty=True) as log:
         assert ranks.gather("x") == ["x", "x"]

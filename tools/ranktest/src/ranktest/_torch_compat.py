@@ -27,13 +27,13 @@ NAMESPACE = "c10d"
 @functools.cache
 def collective_schemas() -> dict[str, list[str]]:
     """Operator name -> names of its arguments, for every c10d operator with a group."""
-    found = {}
+    schemas = {}
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         arguments = [argument.name for argument in schema.arguments]
         if namespace == NAMESPACE and "process_group" in arguments:
-            found[name] = arguments
-    return found
+            schemas[name] = arguments
+    return schemas
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def real_tensors() -> Any:
 
 
 def _renamed(module: Any, new: str, old: str) -> Any:
-    """A function by its name in 2.13, where the older name warns, else by the older."""
+    """A function by its name in 2.13, or by its older one."""
     return getattr(module, new) if hasattr(module, new) else getattr(module, old)
 
 

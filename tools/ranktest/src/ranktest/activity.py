@@ -54,12 +54,12 @@ class Rest:
 
 def core_seconds(leader: int) -> dict[int, tuple[float, float]]:
     """Seconds that each process of a group has used a core, and waited for one; none where there is no `/proc`."""
-    found = {}
+    seconds = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[2]) == leader:
                 # Its own, and of its children that have ended; then what its threads waited.
                 waits = [(task / "schedstat").read_text().split()[1] for task in (folder / "task").iterdir()]
-                found[int(folder.name)] = sum(map(int, fields[11:15])) / TICKS_PER_S, sum(map(int, waits)) / 1e9
-    return found
+                seconds[int(folder.name)] = sum(map(int, fields[11:15])) / TICKS_PER_S, sum(map(int, waits)) / 1e9
+    return seconds

@@ -89,7 +89,7 @@ def load_module(path: str) -> ModuleType:
 
 
 def become_rank(job: Job, meeting: Meeting, channel: Connection) -> NoReturn:
-    """Be one rank of a job in this freshly forked process, answer on `channel`, and end."""
+    """Run one rank of a job in this forked process, answer on `channel`, and end."""
     code = 70
     try:
         process.die_with_parent()
@@ -168,12 +168,12 @@ def _nothing_ignored() -> Iterator[None]:
 
 
 def _function(module: ModuleType, qualname: tuple[str, ...]) -> Any:
-    found: Any = module
+    target: Any = module
     for name in qualname:
-        if isinstance(found, type):
-            found = found()
-        found = getattr(found, name)
-    return found
+        if isinstance(target, type):
+            target = target()
+        target = getattr(target, name)
+    return target
 
 
 def _seed(seed: int) -> None:

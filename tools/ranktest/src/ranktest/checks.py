@@ -32,9 +32,15 @@ class GlooChecks:
                 sizes = sent_and_expected(call)
             except ValueError as error:
                 problem = str(error)
-            told = _exchange(call, sizes).tolist()
-            problem = problem or _others_refuse(told, call.global_ranks) or disagreements(told, call.global_ranks)
-            if problem:
+            table = torch.empty(call.size, len(sizes), dtype=torch.int64)
+            row, group = torch.tensor([sizes]), call.arguments["process_group"]
+            arguments = {"output_tensor": table, "input_tensor": row, "process_group": group}
+            _, work = intercept.unseen("_allgather_base_", arguments, row.device)
+            compat.unbox_work(work).wait()
+            if refused := [rank for rank, row in zip(call.global_ranks, table.tolist(), strict=True) if row[0] < 0]:
+                others = f"refused on ranks {refused}, whose tensors or splits do not fit; their errors say why"
+                raise ValueError(f"all_to_all_single: {problem or others}")
+            if problem := disagreements(table.tolist(), call.global_ranks):
                 raise ValueError(f"all_to_all_single: {problem}")
         return execute(call.arguments)
 
@@ -45,7 +51,7 @@ def sent_and_expected(call: Call) -> list[int]:
     Raises:
         ValueError: non-contiguous tensors, or split sizes that do not fit them.
     """
-    found = []
+    sizes_sent = []
     for side in ("input", "output"):
         tensor, splits = call.arguments[side], list(call.arguments[f"{side}_split_sizes"])
         what = f"{side} {list(tensor.shape)}"
@@ -64,33 +70,17 @@ def sent_and_expected(call: Call) -> list[int]:
                 "would leave rows out. Pass split sizes."
             )
         row_bytes = tensor.numel() * tensor.element_size() // rows if rows else 0
-        found += [size * row_bytes for size in splits or [rows // call.size] * call.size]
-    return found
+        sizes_sent += [size * row_bytes for size in splits or [rows // call.size] * call.size]
+    return sizes_sent
 
 
-def _exchange(call: Call, own: list[int]) -> torch.Tensor:
-    row = torch.tensor([own], dtype=torch.int64)
-    told = torch.empty(call.size, len(own), dtype=torch.int64)
-    group = call.arguments["process_group"]
-    _, work = intercept.unseen(
-        "_allgather_base_", {"output_tensor": told, "input_tensor": row, "process_group": group}, row.device
-    )
-    compat.unbox_work(work).wait()
-    return told
-
-
-def _others_refuse(told: list[list[int]], ranks: tuple[int, ...]) -> str:
-    refused = [rank for rank, row in zip(ranks, told, strict=True) if row[0] < 0]
-    return f"refused on ranks {refused}, whose tensors or splits do not fit; their errors say why" if refused else ""
-
-
-def disagreements(told: list[list[int]], ranks: tuple[int, ...]) -> str:
-    """Pairs whose sender and receiver differ; `told[r]` is rank r's bytes to each rank, then from each rank."""
+def disagreements(sizes: list[list[int]], ranks: tuple[int, ...]) -> str:
+    """Pairs whose sender and receiver differ; `sizes[r]` is rank r's bytes to each rank, then from each rank."""
     size = len(ranks)
     pairs = [
-        f"rank {ranks[a]} sends {told[a][b]} bytes to rank {ranks[b]}, which expects {told[b][size + a]}"
+        f"rank {ranks[a]} sends {sizes[a][b]} bytes to rank {ranks[b]}, which expects {sizes[b][size + a]}"
         for a in range(size)
         for b in range(size)
-        if told[a][b] != told[b][size + a]
+        if sizes[a][b] != sizes[b][size + a]
     ]
     return "\n  ".join(["split sizes disagree between ranks:", *pairs]) if pairs else ""

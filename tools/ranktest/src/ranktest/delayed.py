@@ -100,14 +100,14 @@ class Transfer:
 
     def touched(self) -> list[str]:
         """What was done to the buffers since they were issued."""
-        found = []
+        tensors = []
         for tensor, before in self.reads:
             if not _same_bytes(tensor, before):
-                found.append(f"its input {_shape(tensor)} was changed between issue and wait()")
+                tensors.append(f"its input {_shape(tensor)} was changed between issue and wait()")
         for (tensor, _), version in zip(self.writes, self.versions, strict=True):
             if _version(tensor) != version or not _same_bytes(tensor, _poison(tensor.detach().clone())):
-                found.append(f"its output {_shape(tensor)} was written between issue and wait()")
-        return found
+                tensors.append(f"its output {_shape(tensor)} was written between issue and wait()")
+        return tensors
 
     def deliver(self) -> None:
         """Copy the results to where the caller expects them."""
@@ -213,8 +213,8 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 
 def _version(tensor: torch.Tensor) -> int:
     """The count of in-place changes, since NaN plus one is the same NaN; all views of a storage share one count."""
-    whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    return tensor._version if whole and not tensor.is_inference() else 0
+    is_full_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return tensor._version if is_full_storage and not tensor.is_inference() else 0
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def fake_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 class FakeCudaError(RuntimeError):
-    """A program did on its device what would be wrong or slow on a real one."""
+    """A program did what would be wrong or slow on a real device."""
 
 
 def _check_device(what: Any, named: torch.device, device: torch.device) -> None:
@@ -166,11 +166,11 @@ def _basic(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[Any]]:
     """Apply ints, slices, None and Ellipsis of an index; return the view and the index tensors that are left."""
     aten = torch.ops.aten
     parts = list(index) if isinstance(index, tuple) else [index]
-    taken = sum(part is not None and part is not Ellipsis and not isinstance(part, bool) for part in parts)
+    num_dims = sum(part is not None and part is not Ellipsis and not isinstance(part, bool) for part in parts)
     view, dim, indices = tensor, 0, {}
     for part in parts:
         if part is Ellipsis:
-            dim += tensor.dim() - taken
+            dim += tensor.dim() - num_dims
         elif part is None:
             view, dim = aten.unsqueeze(view, dim), dim + 1
         elif isinstance(part, slice):

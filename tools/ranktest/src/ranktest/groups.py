@@ -15,16 +15,10 @@ from ranktest.job import Job, Meeting
 NCCL_MULTI_RANK = (2, 30)
 
 
-def device_of(job: Job, meeting: Meeting) -> torch.device:
-    """The device of a rank."""
-    if job.placement.device == "cpu":
-        return torch.device("cpu")
-    return torch.device(job.placement.device, meeting.rank // job.placement.ranks_per_gpu)
-
-
 def join(job: Job, meeting: Meeting) -> torch.device:
     """Make the default group of a test and return this rank's device; an accelerator is made current first."""
-    device = device_of(job, meeting)
+    on_cpu, index = job.placement.device == "cpu", meeting.rank // job.placement.ranks_per_gpu
+    device = torch.device("cpu") if on_cpu else torch.device(job.placement.device, index)
     os.environ.update(RANK=str(meeting.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(device.index or 0))
     bound = None
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What the pytest process asks the ranks to run, where they meet, and what each rank answers."""
+"""What the ranks run, where they meet, and what each rank answers."""
 
 from __future__ import annotations
 

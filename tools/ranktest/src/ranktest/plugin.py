@@ -100,17 +100,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take out what cannot run here, and remember why."""
-    kept = []
+    selected = []
     for item in items:
         why = _why_not(config, item)
         if why:
             config.stash[_NOT_RUN].append((item.nodeid, why))
         else:
-            kept.append(item)
-    if len(kept) < len(items):
-        kept_ids = {id(item) for item in kept}
+            selected.append(item)
+    if len(selected) < len(items):
+        kept_ids = {id(item) for item in selected}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept_ids])
-        items[:] = kept
+        items[:] = selected
 
 
 def _why_not(config: pytest.Config, item: pytest.Item) -> str:

@@ -100,7 +100,11 @@ class Pool:
         if not loaded["ok"]:
             raise RuntimeError(f"importing {job.path} for the ranks failed:\n{loaded['error']}")
         start = time.monotonic()
-        children = self._fork(job)
+        pipes = [Pipe() for _ in range(job.world_size)]
+        pids = self.ask({"do": "fork", "job": job}, [theirs.fileno() for _, theirs in pipes])["pids"]
+        for _, theirs in pipes:
+            theirs.close()
+        children = [Child(Member(rank), pid, pipes[rank][0]) for rank, pid in enumerate(pids)]
         folder = Path(job.folder)
         supervise.watch(children, folder, job.rest_s, self._reap)
         report = Report([child.member for child in children], time.monotonic() - start)
@@ -108,13 +112,6 @@ class Pool:
         outcomes = [member.outcome for member in report.members if member.outcome is not None]
         self.learnt = list(dict.fromkeys(name for outcome in outcomes for name in outcome.imported))
         return report
-
-    def _fork(self, job: Job) -> list[Child]:
-        pairs = [Pipe() for _ in range(job.world_size)]
-        pids = self.ask({"do": "fork", "job": job}, [theirs.fileno() for _, theirs in pairs])["pids"]
-        for _, theirs in pairs:
-            theirs.close()
-        return [Child(Member(rank), pid, pairs[rank][0]) for rank, pid in enumerate(pids)]
 
     def _reap(self, pids: list[int], timeout_s: float) -> dict[int, int | None]:
         ended: dict[int, int | None] = self.ask({"do": "reap", "pids": pids, "timeout_s": timeout_s})["ended"]

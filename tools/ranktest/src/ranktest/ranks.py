@@ -78,7 +78,7 @@ class Ranks:
 
     def gather(self, obj: T) -> list[T]:
         """All ranks' objects, in rank order, on every rank. Not recorded."""
-        found: list[Any] = [None] * self.world_size
+        gathered: list[Any] = [None] * self.world_size
         with intercept.unobserved():
-            dist.all_gather_object(found, obj)
-        return found
+            dist.all_gather_object(gathered, obj)
+        return gathered

@@ -73,15 +73,15 @@ def fate(member: Member) -> str:
 
 def trimmed(stack: str) -> str:
     """A dumped stack without the frames that lead to the test body."""
-    kept, skipping = [], False
+    lines_left, skipping = [], False
     for line in stack.splitlines():
         if not line.startswith("  File"):
             skipping = False
         elif "ranktest/body.py" in line.replace(os.sep, "/"):
             skipping = True
         if not skipping and not line.startswith("Extension modules:"):
-            kept.append(line)
-    return "\n".join(kept).strip()
+            lines_left.append(line)
+    return "\n".join(lines_left).strip()
 
 
 def ending(code: int | None) -> str:

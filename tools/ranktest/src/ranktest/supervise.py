@@ -76,10 +76,10 @@ def _collect(children: list[Child], rest_s: float) -> None:
     failed, deadline, rest = False, time.monotonic() + LIMIT_S, Rest(rest_s)
     waiting = {child.channel: child for child in children}
     while waiting:
-        left = deadline - time.monotonic()
-        if left <= 0 or rest.is_over([child.pid for child in waiting.values()]):
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0 or rest.is_over([child.pid for child in waiting.values()]):
             return
-        for channel in wait(list(waiting), min(left, rest.sample_s)):
+        for channel in wait(list(waiting), min(seconds_left, rest.sample_s)):
             assert isinstance(channel, Connection)
             child = waiting.pop(channel)
             try:
@@ -109,11 +109,11 @@ def _end(children: list[Child], reap: Reap) -> None:
             with contextlib.suppress(OSError):
                 child.channel.send("leave")
     ended = reap([child.pid for child in children], 3.0)
-    left = [pid for pid, code in ended.items() if code is None]
-    for pid in left:
+    running = [pid for pid, code in ended.items() if code is None]
+    for pid in running:
         process.kill(pid)
-    if left:
-        ended.update(reap(left, 3.0))
+    if running:
+        ended.update(reap(running, 3.0))
     for child in children:
         child.member.exit_code = ended[child.pid]
         process.kill(child.pid)
@@ -134,8 +134,8 @@ def reap_own(pids: list[int], timeout_s: float) -> dict[int, int | None]:
     while True:
         for pid, code in ended.items():
             if code is None:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
+                ended_pid, status = os.waitpid(pid, os.WNOHANG)
+                if ended_pid:
                     ended[pid] = os.waitstatus_to_exitcode(status)
         if None not in ended.values() or time.monotonic() > deadline:
             return ended

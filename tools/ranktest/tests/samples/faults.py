@@ -19,8 +19,8 @@ supervise.GRACE_S = 2.0  # most tests wait so long for a rank that never comes
 @pytest.mark.ranks(2)
 def test_raises(ranks: Ranks) -> None:
     print("printed by rank", ranks.rank)
-    found = {"same": 1, "other": ranks.rank}
-    assert found == {"same": 1, "other": 0}
+    payload = {"same": 1, "other": ranks.rank}
+    assert payload == {"same": 1, "other": 0}
     dist.barrier()
 
 
