@@ -40,6 +40,7 @@ class _Bucket:
     """Parameters of one dtype and device, with their gradients in one message."""
 
     members: list[int]
+    arrived: int = 0
     work: tuple[torch.Tensor, dist.Work] | None = None
 
 
@@ -51,6 +52,14 @@ class _Pass:
     is_known: bool = False
     launched: int = 0
     arrived: set[int] = field(default_factory=set)
+    bucket_of: dict[int, _Bucket] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget what the last run of the pass reached and sent."""
+        self.launched, self.arrived = 0, set()
+        self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.members}
+        for bucket in self.buckets:
+            bucket.arrived = 0
 
 
 class GradientReducer:
@@ -100,7 +109,7 @@ class GradientReducer:
         """Run one call of the step in the block. A rank that raises makes its peers raise, in this call."""
         self.index, self.calls, self.has_raised, self._entry = 0, self.calls + 1, False, None
         for one in self.passes:
-            one.launched, one.arrived = 0, set()
+            one.reset()
         if not self.parameters or self.world == 1:
             yield
             return
@@ -187,13 +196,15 @@ class GradientReducer:
             self._end = weakref.ref(end)
             after_backward(end)
             self._entry = self._meet(_RUNNING) if self._meets else None
+        if index not in current.arrived and index in current.bucket_of:
+            current.bucket_of[index].arrived += 1  # a count: many small gradients would search a set for each arrival
         current.arrived.add(index)
         if self._entry is not None and not (self._entry[1].is_completed() and self._entry[0].tolist() == [1, 0, 0]):
             return  # nothing is sent before all ranks are in this pass
         # Buckets are sent in order, and the last one at the end: the order is the same whatever each rank reaches.
         while current.launched < len(current.buckets) - 1:
             bucket = current.buckets[current.launched]
-            if not current.arrived.issuperset(bucket.members):
+            if bucket.arrived < len(bucket.members):
                 break
             self._launch(current, bucket)
 
@@ -214,7 +225,7 @@ class GradientReducer:
             more = _Pass(self._buckets(extra), True, 0, current.arrived)
             self._send(more)
             current.buckets = self._buckets({i for b in current.buckets for i in b.members} | extra)
-        current.launched, current.arrived = 0, set()
+        current.reset()
 
     def _send(self, current: _Pass, *, failed: bool = False) -> set[int]:
         """Send the remaining buckets, wait, and write the averages; return parameters without a bucket."""
@@ -237,8 +248,8 @@ class GradientReducer:
         gradients = [self._gradient(index) for index in bucket.members]
         flags = [float(index in current.arrived) for index in bucket.members]
         if is_last:
-            sent = {index for one in current.buckets for index in one.members}
-            flags += [float(index in current.arrived - sent) for index in range(len(self.parameters))]
+            unsent = current.arrived.difference(*(one.members for one in current.buckets))
+            flags += [float(index in unsent) for index in range(len(self.parameters))]
             flags += [float(failed)]  # a failing rank still sends
         tail = torch.tensor(flags, dtype=gradients[0].dtype, device=gradients[0].device)
         flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), tail])
@@ -263,6 +274,8 @@ class GradientReducer:
         if len(flags) > count:  # the last bucket
             self._raise_if_failed(bool(flags[-1]))
             extra = {index for index in range(len(self.parameters)) if flags[count + index]}
+        targets: list[torch.Tensor] = []
+        averages: list[torch.Tensor] = []
         for index, part, flag in zip(bucket.members, parts, flags, strict=False):
             parameter = self.parameters[index]
             if not flag:  # reached on no rank: a missing gradient stays missing
@@ -271,7 +284,10 @@ class GradientReducer:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad.detach()
             target = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            target.copy_(part.view(target.shape))
+            targets.append(target)
+            averages.append(part.view(target.shape))
+        if targets:
+            torch._foreach_copy_(targets, averages)
         return extra
 
     def _gradient_numel(self, index: int) -> int:

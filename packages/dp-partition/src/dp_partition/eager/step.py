@@ -303,8 +303,9 @@ class EagerStep:
     def _has_new_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if a module has new parameters, or a call brings another module."""
         ids = {id(p) for p in self.parameters.values()}
-        modules = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
-        return any(id(p) not in ids for module in (*self.modules, *modules) for p in module.parameters())
+        passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
+        modules = dict.fromkeys([*self.modules, *passed])  # mostly the same model, walked once
+        return any(id(p) not in ids for module in modules for p in module.parameters())
 
 
 def _problems(name: str, reach: Reach, parameters: dict[str, nn.Parameter], is_first: bool) -> list[Problem]:
