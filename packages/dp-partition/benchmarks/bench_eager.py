@@ -1,0 +1,99 @@
+"""dp-partition's eager way against DDP and against FSDP2 put on by hand; many small modules under replicate.
+
+    python packages/dp-partition/benchmarks/bench_eager.py [--json FILE] [--rounds 40]
+
+All steps run in one process for each rank, one after the other in an order that is shuffled in every round. Losses of
+five steps are compared with the peer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import bench_partition as base
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+PEERS = {"ddp": "DDP", "fsdp2": "FSDP2 per block"}
+ROWS = [  # of the page: name, key, peer, target
+    ("replicate, eager", "replicate", "ddp", "<= 1.05x"),
+    ("fully_shard, eager", "fully_shard", "fsdp2", "<= 1.08x"),
+    ("300 small modules, replicate, eager", "small, replicate, never", "small, ddp", "<= 1.05x"),
+    ("300 small modules, replicate, graph", "small, replicate, always", "small, ddp", "<= 1.11x"),
+]
+
+
+def small(step: Any, model: torch.nn.Module, x: torch.Tensor) -> base.Run:
+    return partial(step, model, base.adamw(model), x)
+
+
+def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
+    """One rank's part; rank 0 reports."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = dist.FileStore(folder + "/store", base.WORLD)
+    dist.init_process_group("gloo", rank=rank, world_size=base.WORLD, store=store)
+    mesh = init_device_mesh("cpu", (base.WORLD,), mesh_dim_names=("dp",))
+    generator = torch.Generator().manual_seed(rank)
+    (batch,) = base.models.tokens(generator, rows=4, vocabulary=512, length=64)
+    x = torch.randn(8, 32, generator=generator)
+    mean_step: Any = base.models.mean_step
+    runs: dict[str, base.Run] = {
+        "ddp": base.ddp(batch),
+        "fsdp2": base.fsdp2(mesh, batch),
+        "replicate": base.ours(mesh, batch, style="replicate", capture="never", check="first"),
+        "fully_shard": base.ours(mesh, batch, style="fully_shard", capture="never", check="first"),
+        "small, ddp": small(mean_step, torch.nn.parallel.DistributedDataParallel(base.small_modules()), x),
+    }
+    for capture in ("never", "always"):
+        step = base.dp.compile(mean_step, mesh=mesh, style="replicate", capture=capture, check="first")
+        runs[f"small, replicate, {capture}"] = small(step, base.small_modules(), x)
+    losses = {name: [float(run()) for _ in range(5)] for name, run in runs.items()}
+    seconds = base.interleaved(runs, rounds)
+    if rank == 0:
+        queue.put({"seconds": seconds, "losses": losses})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
+    rows = []
+    for what, key, peer, target in ROWS:
+        label = PEERS.get(peer, "DDP")
+        rows.append(base.compared(what, target, facts["seconds"][key], label, facts["seconds"][peer]))
+        pairs = list(zip(facts["losses"][key], facts["losses"][peer], strict=True))
+        worst = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+        rows.append(base.row(f"losses of {len(pairs)} steps, {what}", "within 1e-4", f"{worst:.1e} apart", label))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    result = {
+        "title": f"Steps that run eagerly on {base.WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo",
+        "command": "python packages/dp-partition/benchmarks/bench_eager.py",
+        "rows": rows_of(base.on_ranks(measure, options.rounds, timeout=1200)),
+    }
+    if options.json:
+        options.json.write_text(json.dumps(result))
+    for one in result["rows"]:
+        print(f"{one['what']:52} {one['target']:12} {one['measured']:48} {one['peer']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
