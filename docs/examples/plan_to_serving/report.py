@@ -104,8 +104,8 @@ def memory_bars(measured: dict[str, dict[str, int]], predicted: dict[str, dict[s
     figure = Figure(figsize=(9, 3.5))
     axes = figure.subplots()
     kinds = ["parameters", "gradients", "optimizer"]
-    for position, (label, wanted) in enumerate(predicted.items()):
-        for shift, values, alpha in ((-0.2, wanted, 0.5), (0.2, measured[label], 1.0)):
+    for position, (label, sizes) in enumerate(predicted.items()):
+        for shift, values, alpha in ((-0.2, sizes, 0.5), (0.2, measured[label], 1.0)):
             bottom = 0.0
             for kind, colour in zip(kinds, ("#0969da", "#bf8700", "#1a7f37"), strict=True):
                 height = values[kind] / 2**20

@@ -51,9 +51,9 @@ class Setting:
 
     def compare_losses(self, run: Run, reference: Run, dtype: torch.dtype) -> None:
         """The first steps of a run against those on one device."""
-        what = f"losses, {run.name} and one device, {NAMES[dtype]}"
-        wanted = reference.losses[: self.num_compared]
-        self.comparisons.relative(what, run.losses[: self.num_compared], wanted, RELATIVE[dtype])
+        claim = f"losses, {run.name} and one device, {NAMES[dtype]}"
+        expected = reference.losses[: self.num_compared]
+        self.comparisons.relative(claim, run.losses[: self.num_compared], expected, RELATIVE[dtype])
 
 
 def printer(setting: Setting, title: str, total: int) -> Callable[[int, float], None]:

@@ -70,14 +70,14 @@ def train_on_one_device(setting: Setting) -> dict[torch.dtype, Run]:
             name = f"one device, {NAMES[dtype]}"
             step = lambda batch: train_step(model, optimizer, batch)  # noqa: B023, E731  # called in this turn only
             references[rank] = repeat(name, step, setting.batches(), setting.num_compared, progress=progress)
-    found: dict[torch.dtype, Run] = {}
+    runs: dict[torch.dtype, Run] = {}
     for rank, dtype in enumerate((torch.float32, torch.float64)):
         holder = [references[rank]]
         dist.broadcast_object_list(holder, src=rank)
         assert holder[0] is not None
-        found[dtype] = holder[0]
-    setting.runs["one device"] = found[torch.float32]
-    return found
+        runs[dtype] = holder[0]
+    setting.runs["one device"] = runs[torch.float32]
+    return runs
 
 
 def train_tensor_parallel(
@@ -123,9 +123,9 @@ def _compare_memory(setting: Setting, live: LiveBytes) -> None:
     dist.all_gather_object(measured, live.parts)
     kinds = ("parameters", "gradients", "optimizer")
     setting.pages["measured"] = {f"rank {rank}": entry for rank, entry in enumerate(measured)}
-    wanted = [setting.pages["predicted"][f"rank {r}"][kind] for r in range(setting.world.size) for kind in kinds]
-    found = [setting.pages["measured"][f"rank {r}"][kind] for r in range(setting.world.size) for kind in kinds]
-    setting.comparisons.equal("bytes per rank, live and planned", found, wanted)
+    planned = [setting.pages["predicted"][f"rank {r}"][kind] for r in range(setting.world.size) for kind in kinds]
+    live_bytes = [setting.pages["measured"][f"rank {r}"][kind] for r in range(setting.world.size) for kind in kinds]
+    setting.comparisons.equal("bytes per rank, live and planned", live_bytes, planned)
 
 
 # 3 ------------------------------------------------------------------------------------------------------------------
@@ -166,15 +166,15 @@ def serve(setting: Setting, planned: shard_spec.ShardingPlan, trained: Trained) 
     serving = setting.new_model()
     serving_plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": world.size})).build_plan(serving)
     tp_styles.apply_plan(serving, mesh, tp_styles.from_sharding_plan(serving_plan, serving))
-    moved = shard_reshard.reshard_state_dict(trained.state, out=serving)
-    setting.pages["reshard"] = moved.plan.explain()
-    sent = moved.plan.wire_bytes // world.size
-    setting.traffic.append(traffic.Line("to the serving layout", "all_to_all", "weights, mean rank", 1, sent))
+    served_state = shard_reshard.reshard_state_dict(trained.state, out=serving)
+    setting.pages["reshard"] = served_state.plan.explain()
+    sent_bytes = served_state.plan.wire_bytes // world.size
+    setting.traffic.append(traffic.Line("to the serving layout", "all_to_all", "weights, mean rank", 1, sent_bytes))
 
-    whole = shard_reshard.reshard_state_dict(trained.state, dict.fromkeys(trained.state, "rank 0"))
+    full_state = shard_reshard.reshard_state_dict(trained.state, dict.fromkeys(trained.state, "rank 0"))
     single = setting.new_model()
     if world.rank == 0:
-        single.load_state_dict(whole)
+        single.load_state_dict(full_state)
     _compare_weights(setting, serving, single)
     _compare_text(setting, serving, single)
 
@@ -188,13 +188,14 @@ def _compare_weights(setting: Setting, serving: nn.Module, single: nn.Module) ->
 
 def _compare_text(setting: Setting, serving: nn.Module, single: nn.Module) -> None:
     ids = torch.tensor([list(PROMPT)], device=setting.world.device)
-    found, sample = logits_of(serving, ids), greedy(serving, PROMPT, NUM_NEW, setting.config.context)
+    logits, sample = logits_of(serving, ids), greedy(serving, PROMPT, NUM_NEW, setting.config.context)
     if setting.world.rank != 0:
         return
-    setting.comparisons.absolute("logits, serving layout and one rank", found, logits_of(single, ids), 1e-5)
-    wanted = greedy(single, PROMPT, NUM_NEW, setting.config.context)
-    sure = wanted.first_close_call(CLOSE_CALL)
-    setting.comparisons.equal(f"greedy bytes up to the first close call ({sure})", sample.ids[:sure], wanted.ids[:sure])
+    setting.comparisons.absolute("logits, serving layout and one rank", logits, logits_of(single, ids), 1e-5)
+    expected = greedy(single, PROMPT, NUM_NEW, setting.config.context)
+    sure = expected.first_close_call(CLOSE_CALL)
+    claim = f"greedy bytes up to the first close call ({sure})"
+    setting.comparisons.equal(claim, sample.ids[:sure], expected.ids[:sure])
     setting.pages["text"] = PROMPT.decode() + sample.text
     setting.world.say(f"\nserved by {setting.world.size} ranks:\n{setting.pages['text']}")
 
@@ -209,7 +210,7 @@ def write_report(setting: Setting, folder: Path) -> Path:
         subtitle = f"{setting.world.size} ranks, dp={setting.dp} x tp={setting.tp}"
         report = Report("From a plan to serving", subtitle, setting.comparisons.verdict())
         claims = [
-            (c.what, c.num_values, f"{c.greatest:.1e}", f"{c.limit:.0e}", c.kind) for c in setting.comparisons.done
+            (c.what, c.num_values, f"{c.greatest:.1e}", f"{c.limit:.0e}", c.kind) for c in setting.comparisons.claims
         ]
         report.table("What was compared", ("what", "values", "greatest difference", "limit", "kind"), claims)
         report.picture("Loss", loss_curves({name: run.losses for name, run in setting.runs.items()}))

@@ -27,23 +27,23 @@ class Line:
 
 def of_plan(run: str, plan: shard_spec.ShardingPlan, model: nn.Module, batch: tuple[int, int]) -> list[Line]:
     """What the plan foretells for a batch of `(sequences, length)` over all ranks."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    totals: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
     for transfer in plan.communication(model, batch=batch).transfers:
-        entry = found[transfer.op, f"{transfer.what}, {transfer.axis}"]
+        entry = totals[transfer.op, f"{transfer.what}, {transfer.axis}"]
         entry[0] += transfer.count
         entry[1] += transfer.sent_bytes
-    return [Line(run, op, what, int(count), round(size)) for (op, what), (count, size) in found.items()]
+    return [Line(run, op, what, int(count), round(size)) for (op, what), (count, size) in totals.items()]
 
 
 def of_graph(run: str, graph: fx.GraphModule, num_ranks: int) -> list[Line]:
     """The collectives that stand in a partitioned graph."""
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for node in graph.graph.nodes:
         namespace, _, name = str(node.target).partition(".")
         op = next((op for op in PASSES if name.startswith(op)), None)
         if namespace != "_c10d_functional" or op is None:  # compute, or the wait of an earlier one
             continue
-        whole: Tensor = node.meta["val"] if op == "all_gather" else node.args[0].meta["val"]
-        found[op][0] += 1
-        found[op][1] += whole.numel() * whole.element_size() * PASSES[op] * (num_ranks - 1) // num_ranks
-    return [Line(run, op, "parameters and gradients", count, size) for op, (count, size) in found.items()]
+        full: Tensor = node.meta["val"] if op == "all_gather" else node.args[0].meta["val"]
+        totals[op][0] += 1
+        totals[op][1] += full.numel() * full.element_size() * PASSES[op] * (num_ranks - 1) // num_ranks
+    return [Line(run, op, "parameters and gradients", count, size) for op, (count, size) in totals.items()]

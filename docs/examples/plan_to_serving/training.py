@@ -81,11 +81,11 @@ class LiveBytes:
         optimizer.register_step_pre_hook(self._measure)
 
     def _measure(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
         self.parts = {
-            "parameters": _bytes(held),
-            "gradients": _bytes([p.grad for p in held if p.grad is not None]),
+            "parameters": _bytes(parameters),
+            "gradients": _bytes([p.grad for p in parameters if p.grad is not None]),
             "optimizer": _bytes(state),
         }
 

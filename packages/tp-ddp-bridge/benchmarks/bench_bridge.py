@@ -125,11 +125,11 @@ def _by_hand(mesh: Any, tensors: int) -> tuple[Any, Callable[[], None]]:
         size = 0
         for grad in [*grads, None]:
             if grad is None or size + grad.numel() * 4 > 25 << 20:
-                flat = torch.cat([one.flatten() for one in bucket])
+                flat = torch.cat([each.flatten() for each in bucket])
                 dist.all_reduce(flat, group=group)
                 flat /= 2
-                for one, reduced in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
-                    one.copy_(reduced.view_as(one))
+                for each, reduced in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                    each.copy_(reduced.view_as(each))
                 bucket, size = [], 0
             if grad is not None:
                 bucket.append(grad)
@@ -254,9 +254,9 @@ def _collectives(mesh: Any, tensors: int) -> list[dict[str, str]]:
         step = _step(*make(mesh, tensors), x)
         for _ in range(3):  # DDP arranges its buckets anew after the first
             step()
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
             step()
-        counts[name] = sum(event.count for event in seen.key_averages() if event.key == "c10d::allreduce_")
+        counts[name] = sum(event.count for event in profiled.key_averages() if event.key == "c10d::allreduce_")
     data = counts["bridge"] - (counts["hand"] - 1)  # by hand sends one bucket
     return [
         _row(

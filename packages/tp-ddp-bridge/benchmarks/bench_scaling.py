@@ -52,7 +52,7 @@ def steps(mesh: Any, tensors: int, repeats: int) -> dict[str, Times]:
 
 def wrapping(mesh: Any, tensors: int, repeats: int) -> dict[str, Times]:
     """Wall seconds of wrapping a model, on the slowest rank."""
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for _ in range(repeats):
         for name in ("bridge", "torch DDP(device_mesh=)", "FSDP2"):
             dist.barrier()
@@ -60,8 +60,8 @@ def wrapping(mesh: Any, tensors: int, repeats: int) -> dict[str, Times]:
             MAKERS[name](mesh, tensors)  # making the model is in it, for all alike
             spent = torch.tensor(time.perf_counter() - begin)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
-            found.setdefault(name, []).append(float(spent))
-    return found
+            seconds.setdefault(name, []).append(float(spent))
+    return seconds
 
 
 def curves(mesh: Any, repeats: int) -> list[dict[str, Any]]:
@@ -91,8 +91,8 @@ def curves(mesh: Any, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
-def _add(series: Series, x: float, found: dict[str, Times]) -> None:
-    for name, times in found.items():
+def _add(series: Series, x: float, times_by_name: dict[str, Times]) -> None:
+    for name, times in times_by_name.items():
         series.setdefault(name, []).append((x, times))
 
 
@@ -108,9 +108,9 @@ def _rank(rank: int, folder: str, repeats: int, results: Any) -> None:
     ranks = bench_bridge.RANKS
     store = dist.FileStore(f"{folder}/store", ranks)  # type: ignore[attr-defined]  # public, though not declared so
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = curves(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), repeats)
+    series = curves(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), repeats)
     if rank == 0:
-        results.put(found)
+        results.put(series)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -130,15 +130,15 @@ def main() -> None:
         ]
         for worker in workers:
             worker.start()
-        found = results.get()
+        series = results.get()
         for worker in workers:
             worker.join()
-    for curve in found:
+    for curve in series:
         for label, points in curve["series"].items():
             print(f"{curve['name']}: {label}: {', '.join(f'{x:g} {statistics.median(y):.3g}' for x, y in points)}")
     if arguments.json:
         command = "python packages/tp-ddp-bridge/benchmarks/bench_scaling.py"
-        document = {"title": "Scaling", "command": command, "rows": [], "curves": found}
+        document = {"title": "Scaling", "command": command, "rows": [], "curves": series}
         Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
 
 

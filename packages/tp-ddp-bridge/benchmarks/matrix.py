@@ -83,9 +83,9 @@ def _rank(rank: int, folder: str, todo: list[tuple[str, str]], queue: Any) -> No
             queue.close()
             queue.join_thread()
             raise
-        found = ranks.gather(result)
+        results = ranks.gather(result)
         if rank == 0:
-            queue.put(max(found))
+            queue.put(max(results))
     queue.close()
     queue.join_thread()
     dist.barrier()

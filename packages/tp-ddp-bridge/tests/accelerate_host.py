@@ -129,15 +129,15 @@ def test_training_equals_one_process(ranks: Ranks, accumulate: int) -> None:
 def test_metrics_count_each_sample_once(ranks: Ranks) -> None:
     accelerator = accelerator_of()
     loader = accelerator.prepare(DataLoader(data(), batch_size=4))
-    seen: list[int] = []
-    objects: list[int] = []
+    gathered_ids: list[int] = []
+    gathered_objects: list[int] = []
     total = torch.zeros(())
     for rows, ids in loader:
-        seen += accelerator.gather_for_metrics(ids).tolist()
-        objects += accelerator.gather_for_metrics(ids.tolist(), use_gather_object=True)
+        gathered_ids += accelerator.gather_for_metrics(ids).tolist()
+        gathered_objects += accelerator.gather_for_metrics(ids.tolist(), use_gather_object=True)
         total += accelerator.reduce(torch.tensor(float(len(rows))))
         assert float(accelerator.reduce(torch.tensor(float(ranks.rank // 2)), "mean")) == 0.5
-    assert seen == list(range(ROWS)) and objects == seen
+    assert gathered_ids == list(range(ROWS)) and gathered_objects == gathered_ids
     assert float(total) == 48  # with the rows that pad the last batch
 
 
@@ -156,13 +156,13 @@ def test_a_checkpoint_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path) -
         optimizer.zero_grad()
         return {name: value.clone() for name, value in full_state(model.module).items()}
 
-    after = one_step()
+    next_state = one_step()
     one_step()
     accelerator.load_state(str(folder / "state"))
-    back = full_state(model.module)
-    assert len(back) == 6 and all(torch.equal(back[name], value) for name, value in saved.items())
-    again = one_step()  # AdamW's state came back as well
-    assert all(torch.equal(again[name], value) for name, value in after.items())
+    loaded = full_state(model.module)
+    assert len(loaded) == 6 and all(torch.equal(loaded[name], value) for name, value in saved.items())
+    next_state_loaded = one_step()  # AdamW's state came back as well
+    assert all(torch.equal(next_state_loaded[name], value) for name, value in next_state.items())
 
 
 @pytest.mark.ranks(4)
@@ -171,8 +171,8 @@ def test_an_optimizer_that_was_built_before_and_ddp_arguments(ranks: Ranks) -> N
     accelerator = accelerator_of(kwargs_handlers=[handler], mixed_precision="bf16")
     model, optimizer, *_ = train(accelerator)
     assert model.gradient_as_bucket_view
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    assert held == {id(each) for each in model.parameters()}
+    optimizer_ids = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    assert optimizer_ids == {id(each) for each in model.parameters()}
     assert len(set(ranks.gather(str(sorted((n, float(v.sum())) for n, v in full_state(model.module).items()))))) == 1
 
 
@@ -272,7 +272,7 @@ def test_save_pretrained_without_a_state_dict_saves_full_weights(ranks: Ranks, t
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     mlp = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     parallelize_module(model.model.layers[0].mlp, accelerator.mesh["tp"], mlp)
     prepared = accelerator.prepare(model)
@@ -280,7 +280,7 @@ def test_save_pretrained_without_a_state_dict_saves_full_weights(ranks: Ranks, t
         saver.save_pretrained(folder / str(index), is_main_process=accelerator.is_main_process)
         accelerator.wait_for_everyone()
         saved = LlamaForCausalLM.from_pretrained(folder / str(index)).state_dict()
-        assert len(wanted) == len(saved) > 9 and all(torch.equal(saved[name], wanted[name]) for name in wanted)
+        assert len(expected) == len(saved) > 9 and all(torch.equal(saved[name], expected[name]) for name in expected)
 
 
 @pytest.mark.ranks(4)
@@ -313,12 +313,12 @@ class OfAScript(Accelerator):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         plan = {"pair.0": ColwiseParallel(), "pair.2": RowwiseParallel()}
         for model in filter(lambda each: isinstance(each, Regression), args):
-            before = list(model.parameters())
+            full = list(model.parameters())
             parallelize_module(model, self.mesh["tp"], plan)
-            after = dict(zip(before, model.parameters(), strict=True))
+            sharded = dict(zip(full, model.parameters(), strict=True))
             for optimizer in filter(lambda each: isinstance(each, torch.optim.Optimizer), args):
                 for group in optimizer.param_groups:  # the scripts build it first
-                    group["params"] = [after[each] for each in group["params"]]
+                    group["params"] = [sharded[each] for each in group["params"]]
         return super().prepare(*args, **kwargs)
 
 
@@ -348,14 +348,14 @@ class ReferenceOfAScript(DistributedDataParallel):
 @contextmanager
 def tensor_parallel_scripts() -> Iterator[list[torch.Size]]:
     """Our classes in the scripts; their `allclose` takes this rank's shard. Yields the shapes compared."""
-    seen: list[torch.Size] = []
+    shapes: list[torch.Size] = []
     allclose = torch.allclose
 
     def of_this_rank(full: torch.Tensor, own: torch.Tensor, **kwargs: Any) -> bool:
         for dim, size in enumerate(own.shape):
             if size != full.shape[dim]:
                 full = full.chunk(2, dim)[torch.distributed.get_rank() % 2]
-        seen.append(own.shape)
+        shapes.append(own.shape)
         return allclose(full, own, **kwargs)
 
     GradientState._reset_state()
@@ -367,7 +367,7 @@ def tensor_parallel_scripts() -> Iterator[list[torch.Size]]:
         # The scripts leave the data to each process.
         patch.setattr(sync_script, "RegressionDataset", partial(sync_script.RegressionDataset, seed=0))
         patch.setattr(hook_script, "MockModel", lambda: Regression(20))
-        yield seen
+        yield shapes
 
 
 SHAPES = {(2,), (4, 2), (4,), (2, 4)}  # of the shards
@@ -409,7 +409,7 @@ def test_script_of_communication_hooks(ranks: Ranks, hook: str) -> None:
 class Line(Regression):
     """As the scripts' regression, with its two numbers beside sharded layers."""
 
-    seen: ClassVar[set[torch.dtype]] = set()
+    dtypes: ClassVar[set[torch.dtype]] = set()
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ class Line(Regression):
         return full
 
     def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
-        self.seen.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype)
+        self.dtypes.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype)
         with torch.autocast("cpu", enabled=False):  # as the script's own model, which has nothing that autocast rounds
             return self.line[0] * x + self.line[1] + super().forward(x)
 
@@ -450,6 +450,6 @@ def test_script_of_training_samplers_and_triggers(ranks: Ranks) -> None:
         basic_script.check_seedable_sampler()
         basic_script.check_seedable_sampler_with_data_seed()
         for use_seedable_sampler in (False, True):
-            Line.seen.clear()
+            Line.dtypes.clear()
             basic_script.training_check(use_seedable_sampler)
-            assert Line.seen == {torch.float32, torch.bfloat16, torch.float16}
+            assert Line.dtypes == {torch.float32, torch.bfloat16, torch.float16}

@@ -137,18 +137,18 @@ def join(run: Run) -> float:
     """The second data-parallel rank has two batches fewer; who joins gets the parameters, but no optimizer state."""
     task, (index, count) = run.subject.task(), run.part
     reference, ddp = run.subject.build(), run.wrapped()
-    whole, mine = run.subject.optimizer(reference.parameters()), run.subject.optimizer(ddp.parameters())
+    full_optimizer, optimizer = run.subject.optimizer(reference.parameters()), run.subject.optimizer(ddp.parameters())
     for step in range(5):
-        whole.zero_grad()
+        full_optimizer.zero_grad()
         for x, y in (task.part(step, part, 2) for part in range(2) if part == 0 or step < 3):
             torch.autograd.backward(task.loss(reference(x), y) / 2)  # join divides by the initial number of replicas
-        whole.step()
+        full_optimizer.step()
     with ddp.join():
         for step in range(5 if index == 0 else 3):
             x, y = task.part(step, index, count)
-            mine.zero_grad()
+            optimizer.zero_grad()
             torch.autograd.backward(task.loss(ddp(x), y))
-            mine.step()
+            optimizer.step()
     return run.compare(ddp, reference)
 
 

@@ -109,30 +109,30 @@ class GPT(nn.Module):
 def parallelize_gpt(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, loss_parallel: bool = False) -> Any:
     """Megatron's plan; with ``sequence`` the norms work on sequence shards, with ``loss_parallel`` logits stay
     sharded."""
-    whole, cut = Replicate(), Shard(1)
+    full, cut = Replicate(), Shard(1)
     plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=cut if sequence else whole),
-        "head": ColwiseParallel(input_layouts=whole, output_layouts=whole),
+        "embedding": RowwiseParallel(input_layouts=full, output_layouts=cut if sequence else full),
+        "head": ColwiseParallel(input_layouts=full, output_layouts=full),
         "blocks.*.attention.wq": ColwiseParallel(),
         "blocks.*.attention.wk": ColwiseParallel(),
         "blocks.*.attention.wv": ColwiseParallel(),
-        "blocks.*.attention.wo": RowwiseParallel(output_layouts=whole),
+        "blocks.*.attention.wo": RowwiseParallel(output_layouts=full),
         "blocks.*.up": ColwiseParallel(),
-        "blocks.*.down": RowwiseParallel(output_layouts=whole),
+        "blocks.*.down": RowwiseParallel(output_layouts=full),
     }
     if sequence:
         plan |= {
             "blocks.*.norm1": SequenceParallel(),
             "blocks.*.norm2": SequenceParallel(),
             "norm": SequenceParallel(),
-            "blocks.*.attention": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
+            "blocks.*.attention": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(full,)),
             "blocks.*.attention.wo": RowwiseParallel(output_layouts=cut),
             "blocks.*.up": ColwiseParallel(input_layouts=cut),
             "blocks.*.down": RowwiseParallel(output_layouts=cut),
-            "head": ColwiseParallel(input_layouts=cut, output_layouts=whole),
+            "head": ColwiseParallel(input_layouts=cut, output_layouts=full),
         }
     if loss_parallel:
-        plan["head"] = ColwiseParallel(input_layouts=whole, output_layouts=Shard(-1), use_local_output=False)
+        plan["head"] = ColwiseParallel(input_layouts=full, output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, plan)
     return model
 
@@ -162,33 +162,33 @@ class Llama(nn.Module):
 def parallelize_llama(model: Any, mesh: DeviceMesh, *, sequence: bool = False, loss_parallel: bool = False) -> Any:
     """Megatron's plan; with ``sequence`` what stands between layers is cut along it, with ``loss_parallel`` logits stay
     sharded."""
-    whole, cut = Replicate(), Shard(1)
+    full, cut = Replicate(), Shard(1)
     plan: dict[str, Any] = {
         f"model.layers.*.{name}": ColwiseParallel()
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     }
-    between = cut if sequence else whole
+    between = cut if sequence else full
     plan |= {
         f"model.layers.*.{name}": RowwiseParallel(output_layouts=between)
         for name in ("self_attn.o_proj", "mlp.down_proj")
     }
     if sequence:
         gather_hidden = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": cut}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": cut}, desired_input_kwarg_layouts={"hidden_states": full}
         )
         plan |= {
             "model.layers.0": PrepareModuleInput(
-                input_layouts=(whole,), desired_input_layouts=(cut,), use_local_output=True
+                input_layouts=(full,), desired_input_layouts=(cut,), use_local_output=True
             ),
             "model.layers.*.input_layernorm": SequenceParallel(use_local_output=True),
             "model.layers.*.post_attention_layernorm": SequenceParallel(use_local_output=True),
             "model.layers.*.self_attn": gather_hidden,
-            "model.layers.*.mlp": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
+            "model.layers.*.mlp": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(full,)),
             "model.norm": SequenceParallel(use_local_output=True),
-            "lm_head": ColwiseParallel(input_layouts=cut, output_layouts=whole),
+            "lm_head": ColwiseParallel(input_layouts=cut, output_layouts=full),
         }
     if loss_parallel:
-        plan["lm_head"] = ColwiseParallel(input_layouts=whole, output_layouts=Shard(-1), use_local_output=False)
+        plan["lm_head"] = ColwiseParallel(input_layouts=full, output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model.causal, mesh, plan)
     return model
 
@@ -271,17 +271,17 @@ def whole(tensor: Any) -> Tensor:
     return full
 
 
-def assert_same_state(got: dict[str, Tensor], wanted: dict[str, Tensor], *, count: int, atol: float) -> float:
+def assert_same_state(state: dict[str, Tensor], expected: dict[str, Tensor], *, count: int, atol: float) -> float:
     """Compare two state dicts tensor by tensor; exactly ``count`` of them.
 
     Returns:
         The greatest difference.
     """
-    assert list(got) == list(wanted)
+    assert list(state) == list(expected)
     compared = 0
     greatest = 0.0
-    for name, tensor in wanted.items():
-        mine = whole(got[name])
+    for name, tensor in expected.items():
+        mine = whole(state[name])
         assert mine.shape == tensor.shape, name
         difference = float((mine.double() - tensor.double()).abs().max())
         assert difference <= atol, f"{name}: differs by {difference}"

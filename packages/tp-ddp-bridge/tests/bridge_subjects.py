@@ -139,11 +139,12 @@ class Run:
             The greatest difference from the reference.
         """
         count = self.subject.tensors * copies
-        got, wanted = ddp.module.state_dict(), reference.state_dict()
-        greatest = models.assert_same_state(got, wanted, count=count, atol=self.subject.atol if atol is None else atol)
-        assert sum(isinstance(value, DTensor) for value in got.values()) == (sharded or self.subject.sharded * copies)
-        held = len(list(ddp.parameters())) + len(list(ddp.buffers()))  # a state dict leaves some buffers out
-        assert check_replicas(ddp, ddp.process_group) == held >= count
+        state, expected = ddp.module.state_dict(), reference.state_dict()
+        atol = self.subject.atol if atol is None else atol
+        greatest = models.assert_same_state(state, expected, count=count, atol=atol)
+        assert sum(isinstance(value, DTensor) for value in state.values()) == (sharded or self.subject.sharded * copies)
+        num_tensors = len(list(ddp.parameters())) + len(list(ddp.buffers()))  # a state dict leaves some buffers out
+        assert check_replicas(ddp, ddp.process_group) == num_tensors >= count
         return greatest
 
 

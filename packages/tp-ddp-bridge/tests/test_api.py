@@ -56,14 +56,14 @@ def test_three_axes(ranks: Ranks) -> None:
     # two tensor axes: rows over one, columns over the other
     mesh = ranks.mesh((1, 2, 2), ("dp", "a", "b"))
     model = models.seeded(models.MLP)
-    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     for name in ("up", "down"):
         layer = getattr(model, name)
         for key, parameter in list(layer.named_parameters()):
             places = [Shard(0), Shard(1) if key == "weight" else Replicate()]
             layer.register_parameter(key, nn.Parameter(distribute_tensor(parameter.detach(), mesh["a", "b"], places)))
     ddp = wrap_ddp(model, mesh=mesh)
-    models.assert_same_state(ddp.module.state_dict(), whole, count=6, atol=0)
+    models.assert_same_state(ddp.module.state_dict(), expected, count=6, atol=0)
     assert dict(ddp.module.named_parameters())["up.weight"].shape == (16, 8)
     x = distribute_tensor(torch.ones(2, 16), mesh["a", "b"], [Replicate(), Replicate()])
     out = model.down(model.up(x)).full_tensor()
@@ -95,10 +95,10 @@ def test_arguments_that_do_not_fit(ranks: Ranks) -> None:
             wrap_ddp(model, group=dist.group.WORLD)
         assert len(caught.value.problems) == 4  # type: ignore[attr-defined]  # every parameter, in one error
     assert not log.events and not is_bridged(model)  # found on every rank before anything was sent or changed
-    both = models.MLP()
-    both.up.weight = nn.Parameter(distribute_tensor(both.up.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    mixed = models.MLP()
+    mixed.up.weight = nn.Parameter(distribute_tensor(mixed.up.weight.detach(), mesh, [Replicate(), Shard(0)]))
     with pytest.raises(ValueError, match=r"missing-mesh|mesh-mismatch"):
-        wrap_ddp(both, mesh=mesh)
+        wrap_ddp(mixed, mesh=mesh)
     with pytest.raises(ValueError, match="already-applied"):
         pre_dp_module_transform(wrap_ddp(model, mesh=mesh))
 

@@ -156,14 +156,14 @@ def test_hooks_of_users_are_tried_when_they_are_registered(ranks: Ranks) -> None
 def test_a_right_hook_of_a_user_trains_as_one_process(ranks: Ranks) -> None:
     class Counter:
         calls = 0
-        seen: ClassVar[dict[int, int]] = {}
+        counts: ClassVar[dict[int, int]] = {}
 
     for make in (average_over, lambda group: default_hooks.fp16_compress_wrapper(average_over(group))):
         mesh, model = sharded(ranks)
         reference, state = models.seeded(models.MLP), Counter()
         ddp: Any = wrap_ddp(model, mesh=mesh)
         ddp.register_comm_hook(state, make(ddp.process_group))
-        assert state.calls == 0 and state.seen == {}
+        assert state.calls == 0 and state.counts == {}
         index = mesh["dp"].get_local_rank()
         models.train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), models.vectors(), index=index, count=2)
         models.train(reference, torch.optim.SGD(reference.parameters(), 0.1), models.vectors())
@@ -297,7 +297,7 @@ def test_the_first_forward_compares_all_ranks(ranks: Ranks) -> None:
     mesh, _ = sharded(ranks)
     pairs: Any = [[0, 3], [1, 2]]
     crossed, _ = dist.new_subgroups_by_enumeration(pairs)
-    found = []
+    refused = []
     for name in ("up.weight", "down.bias", "head.weight"):  # sharded, a replicated leaf, plain
         for kind in ("wrap_ddp", "plain"):
             _, model = sharded(ranks)
@@ -315,8 +315,8 @@ def test_the_first_forward_compares_all_ranks(ranks: Ranks) -> None:
                 ddp(torch.ones(1, 16))  # nor where DDP does not synchronize
             with pytest.raises(PlanError, match=rf"replicas-differ\] {name}"):
                 ddp(torch.ones(1, 16))
-            found.append(name)
-    assert len(found) == 6
+            refused.append(name)
+    assert len(refused) == 6
     # Torch has broadcast one rank's shard to a rank with another by now; it is not trained on.
     _, model = sharded(ranks)
     ddp = DistributedDataParallel(pre_dp_module_transform(model), process_group=crossed)
@@ -349,19 +349,19 @@ def test_join_where_a_rank_has_no_input_at_all(ranks: Ranks) -> None:
     mesh, model = sharded(ranks)
     reference = models.seeded(models.MLP)
     ddp = wrap_ddp(model, mesh=mesh)
-    whole, mine = torch.optim.SGD(reference.parameters(), 0.1), torch.optim.SGD(ddp.parameters(), 0.1)
+    full_optimizer, optimizer = torch.optim.SGD(reference.parameters(), 0.1), torch.optim.SGD(ddp.parameters(), 0.1)
     task = models.vectors()
     with ddp.join():
         for step in range(3 if mesh["dp"].get_local_rank() == 0 else 0):
             x, y = task.part(step, 0, 2)
-            mine.zero_grad()
+            optimizer.zero_grad()
             torch.autograd.backward(task.loss(ddp(x), y))
-            mine.step()
+            optimizer.step()
     for step in range(3):
         x, y = task.part(step, 0, 2)
-        whole.zero_grad()
+        full_optimizer.zero_grad()
         torch.autograd.backward(task.loss(reference(x), y) / 2)  # join divides by the initial number of replicas
-        whole.step()
+        full_optimizer.step()
     models.assert_same_state(model.state_dict(), reference.state_dict(), count=6, atol=5e-7)
 
 

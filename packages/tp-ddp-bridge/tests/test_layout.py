@@ -40,9 +40,9 @@ class LocalMLP(nn.Module):
         self.up, self.down = first.up, first.down
         self.rest = models.seeded(models.MLP, 1)
         for layer, name, dim in ((self.up, "weight", 0), (self.up, "bias", 0), (self.down, "weight", 1)):
-            whole = getattr(layer, name)
-            local = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(dim)]).to_local().contiguous())
-            info: Any = (mesh, (Shard(dim),), whole.shape, tuple(whole.stride()))
+            full = getattr(layer, name)
+            local = nn.Parameter(distribute_tensor(full.detach(), mesh, [Shard(dim)]).to_local().contiguous())
+            info: Any = (mesh, (Shard(dim),), full.shape, tuple(full.stride()))
             local._sharding_info = info  # type: ignore[attr-defined]
             setattr(layer, name, local)
         parallelize_module(self.rest, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -89,13 +89,13 @@ def test_local_parameters_of_others_train_beside_leaves(ranks: Ranks) -> None:
             optimizer.step()
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     compared = 0
-    wanted = reference.state_dict()
+    expected = reference.state_dict()
     for name, value in ddp.module.state_dict().items():
         full = models.whole(value)
-        if not isinstance(value, DTensor) and full.shape != wanted[name].shape:
+        if not isinstance(value, DTensor) and full.shape != expected[name].shape:
             info = dict(ddp.module.named_parameters())[name]._sharding_info
             full = models.whole(DTensor.from_local(value, info[0], info[1], shape=info[2], stride=info[3]))
-        assert float((full - wanted[name]).abs().max()) <= 5e-7, name
+        assert float((full - expected[name]).abs().max()) <= 5e-7, name
         compared += 1
     assert compared == 10
     assert check_replicas(ddp, mesh["tp"].get_group()) == 1 + 1 + 2  # down.bias; rest.down.bias; rest.head

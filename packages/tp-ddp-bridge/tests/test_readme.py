@@ -33,8 +33,8 @@ def test_examples(ranks: Ranks) -> None:
 
 
 def test_support_table() -> None:
-    shown = {test for _, _, test in support.ROWS}
-    assert shown <= support.tests_of(HERE), shown - support.tests_of(HERE)
+    tests = {test for _, _, test in support.ROWS}
+    assert tests <= support.tests_of(HERE), tests - support.tests_of(HERE)
     assert support.PAGE.read_text() == support.table(), "run: python tests/support.py"
     refused = [row for row in support.ROWS if row[1] != support.RIGHT]
     assert all("refused: `" in outcome for _, outcome, _ in refused)

@@ -66,12 +66,12 @@ def frozen_stays_frozen(transform: Transform, mesh: Any) -> bool:
 def clip_norm(transform: Transform, mesh: Any) -> bool:
     reference = models.seeded(models.MLP)
     backward(reference)
-    wanted = float(nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
+    expected = float(nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
     model = transform(sharded(mesh))
     clip: Any = nn.utils.clip_grad_norm_ if transform is seed_transform else clip_grad_norm_
     named = dict(model.named_parameters())
     backward(model)
-    return abs(float(clip(named.values(), 1e9)) - wanted) < 1e-4 * wanted
+    return abs(float(clip(named.values(), 1e9)) - expected) < 1e-4 * expected
 
 
 def checkpoint_has_whole_weights(transform: Transform, mesh: Any) -> bool:
@@ -119,8 +119,8 @@ def tied_parameters(transform: Transform, mesh: Any) -> bool:
             self.b = self.a
 
         def forward(self) -> Any:
-            both: Any = self.a + self.b
-            return both.sum()
+            total: Any = self.a + self.b
+            return total.sum()
 
     model = transform(Tied())
     for _ in range(2):
@@ -173,16 +173,16 @@ def deep_copies(transform: Transform, mesh: Any) -> bool:
 
 def submodule_called_directly(transform: Transform, mesh: Any) -> bool:
     model, reference = transform(sharded(mesh)), models.seeded(models.MLP)
-    got = model.down(model.up(X))
-    return torch.allclose(got, reference.down(reference.up(X)), atol=1e-6)
+    out = model.down(model.up(X))
+    return torch.allclose(out, reference.down(reference.up(X)), atol=1e-6)
 
 
 def compiled(transform: Transform, mesh: Any) -> bool:
     torch._dynamo.reset()
     model = transform(sharded(mesh))
-    wanted = model(X).detach()
+    expected = model(X).detach()
     run = torch.compile(model, backend="eager", fullgraph=True)
-    return torch.allclose(run(X), wanted, atol=1e-6)
+    return torch.allclose(run(X), expected, atol=1e-6)
 
 
 LOUD: list[Case] = [

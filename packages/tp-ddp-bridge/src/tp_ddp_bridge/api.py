@@ -145,9 +145,9 @@ def _check_arguments(mesh: Any, group: Any, ddp_kwargs: dict[str, Any]) -> None:
         if name in ddp_kwargs:
             raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
     if (mesh is None) == (group is None):
-        code, both = ("missing-mesh", "neither") if mesh is None else ("conflicting-arguments", "both")
+        code, count = ("missing-mesh", "neither") if mesh is None else ("conflicting-arguments", "both")
         hint = "name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them"
-        raise PlanError(Problem(code, "mesh, group", found=f"{both} of them given", hint=hint))
+        raise PlanError(Problem(code, "mesh, group", found=f"{count} of them given", hint=hint))
     if not isinstance(mesh, DeviceMesh | None) or not isinstance(group, dist.ProcessGroup | None):
         hint = "mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it"
         raise PlanError(Problem("wrong-type", "mesh, group", found=f"{mesh or group!r:.100}", hint=hint))

@@ -53,8 +53,8 @@ def test_a_peer_that_does_not_come_is_an_error_with_rank_and_call(ranks: Ranks) 
     assert isinstance(next(model.parameters()), DTensor)
     pre_dp_module_transform(model)
     model(torch.ones(2, 16)).sum().backward()
-    lost = pytest.raises(RuntimeError, match=r"mine, call 1, failed on rank \d: another rank died")
-    with lost, named_collective("mine"):
+    expected_error = pytest.raises(RuntimeError, match=r"mine, call 1, failed on rank \d: another rank died")
+    with expected_error, named_collective("mine"):
         raise RuntimeError("Connection closed by peer")
     if ranks.rank % 2 == 0:
         with pytest.raises(RuntimeError, match=rf"grad_norm, call \d+, failed on rank {ranks.rank}: another rank died"):

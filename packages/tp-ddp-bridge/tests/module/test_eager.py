@@ -19,14 +19,14 @@ from tp_ddp_bridge import PlanError, pre_dp_module_transform, undo_dp_transform
 def test_users_hooks_see_dtensors_before_under_and_after(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
     model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     def double(grad: torch.Tensor) -> torch.Tensor:
-        seen.append((type(grad), tuple(grad.shape)))
+        calls.append((type(grad), tuple(grad.shape)))
         return grad * 2
 
     def see(grad: torch.Tensor) -> None:
-        seen.append(("after", type(grad), tuple(grad.shape)))
+        calls.append(("after", type(grad), tuple(grad.shape)))
 
     handle = model.up.weight.register_hook(double)
     later = model.up.weight.register_hook(see)
@@ -37,30 +37,30 @@ def test_users_hooks_see_dtensors_before_under_and_after(ranks: Ranks) -> None:
     x = torch.ones(2, 16)
     model(x).sum().backward()
     plain = models.whole(model.up.weight.grad).clone()
-    first = list(seen)
-    seen.clear()
+    first_calls = list(calls)
+    calls.clear()
     pre_dp_module_transform(model)
     model.zero_grad()
     for _ in range(2):
         model.zero_grad()
         model(x).sum().backward()
-    assert seen == first * 2
+    assert calls == first_calls * 2
     assert torch.equal(models.whole(model.up.weight.grad), plain)
     handle.remove()
-    seen.clear()
+    calls.clear()
     model.zero_grad()
     model(x).sum().backward()
-    assert seen == first[1:]
+    assert calls == first_calls[1:]
     assert torch.equal(models.whole(model.up.weight.grad) * 2, plain)
     undo_dp_transform(model)
-    seen.clear()
+    calls.clear()
     model.zero_grad()
     model(x).sum().backward()
-    assert seen == first[1:]
+    assert calls == first_calls[1:]
     later.remove()
-    seen.clear()
+    calls.clear()
     model(x).sum().backward()
-    assert seen == []
+    assert calls == []
 
 
 @pytest.mark.ranks(2)
@@ -109,9 +109,9 @@ def test_hooks_registered_through_an_attribute(ranks: Ranks) -> None:
     for register in (model.up.weight.register_hook, model.up.weight.register_post_accumulate_grad_hook):
         with pytest.raises(RuntimeError, match="named_parameters"):
             register(lambda _: None)
-    seen: list[Any] = []
+    calls: list[Any] = []
     leaf = dict(model.named_parameters())["up.weight"]
-    leaf.register_hook(lambda grad: seen.append(tuple(grad.shape)))
-    leaf.register_post_accumulate_grad_hook(lambda each: seen.append(type(each.grad)))
+    leaf.register_hook(lambda grad: calls.append(tuple(grad.shape)))
+    leaf.register_post_accumulate_grad_hook(lambda each: calls.append(type(each.grad)))
     model(torch.ones(2, 16)).sum().backward()
-    assert seen == [(16, 16), torch.Tensor]
+    assert calls == [(16, 16), torch.Tensor]

@@ -24,14 +24,14 @@ def test_out_without_communication(ranks: Ranks) -> None:
     model = bridged(ranks)
     with ranks.record(allow_empty=True) as log:
         state = model.state_dict()
-        kept = model.state_dict(keep_vars=True)
+        state_vars = model.state_dict(keep_vars=True)
     assert not log.events
     assert list(state) == list(models.MLP().state_dict())
     assert {name: tuple(value.shape) for name, value in state.items()} == {
         name: tuple(value.shape) for name, value in models.MLP().state_dict().items()
     }
     assert state["up.weight"].placements == (Shard(0),) and not state["up.weight"].requires_grad
-    assert kept["up.weight"].requires_grad
+    assert state_vars["up.weight"].requires_grad
     leaf = dict(model.named_parameters())["up.weight"]
     assert state["up.weight"].to_local().data_ptr() == leaf.data_ptr()  # as with torch: the very memory
     models.assert_same_state(state, models.seeded(models.MLP).state_dict(), count=6, atol=0)
@@ -40,16 +40,16 @@ def test_out_without_communication(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 def test_in_from_everything(ranks: Ranks, assign: bool) -> None:
-    wanted = models.seeded(models.MLP, 7).state_dict()
+    full = models.seeded(models.MLP, 7).state_dict()
     mesh = ranks.mesh((2,), ("tp",))
     other_mesh = ranks.mesh((1, 2), ("one", "two"))
     sources: dict[str, dict[str, Any]] = {
-        "full": dict(wanted),
+        "full": dict(full),
         "own": bridged(ranks, 7).state_dict(),
-        "replicated": {name: distribute_tensor(value, mesh, [Replicate()]) for name, value in wanted.items()},
-        "other dim": {name: distribute_tensor(value, mesh, [Shard(value.dim() - 1)]) for name, value in wanted.items()},
+        "replicated": {name: distribute_tensor(value, mesh, [Replicate()]) for name, value in full.items()},
+        "other dim": {name: distribute_tensor(value, mesh, [Shard(value.dim() - 1)]) for name, value in full.items()},
         "other mesh": {
-            name: distribute_tensor(value, other_mesh, [Replicate(), Shard(0)]) for name, value in wanted.items()
+            name: distribute_tensor(value, other_mesh, [Replicate(), Shard(0)]) for name, value in full.items()
         },
     }
     if not assign:
@@ -62,15 +62,15 @@ def test_in_from_everything(ranks: Ranks, assign: bool) -> None:
             key: value for key, value in source.items() if key.startswith(("up", "down")) or name in ("full", "own")
         }
         model = bridged(ranks)
-        before = dict(model.named_parameters())
+        leaves = dict(model.named_parameters())
         missing = model.load_state_dict(source, strict=False, assign=assign)
         assert not missing.unexpected_keys
-        after = dict(model.named_parameters())
+        loaded_leaves = dict(model.named_parameters())
         for key in source:
-            assert torch.equal(models.whole(model.state_dict()[key]), wanted[key]), (name, key)
-            assert (after[key] is before[key]) is (not assign)
-            assert after[key].requires_grad and hasattr(after[key], "_sharding_info")
-            assert not isinstance(after[key], DTensor)
+            assert torch.equal(models.whole(model.state_dict()[key]), full[key]), (name, key)
+            assert (loaded_leaves[key] is leaves[key]) is (not assign)
+            assert loaded_leaves[key].requires_grad and hasattr(loaded_leaves[key], "_sharding_info")
+            assert not isinstance(loaded_leaves[key], DTensor)
             compared += 1
         assert is_bridged(model)
         model(torch.ones(1, 16)).sum().backward()
@@ -81,7 +81,7 @@ def test_in_from_everything(ranks: Ranks, assign: bool) -> None:
 @pytest.mark.ranks(2)
 def test_wrong_shapes_are_named_and_change_nothing(ranks: Ranks) -> None:
     model = bridged(ranks)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    values = {name: value.clone() for name, value in model.state_dict().items()}
     bad = models.seeded(models.MLP, 3).state_dict()
     bad["up.weight"] = torch.zeros(16, 16)  # this rank's part alone: the seed loaded it
     bad["down.bias"] = torch.zeros(5)
@@ -91,11 +91,11 @@ def test_wrong_shapes_are_named_and_change_nothing(ranks: Ranks) -> None:
     assert "up.weight" in text and "(32, 16)" in text and "one rank's shard" in text and "down.bias" in text
     state = model.state_dict()
     for name in ("up.weight", "down.bias"):
-        assert torch.equal(models.whole(state[name]), models.whole(before[name]))
+        assert torch.equal(models.whole(state[name]), models.whole(values[name]))
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({})
     with pytest.raises(RuntimeError, match="Unexpected key"):
-        model.load_state_dict({**before, "up.other": torch.zeros(1)})
+        model.load_state_dict({**values, "up.other": torch.zeros(1)})
 
 
 @pytest.mark.ranks(2)
@@ -104,11 +104,11 @@ def test_assign_keeps_ties_and_meta_models_can_be_filled(ranks: Ranks) -> None:
     model = models.parallelize_gpt(models.seeded(models.GPT), mesh)
     model.head.weight = model.embedding.weight
     pre_dp_module_transform(model)
-    wanted = models.seeded(lambda: models.GPT(tied=True), 9).state_dict()
-    model.load_state_dict(wanted, assign=True)
+    expected = models.seeded(lambda: models.GPT(tied=True), 9).state_dict()
+    model.load_state_dict(expected, assign=True)
     named = dict(model.named_parameters(remove_duplicate=False))
     assert named["head.weight"] is named["embedding.weight"]
-    models.assert_same_state(model.state_dict(), wanted, count=len(wanted), atol=0)
+    models.assert_same_state(model.state_dict(), expected, count=len(expected), atol=0)
 
     with torch.device("meta"):
         empty = models.MLP()
@@ -134,18 +134,18 @@ def test_through_ddp_and_the_swap_setting(ranks: Ranks) -> None:
     ddp = wrap_ddp(models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"]), mesh=mesh)
     state = ddp.state_dict()
     assert list(state) == [f"module.{name}" for name in models.MLP().state_dict()]
-    wanted = models.seeded(models.MLP, 4).state_dict()
+    expected = models.seeded(models.MLP, 4).state_dict()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model = bridged_on(mesh["tp"])
-        model.load_state_dict(wanted)
+        model.load_state_dict(expected)
         model.to(torch.float64)
         assert all(hasattr(parameter, "_sharding_info") for parameter in model.parameters())
-        models.assert_same_state(model.state_dict(), wanted, count=6, atol=0)
+        models.assert_same_state(model.state_dict(), expected, count=6, atol=0)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    ddp.load_state_dict({f"module.{name}": value for name, value in wanted.items()})
-    models.assert_same_state(ddp.module.state_dict(), wanted, count=6, atol=0)
+    ddp.load_state_dict({f"module.{name}": value for name, value in expected.items()})
+    models.assert_same_state(ddp.module.state_dict(), expected, count=6, atol=0)
 
 
 def bridged_on(mesh: Any) -> Any:

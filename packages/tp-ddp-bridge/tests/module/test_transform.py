@@ -58,13 +58,13 @@ def test_undo_gives_back_what_there_was(ranks: Ranks) -> None:
     model.down.weight.mark = "mine"
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
     classes = [type(module) for module in model.modules()]
-    wanted = {name: models.whole(value) for name, value in model.state_dict().items()}
+    expected = {name: models.whole(value) for name, value in model.state_dict().items()}
     x = torch.ones(2, 16)
     model(x).sum().backward()
     optimizer.step()
     stepped = {name: models.whole(value).clone() for name, value in model.state_dict().items()}
     grads = {name: models.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    assert wanted.keys() == stepped.keys()
+    assert expected.keys() == stepped.keys()
     state_before = {key: models.whole(value["exp_avg"]) for key, value in optimizer.state_dict()["state"].items()}
 
     pre_dp_module_transform(model, optimizers=optimizer)
@@ -139,10 +139,10 @@ def test_ties_frozen_integers_and_attributes(ranks: Ranks) -> None:
     model = Odd()
 
     def spread(module: nn.Module) -> None:
-        done: dict[int, nn.Parameter] = {}
+        spread_parameters: dict[int, nn.Parameter] = {}
         for owner in module.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
-                new = done.setdefault(
+                new = spread_parameters.setdefault(
                     id(parameter),
                     nn.Parameter(
                         distribute_tensor(parameter.detach(), mesh, [Shard(0)]), requires_grad=parameter.requires_grad

@@ -25,19 +25,19 @@ class Region(nn.Module):
         super().__init__()
         self.reentrant = reentrant
         self.w = nn.Parameter(distribute_tensor(torch.arange(4.0) + 1, mesh, [Shard(0)]))
-        self.seen: list[tuple[str, Any]] = []
+        self.views: list[tuple[str, Any]] = []
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(("in", self.w))
-        self.seen.append(("in again", self.w))
+        self.views.append(("in", self.w))
+        self.views.append(("in again", self.w))
         return torch.sin(x * self.w)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(("before", self.w))
+        self.views.append(("before", self.w))
         x = x * self.w
         for _ in range(2):
             x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        self.seen.append(("after", self.w))
+        self.views.append(("after", self.w))
         return (x * self.w).sum()
 
 
@@ -52,26 +52,26 @@ def test_views_do_not_cross_a_checkpointed_region(ranks: Ranks, kind: str) -> No
     torch.autograd.backward((y * reference).sum())
     model = pre_dp_module_transform(Region(mesh, kind == "reentrant"))
     for _ in range(2):
-        model.seen.clear()
+        model.views.clear()
         model.zero_grad()
         x = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
         loss = model(x)
-        seen = dict(enumerate(model.seen))
-        before, first, first_again, second, _, after = (seen[index][1] for index in range(6))
+        views = dict(enumerate(model.views))
+        before, first, first_again, second, _, after = (views[index][1] for index in range(6))
         assert before is after and first is first_again
         assert first is not before and second is not before
         if kind == "non_reentrant":
             assert second is not first
         assert not _forward.views
         loss.full_tensor().backward()
-        assert len(model.seen) == 6 + 4  # recomputed
+        assert len(model.views) == 6 + 4  # recomputed
         torch.testing.assert_close(models.whole(model.w.grad), reference.grad, atol=1e-6, rtol=0)
 
 
 @pytest.mark.ranks(2)
 def test_an_exception_leaves_nothing_behind(ranks: Ranks) -> None:
     model = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), ranks.mesh((2,), ("tp",))))
-    wanted = model(torch.ones(1, 16))
+    expected = model(torch.ones(1, 16))
 
     def fail(*args: Any) -> None:
         raise KeyError("mine")
@@ -82,7 +82,7 @@ def test_an_exception_leaves_nothing_behind(ranks: Ranks) -> None:
     handle.remove()
     assert not _forward.views
     assert len(list(model.parameters())) == 6
-    assert torch.equal(model(torch.ones(1, 16)), wanted)
+    assert torch.equal(model(torch.ones(1, 16)), expected)
 
 
 @pytest.mark.ranks(2)
@@ -101,7 +101,7 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
 
     def live() -> tuple[int, int, int]:
         gc.collect()
-        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]  # noqa: TID251
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]  # noqa: TID251
         return hooks(), sum(isinstance(tensor, DTensor) for tensor in tensors), len(tensors)
 
     def train(steps: int) -> None:
@@ -116,11 +116,11 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
 
     def least(seconds: float = 1.0) -> tuple[int, int, int]:
         """Gloo's threads let go of the last bucket late: the least of what is seen meanwhile."""
-        found, deadline = live(), time.monotonic() + seconds
+        num_live, deadline = live(), time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            found = min(found, live())
-        return found
+            num_live = min(num_live, live())
+        return num_live
 
     train(10)
     start = least()
@@ -157,19 +157,19 @@ def test_fields_of_a_view_and_reading_it_in_other_threads(ranks: Ranks) -> None:
 
     mesh = ranks.mesh((2,), ("tp",))
     model = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
-    got: list[Any] = []
+    views: list[Any] = []
 
     def read() -> None:
         with torch.no_grad():
-            got.append(model.up.weight)
+            views.append(model.up.weight)
 
     thread = threading.Thread(target=read)
     thread.start()
     thread.join()
-    view = got[0]
+    view = views[0]
     assert view.device_mesh == mesh and view.placements == (Shard(0),) and tuple(view.stride()) == (16, 1)
-    whole = distribute_tensor(view.full_tensor(), mesh, [Replicate()])
-    assert torch.equal(whole.to_local(), models.seeded(models.MLP).up.weight)
+    full = distribute_tensor(view.full_tensor(), mesh, [Replicate()])
+    assert torch.equal(full.to_local(), models.seeded(models.MLP).up.weight)
 
 
 @pytest.mark.ranks(2)
@@ -186,11 +186,11 @@ def test_a_view_belongs_to_its_grad_mode(ranks: Ranks) -> None:
             with torch.no_grad():
                 quiet = self.w
                 quieter = self.w
-            again = self.w
+            reread = self.w
             with torch.no_grad():
                 next(self.parameters()).add_(1.0)
             changed = self.w
-            assert first is again and quiet is quieter and first is not quiet
+            assert first is reread and quiet is quieter and first is not quiet
             assert first.requires_grad and not quiet.requires_grad
             assert changed is not first  # the leaf has another version
             return first, changed
@@ -227,8 +227,8 @@ def test_two_losses_of_one_forward_and_second_derivatives(ranks: Ranks) -> None:
 
         def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
             w: Any = self.w
-            again: Any = self.w
-            return (w**2).sum().full_tensor(), (again * 3.0).sum().full_tensor()
+            reread: Any = self.w
+            return (w**2).sum().full_tensor(), (reread * 3.0).sum().full_tensor()
 
     model = pre_dp_module_transform(Two())
     first, second = model()

@@ -33,13 +33,13 @@ def test_copies_and_pickles_stay_bridged(ranks: Ranks) -> None:
     def run(module: nn.Module) -> torch.Tensor:
         return module[1](module[0](x)).full_tensor()  # type: ignore[index, no-any-return]
 
-    wanted = run(model)
+    expected = run(model)
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
         assert is_bridged(other) and type(other[0]) is type(model[0])
-        assert torch.equal(run(other), wanted)
+        assert torch.equal(run(other), expected)
         pairs = list(zip(model.parameters(), other.parameters(), strict=True))
         assert len(pairs) == 6
         for mine, theirs in pairs:
@@ -123,22 +123,22 @@ def test_buffers(ranks: Ranks) -> None:
 def test_functional_call(ranks: Ranks) -> None:
     model = models.bridged_mlp(ranks)
     x = torch.ones(2, 16)
-    wanted = model(x)
+    expected = model(x)
     named = dict(model.named_parameters())
     with torch.no_grad():
         doubled = {name: (parameter * 2).requires_grad_() for name, parameter in named.items()}
-    got = torch.func.functional_call(model, doubled, (x,))
+    out = torch.func.functional_call(model, doubled, (x,))
     model_doubled = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model_doubled.parameters():
             parameter.mul_(2)
-    assert torch.equal(got, model_doubled(x))
-    got.sum().backward()
+    assert torch.equal(out, model_doubled(x))
+    out.sum().backward()
     assert doubled["up.weight"].grad is not None and doubled["up.weight"].grad.shape == (16, 16)
-    assert torch.equal(torch.func.functional_call(model, OrderedDict(model.state_dict()), (x,)), wanted)  # DTensors
+    assert torch.equal(torch.func.functional_call(model, OrderedDict(model.state_dict()), (x,)), expected)  # DTensors
     with pytest.raises(RuntimeError, match=r"up\.weight"):
         torch.func.functional_call(model, {"up.weight": torch.zeros(32, 16)}, (x,))
-    assert torch.equal(model(x), wanted)
+    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.ranks(2)
@@ -193,11 +193,11 @@ def test_weight_norm_and_parametrize(ranks: Ranks) -> None:
     # Registered before the bridge it works: the original is an ordinary DTensor parameter.
     model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
     parametrize.register_parametrization(model.up, "weight", Double())
-    wanted = model(torch.ones(2, 16))
+    expected = model(torch.ones(2, 16))
     pre_dp_module_transform(model)
-    got = model(torch.ones(2, 16))
-    assert torch.equal(got, wanted)
-    got.sum().backward()
+    out = model(torch.ones(2, 16))
+    assert torch.equal(out, expected)
+    out.sum().backward()
     names = [name for name, p in model.named_parameters() if p.grad is not None]
     assert "up.parametrizations.weight.original" in names and len(names) == 6
 
@@ -210,10 +210,10 @@ def test_weight_norm_and_parametrize(ranks: Ranks) -> None:
             pre_dp_module_transform(model)
         for key, parameter in model.up.named_parameters():
             parameter.requires_grad = key == "bias"  # which no norm is of
-        wanted = model(torch.ones(2, 16))
-        got = pre_dp_module_transform(model)(torch.ones(2, 16))
-        assert torch.equal(got, wanted)
-        got.sum().backward()
+        expected = model(torch.ones(2, 16))
+        out = pre_dp_module_transform(model)(torch.ones(2, 16))
+        assert torch.equal(out, expected)
+        out.sum().backward()
         assert [key for key, parameter in model.up.named_parameters() if parameter.grad is not None] == ["bias"]
 
 

@@ -26,14 +26,14 @@ def test_optimizers_that_need_whole_matrices(ranks: Ranks) -> None:
     optimizers = [torch.optim.LBFGS(model.parameters()), torch.optim.Adafactor(model.parameters())]
     if hasattr(torch.optim, "Muon"):
         optimizers.append(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]))
-    before = [list(o.param_groups[0]["params"]) for o in optimizers]
+    parameters = [list(o.param_groups[0]["params"]) for o in optimizers]
     with pytest.raises(ValueError, match="not-elementwise") as caught:
         pre_dp_module_transform(model, optimizers=optimizers)
     assert len(caught.value.problems) == len(optimizers)  # type: ignore[attr-defined]
     assert all(
         a is b
-        for o, kept in zip(optimizers, before, strict=True)
-        for a, b in zip(o.param_groups[0]["params"], kept, strict=True)
+        for o, originals in zip(optimizers, parameters, strict=True)
+        for a, b in zip(o.param_groups[0]["params"], originals, strict=True)
     )
     assert isinstance(next(model.parameters()), DTensor)  # nothing was changed
     pre_dp_module_transform(model)

@@ -35,7 +35,7 @@ def test_clip_is_that_of_one_process(ranks: Ranks, bridged: bool) -> None:
     compared = 0
     for norm_type in (2.0, 1.0, 3.5, math.inf):
         for foreach in (None, False):
-            wanted, grads = grads_of_one_process(0.25, norm_type)
+            expected, grads = grads_of_one_process(0.25, norm_type)
             model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
             if bridged:
                 pre_dp_module_transform(model)
@@ -45,7 +45,7 @@ def test_clip_is_that_of_one_process(ranks: Ranks, bridged: bool) -> None:
             assert log.count("all_reduce") == len(log.events) == 1  # one tensor-parallel group
             assert sum(log.events[0].bytes_sent) <= 8  # two float32
             assert not isinstance(norm, DTensor) and norm.dim() == 0
-            torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
             assert len(set(ranks.gather(float(norm)))) == 1  # to the bit
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
@@ -103,11 +103,11 @@ def test_two_dimensional_tensor_parallelism(ranks: Ranks) -> None:
     for name, parameter in module.named_parameters():
         info = parameter._sharding_info  # type: ignore[attr-defined]
         parameter.grad = distribute_tensor(full[name], mesh, info[1]).to_local()
-    wanted = nn.utils.get_total_norm(list(full.values()))
+    expected = nn.utils.get_total_norm(list(full.values()))
     with ranks.record() as log:
         norm = grad_norm(module.parameters())
     assert log.count("all_reduce") == len(log.events) == 2  # one per group, of the numbers that concern it
-    torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
     with ranks.record() as log:
         biggest = grad_norm(module.parameters(), math.inf)
     assert float(biggest) == max(float(t.abs().max()) for t in full.values())
@@ -134,9 +134,9 @@ def test_what_is_refused_and_what_needs_no_communication(ranks: Ranks) -> None:
     head = [p for name, p in model.named_parameters() if name.startswith("head")]
     head[0].grad[0, 0] += 1e-3 * ranks.rank  # replicas that differ get one norm
     with ranks.record() as log:
-        found = float(grad_norm(head))
+        norm = float(grad_norm(head))
     assert log.ops == ("all_reduce",)
-    assert found > 0 and len(set(ranks.gather(found))) == 1
+    assert norm > 0 and len(set(ranks.gather(norm))) == 1
     next(model.parameters()).grad.fill_(math.nan)
     assert math.isnan(float(grad_norm(model.parameters())))
     with pytest.raises(RuntimeError, match="nan"):

@@ -61,13 +61,13 @@ def test_a_forgotten_optimizer_raises_instead_of_standing_still(ranks: Ranks) ->
     # The seed: an optimizer built before the transform moved tensor-parallel weights by 0.0.
     model = sharded(ranks)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    kept = model.up.weight
+    weight = model.up.weight
     pre_dp_module_transform(model)
     model(torch.ones(2, 16)).sum().backward()
-    for act in (optimizer.step, optimizer.zero_grad, lambda: kept.grad):
+    for act in (optimizer.step, optimizer.zero_grad, lambda: weight.grad):
         with pytest.raises(PlanError, match=r"parameter-replaced\] up\.weight.*optimizers="):
             act()
-    assert kept.shape == (32, 16)  # its values can still be read
+    assert weight.shape == (32, 16)  # its values can still be read
     with pytest.raises(ValueError, match="parameter-replaced") as caught:
         check_optimizer(model, optimizer)
     codes = [problem.code for problem in caught.value.problems]  # type: ignore[attr-defined]

@@ -52,9 +52,9 @@ def test_ranks_skip_a_step_together(ranks: Ranks) -> None:
         assert sum(map(torch.equal, before, ddp.parameters())) == 0
 
     # torch's: one rank skips, the other goes on
-    other: Any = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    torch_scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     before = [parameter.detach().clone() for parameter in ddp.parameters()]
-    scaled_step(ddp, optimizer, other, x, y, poison="module.up.weight" if second else "")
+    scaled_step(ddp, optimizer, torch_scaler, x, y, poison="module.up.weight" if second else "")
     assert sum(map(torch.equal, before, ddp.parameters())) == (6 if second else 0)
 
 

@@ -89,7 +89,7 @@ def test_adam_goes_through_a_checkpoint_to_every_mesh(ranks: Ranks, tmp_path: Pa
     reference = Heads()
     theirs = torch.optim.AdamW(reference.parameters(), 1e-2)
     wanted_norms = reference.steps(theirs, 5)
-    wanted = optimizer_state_to_dtensor(reference, theirs)["state"]
+    expected = optimizer_state_to_dtensor(reference, theirs)["state"]
     compared = 0
     for source, target in ((4, 2), (2, 4), (4, 1), (1, 4)):
         shapes = {size: ranks.mesh((4 // size, size), ("dp", "tp"))["tp"] for size in (source, target)}
@@ -101,7 +101,7 @@ def test_adam_goes_through_a_checkpoint_to_every_mesh(ranks: Ranks, tmp_path: Pa
         for name in SECTIONS:
             value = state["state"][name]["exp_avg"]
             assert isinstance(value, SectionedTensor) or source == 1
-            torch.testing.assert_close(full(value), wanted[name]["exp_avg"], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(full(value), expected[name]["exp_avg"], rtol=1e-5, atol=1e-7)
         place = f"{folder}/{source}-{target}"
         quietly(save, {"optim": state}, checkpoint_id=place)
         other = Heads(shapes[target])
@@ -120,11 +120,11 @@ def test_adam_goes_through_a_checkpoint_to_every_mesh(ranks: Ranks, tmp_path: Pa
     model = Heads(ranks.mesh((1, 4), ("dp", "tp"))["tp"])
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     optimizer_state_to_local(model, optimizer, optimizer_state_to_dtensor(reference, theirs))
-    again = torch.optim.AdamW(model.parameters(), 1e-2)
-    optimizer_state_to_local(model, again, optimizer_state_to_dtensor(model, optimizer))
-    back = optimizer_state_to_dtensor(model, again)["state"]
+    local_optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer_state_to_local(model, local_optimizer, optimizer_state_to_dtensor(model, optimizer))
+    back = optimizer_state_to_dtensor(model, local_optimizer)["state"]
     for name in SECTIONS:
-        assert torch.equal(full(back[name]["exp_avg"]), wanted[name]["exp_avg"])
+        assert torch.equal(full(back[name]["exp_avg"]), expected[name]["exp_avg"])
 
 
 @pytest.mark.ranks(2)
@@ -134,14 +134,14 @@ def test_a_sectioned_tensor_is_like_a_dtensor(ranks: Ranks) -> None:
         layout = layout_of(parameter)
         assert layout is not None and layout.sections
         tensor = SectionedTensor.of(parameter, layout)
-        wanted = dict(Heads().named_parameters())[name].detach()
-        assert tensor.shape == wanted.shape == tensor.size() and tensor.size(0) == wanted.shape[0]
-        assert torch.equal(tensor.full_tensor(), wanted)
-        assert torch.equal(layout.shard(wanted), parameter.detach())
+        expected = dict(Heads().named_parameters())[name].detach()
+        assert tensor.shape == expected.shape == tensor.size() and tensor.size(0) == expected.shape[0]
+        assert torch.equal(tensor.full_tensor(), expected)
+        assert torch.equal(layout.shard(expected), parameter.detach())
         assert type(tensor + 1) is torch.Tensor and (tensor + 1).shape == parameter.shape
         assert tensor.local().data_ptr() == parameter.data_ptr()
         copied = copy.deepcopy(tensor)
-        assert torch.equal(copied.full_tensor(), wanted) and copied.local().data_ptr() != parameter.data_ptr()
+        assert torch.equal(copied.full_tensor(), expected) and copied.local().data_ptr() != parameter.data_ptr()
         assert "sections" in str(layout)
         with pytest.raises(AssertionError):
             layout.wrap(parameter)  # a DTensor would misdescribe it

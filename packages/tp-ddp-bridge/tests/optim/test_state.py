@@ -66,9 +66,9 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
     assert saved["optim"]["param_groups"][0]["params"][0] == "embedding.weight"
     assert isinstance(saved["optim"]["state"]["blocks.0.up.weight"]["exp_avg"], DTensor)
     quietly(save, saved, checkpoint_id=folder)
-    wanted = {name: value.clone() for name, value in exact(saved).items()}
+    expected = {name: value.clone() for name, value in exact(saved).items()}
     names = len(list(ddp.parameters()))
-    assert len(wanted) == 4 * names  # weight, exp_avg, exp_avg_sq, step
+    assert len(expected) == 4 * names  # weight, exp_avg, exp_avg_sq, step
     compared = 0
     for shape in ((1, 4), (4, 1)):
         _, other, fresh = built(ranks, shape, 1)
@@ -82,12 +82,12 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
         other.module.load_state_dict(loaded["model"])
         optimizer_state_to_local(other, fresh, loaded["optim"])
         assert not any(isinstance(v, DTensor) for state in fresh.state.values() for v in state.values())
-        got = exact({"model": other.module.state_dict(), "optim": optimizer_state_to_dtensor(other, fresh)})
-        for name, value in wanted.items():
-            assert torch.equal(got[name], value), (shape, name)
+        loaded_state = exact({"model": other.module.state_dict(), "optim": optimizer_state_to_dtensor(other, fresh)})
+        for name, value in expected.items():
+            assert torch.equal(loaded_state[name], value), (shape, name)
             compared += 1
         assert fresh.param_groups[0]["weight_decay"] == 0.1
-    assert compared == 2 * len(wanted)
+    assert compared == 2 * len(expected)
 
     # one process without tensor parallelism, as if on one device
     single = models.seeded(small_gpt, 2)
@@ -96,8 +96,8 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
     quietly(load, loaded, checkpoint_id=folder, no_dist=True)
     single.load_state_dict(loaded["model"])
     optimizer_state_to_local(single, alone, loaded["optim"])
-    got = exact({"model": single.state_dict(), "optim": optimizer_state_to_dtensor(single, alone)})
-    assert sum(torch.equal(got[name], value) for name, value in wanted.items()) == len(wanted)
+    loaded_state = exact({"model": single.state_dict(), "optim": optimizer_state_to_dtensor(single, alone)})
+    assert sum(torch.equal(loaded_state[name], value) for name, value in expected.items()) == len(expected)
 
     # training goes on where it was
     task = models.tokens()
@@ -116,9 +116,9 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
     quietly(load, loaded, checkpoint_id=f"{folder}/plain")
     ddp.module.load_state_dict(loaded["model"])
     optimizer_state_to_local(ddp, optimizer, loaded["optim"])
-    got = exact({"model": ddp.module.state_dict(), "optim": optimizer_state_to_dtensor(ddp, optimizer)})
-    wanted = exact(plain)
-    assert sum(torch.equal(got[name], value) for name, value in wanted.items()) == len(wanted) == 4 * names
+    loaded_state = exact({"model": ddp.module.state_dict(), "optim": optimizer_state_to_dtensor(ddp, optimizer)})
+    expected = exact(plain)
+    assert sum(torch.equal(loaded_state[name], value) for name, value in expected.items()) == len(expected) == 4 * names
 
 
 @pytest.mark.ranks(2)
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(ranks: Ranks) -> None:
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     models.train(model, optimizer, models.vectors(), steps=1)
     good = optimizer_state_to_dtensor(model, optimizer)
-    kept = {name: value.clone() for name, value in exact(good).items()}
+    values = {name: value.clone() for name, value in exact(good).items()}
     bad = {"state": {name: dict(state) for name, state in good["state"].items()}, "param_groups": good["param_groups"]}
     bad["state"]["up.weight"]["exp_avg"] = torch.zeros(16, 16)  # one rank's part
     bad["state"]["no.such"] = {"exp_avg": torch.zeros(1)}
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match="parameter-not-in-module"):
         optimizer_state_to_dtensor(model.head, optimizer)
     after = exact(optimizer_state_to_dtensor(model, optimizer))
-    assert all(torch.equal(after[name], value) for name, value in kept.items())
+    assert all(torch.equal(after[name], value) for name, value in values.items())
 
 
 @pytest.mark.ranks(4)
@@ -191,9 +191,9 @@ def test_torchs_own_checkpoint_functions(ranks: Ranks) -> None:
     assert isinstance(state["blocks.0.up.weight"], DTensor)
     full = quietly(get_model_state_dict, ddp, options=StateDictOptions(full_state_dict=True))
     models.assert_same_state(full, models.seeded(small_gpt).state_dict(), count=len(state), atol=0)
-    wanted = models.seeded(small_gpt, 5).state_dict()
-    quietly(set_model_state_dict, ddp, dict(wanted), options=StateDictOptions(full_state_dict=True))
-    models.assert_same_state(ddp.module.state_dict(), wanted, count=len(state), atol=0)
+    expected = models.seeded(small_gpt, 5).state_dict()
+    quietly(set_model_state_dict, ddp, dict(expected), options=StateDictOptions(full_state_dict=True))
+    models.assert_same_state(ddp.module.state_dict(), expected, count=len(state), atol=0)
 
 
 class Branches(nn.Module):
@@ -228,10 +228,10 @@ def test_parameters_that_were_never_used(ranks: Ranks, tmp_path: Path, kind: str
 
     mesh, ddp, optimizer = built((2, 2), 0)
     models.train(ddp, optimizer, models.vectors(), index=mesh["dp"].get_local_rank(), count=2, steps=3)
-    held = [name for name, p in ddp.module.named_parameters() if p in optimizer.state]
-    assert len(held) == 6
+    with_state = [name for name, p in ddp.module.named_parameters() if p in optimizer.state]
+    assert len(with_state) == 6
     saved = optimizer_state_to_dtensor(ddp, optimizer)
-    assert [name for name, p in ddp.module.named_parameters() if p in optimizer.state] == held  # nothing was made
+    assert [name for name, p in ddp.module.named_parameters() if p in optimizer.state] == with_state  # nothing was made
     assert len(saved["state"]) == 12 and sum(saved["param_groups"][0]["has_state"]) == 6
     quietly(save, {"model": ddp.module.state_dict(), "optim": saved}, checkpoint_id=folder)
     for shape in ((1, 4), (4, 1), (2, 2)):
@@ -240,11 +240,11 @@ def test_parameters_that_were_never_used(ranks: Ranks, tmp_path: Path, kind: str
         quietly(load, loaded, checkpoint_id=folder)
         other.module.load_state_dict(loaded["model"])
         optimizer_state_to_local(other, fresh, loaded["optim"])
-        assert [name for name, p in other.module.named_parameters() if p in fresh.state] == held
+        assert [name for name, p in other.module.named_parameters() if p in fresh.state] == with_state
         assert "has_state" not in fresh.param_groups[0]
     # On the same mesh training goes on bit for bit, the unused branch included, which is used from now on.
     for run, opt in ((ddp, optimizer), (other, fresh)):
         run.module.forward = lambda x, m=run.module: m.used(x) + m.never(x)
         models.train(run, opt, models.vectors(), index=mesh["dp"].get_local_rank(), count=2, steps=3)
-    wanted = {name: models.whole(value) for name, value in ddp.module.state_dict().items()}
-    models.assert_same_state(other.module.state_dict(), wanted, count=12, atol=0)
+    expected = {name: models.whole(value) for name, value in ddp.module.state_dict().items()}
+    models.assert_same_state(other.module.state_dict(), expected, count=12, atol=0)
