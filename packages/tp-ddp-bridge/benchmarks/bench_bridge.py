@@ -1,4 +1,4 @@
-"""What the bridge costs: CPU time per training step and collectives, beside its peers, on 2 x 2 gloo ranks.
+"""CPU time and collectives of a step with the bridge, beside its peers, on gloo.
 
     python packages/tp-ddp-bridge/benchmarks/bench_bridge.py [--json FILE] [--repeats 15] [--sizes 36 100 772]
 
@@ -175,7 +175,7 @@ def _nothing() -> None:
 
 
 def _interleaved(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of each call, summed over the ranks; the calls of a repeat follow each other in turning order."""
+    """CPU seconds of each call, summed over the ranks. The calls of a repeat follow each other in turning order."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for _ in range(3):
@@ -245,7 +245,7 @@ def _plain_ddp(mesh: Any, tensors: int) -> tuple[Any, Callable[[], None]]:
 
 
 def _collectives(mesh: Any, tensors: int) -> list[dict[str, str]]:
-    """All-reduces of a step as the profiler counts them; those of tensor parallelism are in `by hand` too."""
+    """All-reduces of a step as the profiler counts them. Those of tensor parallelism are in `by hand` too."""
     from torch.profiler import ProfilerActivity, profile
 
     x = torch.randn(BATCH, WIDTH)

@@ -1,4 +1,4 @@
-"""How a step with the bridge grows with tensors and with parameters, beside DDP of torch, FSDP2 and buckets by hand.
+"""Steps with the bridge over tensors and over parameters, beside its peers.
 
     python packages/tp-ddp-bridge/benchmarks/bench_scaling.py [--json FILE] [--repeats 5]
 

@@ -1,4 +1,4 @@
-"""DDP's options and ways of training, by models: all cells, and the page of their results.
+"""DDP's options and ways of training, by models, and the page of their results.
 
     python packages/tp-ddp-bridge/benchmarks/matrix.py [--only TEXT]
 
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def run_pool(todo: list[tuple[str, str]]) -> dict[tuple[str, str], float | str]:
-    """Let four ranks work through the cells; the greatest difference of each, or what went wrong."""
+    """Let four ranks work through the cells. Returns the greatest difference of each, or its error."""
     context = multiprocessing.get_context("fork")
     results: dict[tuple[str, str], float | str] = {}
     with tempfile.TemporaryDirectory() as folder:

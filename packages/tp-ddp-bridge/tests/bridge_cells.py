@@ -134,7 +134,7 @@ def scaled(model: Any, optimizer: torch.optim.Optimizer, task: models.Task, inde
 
 
 def join(run: Run) -> float:
-    """The second data-parallel rank has two batches fewer; who joins gets the parameters, but no optimizer state."""
+    """The second data-parallel rank has two batches fewer. Who joins gets the parameters, but no optimizer state."""
     task, (index, count) = run.subject.task(), run.part
     reference, ddp = run.subject.build(), run.wrapped()
     full_optimizer, optimizer = run.subject.optimizer(reference.parameters()), run.subject.optimizer(ddp.parameters())
@@ -164,7 +164,7 @@ bf16_by_another_name.__annotations__ = default_hooks.bf16_compress_hook.__annota
 
 
 def power_sgd(group: Any) -> tuple[Any, Any]:
-    """A rank as large as the matrices: what is left is the error of the orthogonalisation."""
+    """A rank as large as the matrices leaves the error of the orthogonalisation alone."""
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=32, start_powerSGD_iter=2, min_compression_rate=0.0
     )
@@ -251,7 +251,7 @@ def autocast(run: Run) -> float:
 
 
 def variant(run: Run, name: str) -> float:
-    """A tensor-parallel plan of another kind: activations cut along the sequence, or logits along the vocabulary."""
+    """A plan that cuts activations along the sequence, or logits along the vocabulary."""
     ddp = run.wrapped(run.subject.shard(run.subject.build(), run.mesh["tp"], **{name: True}))
     with loss_parallel() if name == "loss_parallel" else contextlib.nullcontext():
         run.train(ddp)
@@ -285,7 +285,7 @@ SITUATIONS: dict[str, Callable[[Run], float]] = {
 
 
 def cells() -> list[tuple[str, str]]:
-    """All pairs of situation and subject but two: an MLP has no sequence and no vocabulary."""
+    """All pairs of situation and subject but two. An MLP has no sequence and no vocabulary."""
     nothing = {("SequenceParallel", "MLP"), ("loss_parallel", "MLP")}
     return [pair for pair in itertools.product(SITUATIONS, SUBJECTS) if pair not in nothing]
 

@@ -1,4 +1,4 @@
-"""Small models, their tensor-parallel plans, and training them the same way in one process and on many ranks."""
+"""Small models, their tensor-parallel plans, and one loop for one process and many ranks."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Llama(nn.Module):
 
 
 def parallelize_llama(model: Any, mesh: DeviceMesh, *, sequence: bool = False, loss_parallel: bool = False) -> Any:
-    """Megatron's plan; with ``sequence`` what stands between layers is cut along it, with ``loss_parallel`` logits stay
+    """Megatron's plan. With ``sequence`` what stands between layers is cut along it, with ``loss_parallel`` logits stay
     sharded."""
     full, cut = Replicate(), Shard(1)
     plan: dict[str, Any] = {
@@ -207,7 +207,7 @@ def bridged_mlp(ranks: Ranks) -> Any:
 
 @dataclass
 class Task:
-    """Data and a loss; the same batches in one process as cut up over the data-parallel ranks.
+    """Data and a loss. One process has the batches that are cut up over data-parallel ranks.
 
     Attributes:
         batches: Global batches, one per step.
@@ -252,7 +252,7 @@ def tokens(vocabulary: int = 32, batch: int = 4, length: int = 8, steps: int = 5
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, *, index: int = 0, count: int = 1, steps: int = 5
 ) -> list[float]:
-    """The plain loop: ``steps`` steps on the share ``index`` of ``count``; the losses of this share."""
+    """The plain loop: ``steps`` steps on the share ``index`` of ``count``. Returns its losses."""
     losses = []
     for step in range(steps):
         x, y = task.part(step, index, count)

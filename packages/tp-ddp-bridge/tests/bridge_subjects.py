@@ -1,4 +1,4 @@
-"""What the matrix trains: three models, their tensor-parallel plans and data, and how they are compared."""
+"""Three models that the matrix trains, with their plans, data and comparison."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Run:
         return self.mesh["dp"].get_local_rank(), 2
 
     def reference(self, **changes: Any) -> Any:
-        """The subject trained by the plain loop in one process; made once for all cells of a test."""
+        """The subject trained by the plain loop in one process. Made once for a test."""
         subject = replace(self.subject, **changes)
         key = (subject.build, subject.optimizer)
         if key not in _REFERENCES:

@@ -1,4 +1,4 @@
-"""DDP's options and ways of training, a sample of the matrix; and the guards of every DDP around leaves."""
+"""A sample of the matrix, and the guards of every DDP around leaves."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_hooks_over_the_wrong_ranks_are_refused(ranks: Ranks) -> None:
 
 
 def average_over(group: Any, divide: bool = True) -> Any:
-    """A hook as users write it; ``None`` is the default group, whose ranks hold different shards."""
+    """A hook as users write it. ``None`` is the default group, whose ranks hold different shards."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotation that is a text
         size = dist.get_world_size(group) if divide else 1
@@ -367,7 +367,7 @@ def test_join_where_a_rank_has_no_input_at_all(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(4)
 def test_communication_hooks_under_the_guards(ranks: Ranks) -> None:
-    """fp16 and PowerSGD hooks leave replicas equal to the bit; a parameter that is replaced meanwhile is refused."""
+    """fp16 and PowerSGD hooks leave replicas equal to the bit. A parameter replaced meanwhile is refused."""
     hooks: list[Any] = [
         lambda group: (None, default_hooks.fp16_compress_hook),
         lambda group: (

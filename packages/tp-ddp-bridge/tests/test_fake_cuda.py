@@ -1,4 +1,4 @@
-"""On a CUDA device that does not exist: nothing asks for values, mixes devices or names a bare "cuda"."""
+"""On fake CUDA nothing asks for values, mixes devices or names a bare "cuda"."""
 
 from __future__ import annotations
 

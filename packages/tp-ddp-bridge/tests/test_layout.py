@@ -1,4 +1,4 @@
-"""Parameters that someone else made local: they carry ``_sharding_info`` and are left alone, but counted right."""
+"""Parameters made local by others, with ``_sharding_info``, are left alone, but counted right."""
 
 from __future__ import annotations
 

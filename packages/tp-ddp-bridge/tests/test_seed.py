@@ -1,4 +1,4 @@
-"""What torch's own transform gets wrong, and ours right: eight silent failures and seven loud ones.
+"""Torch's own transform fails silently in eight cases and loudly in seven; ours in none.
 
 Each case answers whether the thing came out right; torch's copy of the seed is run to show that the case tests
 something.

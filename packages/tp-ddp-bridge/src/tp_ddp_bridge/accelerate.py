@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         self.register_load_state_pre_hook(self._load_shards)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as accelerate does; an optimizer of the model before it was prepared gets its new parameters."""
+        """Prepare as accelerate does. An optimizer of the unprepared model gets its new parameters."""
         self._unbridged = [each for each in args if isinstance(each, Optimizer)]
         for optimizer in self._unbridged:
             repoint(optimizer)  # its model may have been prepared before
@@ -100,7 +100,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Bridge ``model``, apply mixed precision as accelerate does, and wrap it in DDP over the replicas."""
+        """Bridge ``model``, apply accelerate's mixed precision, and wrap it in DDP over the replicas."""
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement)  # type: ignore[no-any-return]
         if self._tensor_group.size() > 1 and not tensor_ranks(model):
@@ -139,7 +139,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
             module.set_rng_state(state.cpu())
 
     def check_trigger(self) -> bool:
-        """Return True if ``set_trigger`` was called on any rank since the last time; every rank calls this."""
+        """Return True if ``set_trigger`` was called on any rank since the last time. Every rank calls this."""
         flag = torch.tensor(0 if self.flag_tensor is None else int(self.flag_tensor), device=self.device)
         dist.all_reduce(flag)  # over all ranks, unlike reduce()
         self.flag_tensor = torch.zeros_like(flag)  # consumed
@@ -201,7 +201,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         return _full_state(self.unwrap_model(model) if unwrap else getattr(model, "module", model))
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as accelerate does, and shards of models and optimizers beside; these load on any mesh."""
+        """Save as accelerate does, and shards of models and optimizers beside. These load on any mesh."""
         return self._apart(super().save_state, *args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,13 +243,13 @@ def _full_state(model: nn.Module) -> dict[str, Any]:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-    """Save the full weights, as the model's own class would save one rank's shards; all ranks call it."""
+    """Save the full weights, as the model's own class would save one rank's shards. All ranks call it."""
     state_dict = _full_state(model) if state_dict is None else state_dict
     return type(model).save_pretrained(model, save_directory, *args, state_dict=state_dict, **kwargs)
 
 
 class _SameBatches:
-    """A data loader that compares the first batch of each pass: unseeded data sets differ between ranks."""
+    """A data loader that compares the first batch of each pass. Unseeded data sets differ between ranks."""
 
     accelerator: Accelerator
 

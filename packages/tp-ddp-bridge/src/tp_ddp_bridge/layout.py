@@ -114,7 +114,7 @@ class Layout(ShardingInfo):
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """Return the layout of a DTensor, or of a tensor with ``_sharding_info``; ``None`` if it is unknown."""
+    """Return the layout of a DTensor, or of a tensor with ``_sharding_info``. ``None`` if it is unknown."""
     if isinstance(tensor, DTensor):
         return Layout.of(tensor)
     tagged = bridge_tag(tensor)

@@ -1,4 +1,4 @@
-"""All ranks raise together, and a dead peer is an error that names rank and call."""
+"""All ranks raise together. A dead peer is an error that names rank and call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a survey finds, and what it refuses: no process group."""
+"""A survey needs no process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bridged module is like from outside and inside, on two tensor-parallel ranks without DDP."""
+"""A bridged module from outside and inside, on two tensor-parallel ranks without DDP."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_ties_frozen_integers_and_attributes(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_full_parameters_are_refused_in_the_place_of_leaves(ranks: Ranks) -> None:
-    """A handle that shards and gives back writes into the table of parameters, past the module."""
+    """A handle that shards and gives back writes into the parameters' table itself."""
     model = models.bridged_mlp(ranks)
     refused = 0
     for name, leaf in model.named_parameters():

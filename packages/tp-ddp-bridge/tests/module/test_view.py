@@ -1,4 +1,4 @@
-"""Inside a forward: one view per leaf, nothing kept, nothing leaked, and compiled without a break."""
+"""Views in a forward: one per leaf, none kept or leaked, compiled without a break."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
             ddp.state_dict()
 
     def least(seconds: float = 1.0) -> tuple[int, int, int]:
-        """Gloo's threads let go of the last bucket late: the least of what is seen meanwhile."""
+        """Gloo's threads let go of the last bucket late. Returns the least count meanwhile."""
         num_live, deadline = live(), time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(0.02)

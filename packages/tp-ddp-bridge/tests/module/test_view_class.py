@@ -1,4 +1,4 @@
-"""A bridged module at its edges: copies, pickles, ``.to()``, buffers, functional calls and what replaces parameters."""
+"""A bridged module's copies, pickles, ``.to()``, buffers, functional calls and replaced parameters."""
 
 from __future__ import annotations
 

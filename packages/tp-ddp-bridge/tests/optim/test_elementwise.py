@@ -71,7 +71,7 @@ class LatePreconditioner(TrustRatio):
 
 
 class NeedsClosure(TrustRatio):
-    """Sharpness-aware steps: the closure runs twice, the first time to move by the norm of everything."""
+    """A sharpness-aware optimizer: its closure runs twice, first to move by the norm of everything."""
 
     @torch.no_grad()
     def step(self, closure: Any) -> None:  # type: ignore[override]
@@ -216,7 +216,7 @@ def test_torchs_clip_raises_at_the_step(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"lr": 0.1}, {"line_search_fn": "strong_wolfe"}], ids=str)
 def test_lbfgs_is_refused_by_its_way(settings: dict[str, Any]) -> None:
-    """On a convex problem LBFGS ends at each element's own minimum, on halves too: its steps there differ."""
+    """On a convex problem LBFGS ends at the same minimum on halves. Its steps there differ."""
     cases = 0
     for ndim in (1, 2, 3):
         full = torch.linspace(-1.0, 1.5, 4**ndim).view((4,) * ndim)

@@ -1,4 +1,4 @@
-"""Checkpoints: written on one mesh, read on any other, bit for bit, with the optimizer's state."""
+"""Checkpoints with optimizer state, written on one mesh, load on any other bit for bit."""
 
 from __future__ import annotations
 

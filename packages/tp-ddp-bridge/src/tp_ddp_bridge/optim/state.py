@@ -144,7 +144,7 @@ def as_global(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def as_local(parameter: torch.Tensor, value: Any, copies: bool = True) -> Any:
-    """Return a state value as ``parameter``'s optimizer keeps it, by default in memory of its own."""
+    """Return a state value as ``parameter``'s optimizer keeps it. By default it has memory of its own."""
     if not isinstance(value, torch.Tensor):
         return value
     layout = layout_of(parameter)
