@@ -9,7 +9,7 @@ so that a busy machine slows all of them alike, and CPU time (`process_time`, al
 
 - by hand: DTensor parameters, gradients flattened into buckets of 25 MB, one all_reduce each, copied back;
 - bridge: `wrap_ddp`;
-- torch: `DDP(device_mesh=...)`, with torch's own transform;
+- torch: `DDP(device_mesh=...)`, with torch's own transform, which keeps the DTensors of its first forward;
 - replicate: `torch.distributed._composable.replicate` over the bridge's leaves, where it takes them;
 - FSDP2: `fully_shard` per block over the data axis.
 """

@@ -76,7 +76,7 @@ def curves(mesh: Any, repeats: int) -> list[dict[str, Any]]:
         numel = 36 // 4 * (4 * width * width + 3 * width)
         _add(by_width, numel, steps(mesh, 36, repeats))
     step = "CPU time of a rank"
-    see = "The bridge does what buckets by hand do; what lies between them is its hooks."
+    see = "The bridge does what buckets by hand do, and makes one view of each parameter in each forward."
     return [
         _curve("tensors", "A step, width 64, 2 x 2 ranks", "tensors", step, by_tensors, see),
         _curve("parameters", "A step, 36 tensors, 2 x 2 ranks", "parameters", step, by_width, see),
