@@ -497,17 +497,28 @@ def _aliases(
     return aliases
 
 
+_FEW_RANKS = 32  # a larger layout counts on all ranks
+
+
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Group moves into collectives, in their order, by the fullest rank's bytes."""
     buckets: list[list[int]] = []
-    room = -1  # of the open bucket
+    everywhere, on_rank = bucket_bytes + 1, Counter[int]()  # no bucket is open
     for at, move in enumerate(moves):
-        plan = move.plan
+        plan, shared, sizes = move.plan, 0, Counter[int]()
         apart = plan.src.rank_set.isdisjoint(plan.dst.rank_set)  # no rank sends and receives
-        size = (max if apart else add)(plan.src.largest, plan.dst.largest) * plan.itemsize
-        if plan.max_workspace_bytes is not None or size > room:
+        for side in (plan.src, plan.dst):
+            size = side.largest * plan.itemsize
+            if len(side.ranks) > _FEW_RANKS:
+                shared = max(shared, size) if apart else shared + size
+            else:
+                sizes.update(dict.fromkeys(side.ranks, size))
+        everywhere += shared
+        on_rank.update(sizes)
+        alone = plan.max_workspace_bytes is not None
+        if alone or everywhere + max(on_rank.values(), default=0) > bucket_bytes:
             buckets.append([])
-            room = bucket_bytes
+            everywhere, on_rank = shared, sizes
         buckets[-1].append(at)
-        room = -1 if plan.max_workspace_bytes is not None else room - size
+        everywhere += bucket_bytes + 1 if alone else 0
     return tuple(map(tuple, buckets))
