@@ -110,13 +110,7 @@ class Resharder(NotPicklable):
         check: "first" or "always", see `reshard`.
     """
 
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        group: dist.ProcessGroup | None = None,
-        *,
-        check: str = "first",
-    ) -> None:
+    def __init__(self, plan: ReshardPlan, group: dist.ProcessGroup | None = None, *, check: str = "first") -> None:
         if not isinstance(plan, ReshardPlan):
             hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are untyped
             raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))

@@ -192,19 +192,15 @@ def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
         reaching = [other for other in reaching if other[1] > span[0]]
         for other in reaching:
             first, second = sorted((other[3], span[3]))
-            asked = first < len(tensors) and other[2] == span[2]
-            if asked and _have_common_bytes(everything[first], everything[second]):
-                pairs.append((first, second))
+            if first < len(tensors) and other[2] == span[2]:
+                (starts, length), (others_starts, others_length) = _runs(everything[first]), _runs(everything[second])
+                # Runs of the second that begin before one of the first ends, minus those that end before it begins:
+                # spans may overlap in gaps only.
+                before = torch.searchsorted(others_starts, starts - others_length, right=True)
+                if bool((torch.searchsorted(others_starts, starts + length) > before).any()):
+                    pairs.append((first, second))
         reaching.append(span)
     return sorted(pairs)
-
-
-def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if tensors with overlapping spans share a byte, and not only gaps."""
-    (first, length), (second, other_length) = _runs(one), _runs(other)
-    # Runs of the other that begin before this one ends, minus those that end before it begins.
-    before = torch.searchsorted(second, first - other_length, right=True)
-    return bool((torch.searchsorted(second, first + length) > before).any())
 
 
 def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -51,7 +51,19 @@ def tiling_problems(
     kind: str = "rank",
 ) -> list[Problem]:
     """Return holes and overlaps of spans (each with an owner) in a tensor of ``shape``."""
-    pairs = _overlaps(spans)
+    # Pairs that overlap, by a sweep along the dim of most distinct starts; without dims every span is the one element.
+    pairs: list[tuple[tuple[str, Span], tuple[str, Span]]] = []
+    active: list[tuple[str, Span]] = []
+    dim = max(range(len(shape)), key=lambda at: len({start[at] for _, (start, _) in spans}), default=None)
+    for entry in spans if dim is None else sorted(spans, key=lambda each: (each[1][0][dim], each[1])):
+        start, stop = entry[1]
+        active = [other for other in active if dim is None or other[1][1][dim] > start[dim]]
+        pairs += [
+            (other, entry)
+            for other in active
+            if all(max(a, c) < min(b, d) for a, b, c, d in zip(*other[1], start, stop, strict=True))
+        ]
+        active.append(entry)
     problems = [
         Problem(
             "boxes-overlap",
@@ -80,25 +92,6 @@ def _box(span: Span) -> Box:
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
-def _overlaps(spans: Sequence[tuple[str, Span]]) -> list[tuple[tuple[str, Span], tuple[str, Span]]]:
-    """Return overlapping pairs, by a sweep along the dim of most distinct starts."""
-    pairs: list[tuple[tuple[str, Span], tuple[str, Span]]] = []
-    active: list[tuple[str, Span]] = []
-    ndim = len(spans[0][1][0]) if spans else 0
-    dim = max(range(ndim), key=lambda at: len({start[at] for _, (start, _) in spans}), default=None)
-    for entry in spans if dim is None else sorted(spans, key=lambda each: (each[1][0][dim], each[1])):
-        start, stop = entry[1]
-        if dim is not None:  # without dims every span is the one element
-            active = [other for other in active if other[1][1][dim] > start[dim]]
-        pairs.extend(
-            (other, entry)
-            for other in active
-            if all(max(a, c) < min(b, d) for a, b, c, d in zip(*other[1], start, stop, strict=True))
-        )
-        active.append(entry)
-    return pairs
-
-
 def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
     """Return the rest of ``whole`` without ``spans``: slab by slab along ``dim``, recursively."""
     start, stop = whole
@@ -109,17 +102,13 @@ def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
     for low, high in pairwise(marks):
         slab = (*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :])
         for hole in _holes(slab, [s for s in spans if s[0][dim] <= low and s[1][dim] >= high], dim + 1):
-            if holes and _joins(holes[-1], hole, dim):  # few large holes in errors, not many slabs
+            # Few large holes in errors, not many slabs: one that goes on along the dim is joined.
+            end = (*hole[1][:dim], hole[0][dim], *hole[1][dim + 1 :])
+            if holes and holes[-1] == ((*hole[0][:dim], holes[-1][0][dim], *hole[0][dim + 1 :]), end):
                 holes[-1] = holes[-1][0], hole[1]
             else:
                 holes.append(hole)
     return holes
-
-
-def _joins(one: Span, other: Span, dim: int) -> bool:
-    """Return True if ``other`` continues ``one`` along ``dim`` and equals it in other dims."""
-    same = all(at == dim or (one[0][at] == other[0][at] and one[1][at] == other[1][at]) for at in range(len(one[0])))
-    return same and one[1][dim] == other[0][dim]
 
 
 class BoxShardMap(ShardMap):

@@ -71,7 +71,16 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     if tensors is not None and isinstance(layout, tensors.DTensor):
         same = _from_mesh(layout.device_mesh, layout.placements, turn)
         return _same_shape(MeshShardMap(same, layout.shape), shape)
-    return _from_spec(layout, shape, turn)
+    from shard_spec.specs import EnumerableShardingSpec, as_spec  # needs torch; the command line plans without
+
+    if (spec := as_spec(layout)) is None:  # torch's specs too
+        reason = f"{layout!r} of type {type(layout).__qualname__}"
+        hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank or a text"
+        raise PlanError(Problem("invalid-layout", found=reason, hint=hint))
+    if shape is None and isinstance(spec, EnumerableShardingSpec):
+        shape = _extent([shard.box for shard in spec.shards])
+    shape = sizes_of(shape, f"a {type(spec).__name__}")
+    return BoxShardMap(shape, {turn(rank): held for rank, held in spec.boxes(shape).items()})
 
 
 @lru_cache(maxsize=4096)  # a model has few texts and sizes, and many tensors
@@ -81,8 +90,17 @@ def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
     if (match := _TEXT.fullmatch(text)) is None:
         raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
     spec = MeshSpec.parse(match["mesh"])
+    ranks: list[int] = []
+    for item in match["ranks"].split(",") if match["ranks"] is not None else ():
+        if (span := re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", item)) is None:
+            raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
+        listed = range(int(span[1]), int(span[2] or span[1]) + 1)
+        if len(ranks) + len(listed) > len(spec.ranks):  # before the list grows
+            reason = f"{text!r} lists more ranks than its mesh of {len(spec.ranks)} has"
+            raise PlanError(Problem("invalid-layout", found=reason, hint=_TEXT_HINT))
+        ranks.extend(listed)
     if match["ranks"] is not None:
-        spec = MeshSpec(spec.axes, _listed(match["ranks"], text, len(spec.ranks)))
+        spec = MeshSpec(spec.axes, ranks)
     return MeshShardMap(Layout.parse(match["layout"], spec), shape)
 
 
@@ -113,20 +131,6 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
     return tuple(max(ends) for ends in zip(*(box.ends for box in boxes), strict=True))
 
 
-def _listed(text: str, whole: str, size: int) -> list[int]:
-    ranks: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", item)
-        if match is None:
-            raise PlanError(Problem("invalid-layout", found=repr(whole), hint=_TEXT_HINT))
-        listed = range(int(match[1]), int(match[2] or match[1]) + 1)
-        if len(ranks) + len(listed) > size:  # before the list grows
-            reason = f"{whole!r} lists more ranks than its mesh of {size} has"
-            raise PlanError(Problem("invalid-layout", found=reason, hint=_TEXT_HINT))
-        ranks.extend(listed)
-    return ranks
-
-
 def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:
     spec = mesh_spec(mesh)  # global ranks, in mesh order
     return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
@@ -144,23 +148,6 @@ def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
     with real_tensors():  # the ranks of a mesh are a real tensor, even under fake tensors
         raise_problems(mesh_order_problems(mesh))
         return MeshSpec.from_device_mesh(mesh)
-
-
-def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> ShardMap:
-    from shard_spec.specs import EnumerableShardingSpec, as_spec
-
-    spec = as_spec(layout)  # torch's specs too
-    if spec is None:
-        reason = f"{layout!r} of type {type(layout).__qualname__}"
-        hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank or a text"
-        raise PlanError(Problem("invalid-layout", found=reason, hint=hint))
-    if shape is None and isinstance(spec, EnumerableShardingSpec):
-        shape = _extent([shard.box for shard in spec.shards])
-    shape = sizes_of(shape, f"a {type(spec).__name__}")
-    boxes: dict[int, tuple[Box, ...]] = {}
-    for rank, held in spec.boxes(shape).items():
-        boxes[turn(rank)] = held
-    return BoxShardMap(shape, boxes)
 
 
 def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
