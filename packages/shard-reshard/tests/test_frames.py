@@ -98,7 +98,7 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
 
 
 # Functions by name and files that the first call of a kind enters. Comprehensions are frames of Python 3.11 alone.
-FIRST = {"reshard": (90, 12), "reshard_state_dict": (158, 17), "load_safetensors": (146, 18)}
+FIRST = {"reshard": (90, 12), "reshard_state_dict": (130, 17), "load_safetensors": (130, 18)}
 
 
 @pytest.mark.extra("safetensors")

@@ -10,19 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shard_spec import Box
 
-from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable
-from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
@@ -33,11 +31,8 @@ from shard_reshard.state_dict.plan import (
     RankMeta,
     StateDictPlan,
     TensorMeta,
-    TensorMove,
     plan_state_dict,
 )
-
-T = TypeVar("T")
 
 _SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
 
@@ -309,54 +304,3 @@ def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Rea
     shape = (high - low, *part.shape[1:])
     read = Read(name, part.path, part.file_bytes, part.begin + low * row_bytes, shape, dtype, tuple(places))
     return read, boxes
-
-
-# ---- execution ------------------------------------------------------------------------------------------------
-
-
-def stage_buckets(
-    members: GroupInfo,
-    subject: str,
-    plan: StateDictPlan,
-    digest: str,
-    name_of: Callable[[TensorMove], str],
-    held: dict[str, T],
-    make: Callable[[str], T],
-    *,
-    states: tuple[str, str],
-    finish: Callable[[str, T], None] | None = None,
-) -> Iterator[list[TensorMove]]:
-    """Yield the moves of each bucket once every rank is ready; a collective.
-
-    Args:
-        members: The group; every member iterates.
-        subject: The call, for messages.
-        plan: The buckets.
-        digest: Of all that ranks have to agree on.
-        name_of: Name of what a move needs; several moves may share it.
-        held: What was made, by name, from the first bucket that needs it to the last.
-        make: Makes it; its errors are raised on all ranks.
-        states: Text on the caller's tensors for errors before the first bucket, and later.
-        finish: Called after the last bucket; its errors are raised on all ranks as well.
-    """
-    problems = list[Problem]()
-    last = {name_of(plan.moves[at]): number for number, bucket in enumerate(plan.buckets) for at in bucket}
-    for number, bucket in enumerate(plan.buckets):
-        moves = [plan.moves[at] for at in bucket]
-        for name in dict.fromkeys(map(name_of, moves)):
-            try:
-                if name not in held:
-                    held[name] = make(name)
-            except Exception as error:  # a file that was changed, memory that is short on one rank
-                problems += problems_of(error)
-        assert_consistent(members, subject, [f"bucket {number} of {digest}"], problems, states[number > 0])
-        yield moves
-        for name in [name for name in held if last[name] == number]:
-            value = held.pop(name)
-            try:
-                if finish is not None:
-                    finish(name, value)
-            except Exception as error:  # a full disk: raised in the next comparison
-                problems += problems_of(error)
-    if finish is not None:
-        assert_consistent(members, subject, [f"all of {digest}"], problems, states[1])

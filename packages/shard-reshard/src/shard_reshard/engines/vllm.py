@@ -27,12 +27,11 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import register_group
-from shard_reshard.engines.leave import SyncEnd
 from shard_reshard.engines.record import RecordedLayouts, record_layouts
 from shard_reshard.group import group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import own_layout
 from shard_reshard.state_dict.agreement import tensors_of
-from shard_reshard.state_dict.resharder import StateDictResharder
+from shard_reshard.state_dict.resharder import StateDictResharder, SyncEnd
 
 __all__ = ["ShardedSource", "TrainerInit", "TrainerEngine", "WorkerEngine", "register"]
 

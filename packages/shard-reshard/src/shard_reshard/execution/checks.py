@@ -82,24 +82,21 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
             hint = "run the call under the FakeTensorMode too, on all ranks; or pass real tensors"
             add("no-data", "a fake tensor where no fake mode is on", hint)
         elif tensor.is_meta:
-            add("no-data", _META, _META_HINT)
+            add("no-data", *_META)
         elif not has_memory(tensor):
-            add("no-data", _FREED, _FREED_HINT)
+            add("no-data", *FREED)
         if tensor.layout != torch.strided:
             add("unsupported-tensor", f"a {tensor.layout} tensor", "only dense tensors can be moved")
     return problems
 
 
 ONE_MEMORY_HINT = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
-_META = "a tensor on the meta device"
-_META_HINT = "give it memory first: to_empty(), or the values of a checkpoint"
-_FREED = "a tensor whose storage was freed or shrunk"
-_FREED_HINT = "call it while the memory is there: inside of what gathers or loads the parameter"
-
-
-def freed_problems(name: str, tensor: torch.Tensor) -> list[Problem]:
-    """Report a tensor without memory; guards on metadata do not see this."""
-    return [] if has_memory(tensor) else [Problem("no-data", name, found=_FREED, hint=_FREED_HINT)]
+# What was found, and the remedy.
+_META = "a tensor on the meta device", "give it memory first: to_empty(), or the values of a checkpoint"
+FREED = (
+    "a tensor whose storage was freed or shrunk",
+    "call it while the memory is there: inside of what gathers or loads the parameter",
+)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -126,9 +123,9 @@ def destination_problems(
 
     for tensor, name in zip(outs, names, strict=True):  # noqa: B007  # read in `add`
         if tensor.is_meta:  # what is written there is lost, without an error
-            add("no-data", _META, _META_HINT)
+            add("no-data", *_META)
         elif not has_memory(tensor):
-            add("no-data", _FREED, _FREED_HINT)
+            add("no-data", *FREED)
         if overlaps_itself(tensor):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
             add("invalid-out", f"strides {tensor.stride()}", hint)

@@ -71,8 +71,7 @@ def collect_metadata(
                 metadata = tensor_metadata(name, value, *given_layout, members)
                 table[name] = metadata._replace(layout=alike.setdefault(metadata.layout, metadata.layout))
             except Exception as error:
-                listed = problems_of(error)
-                problems += [p.named(name) for p in listed]
+                problems += [p.named(name) for p in problems_of(error)]
     elsewhere = tuple(name for name in src_layouts if name not in state_dict)
     return RankMeta(_tied(sources, state_dict), _tied(known_outs, outs), tuple(problems), elsewhere)
 
@@ -211,18 +210,8 @@ def agreed_plan(
 ) -> Agreed:
     """Return the plan for all ranks' metadata, or raise all problems on all; a collective.
 
-    Metadata travels only when a rank's changed: else 64 bytes of each rank do.
-
-    Args:
-        members: The group; every member calls.
-        question: What is asked.
-        facts: What this rank has.
-        digest: `metadata_digest` of both.
-        tensors: Source tensors, of which plain ones have to be equal on all ranks that have them.
-        call: One of the numbers above.
-        problems: What keeps this rank from going on.
-        prepared: The agreement that this rank has prepared its tensors for.
-        token: What ranks exchange beside it.
+    Metadata travels only when a rank's changed: else 64 bytes of each rank do, with ``token`` among them. Plain
+    ``tensors`` have to be equal on all ranks that have them; ``prepared`` is what this rank has prepared its own for.
     """
     problems, sums = list(problems), dict[str, bytes]()
     try:
@@ -269,13 +258,9 @@ def agreed_plan(
 def plan_of_all(
     members: GroupInfo, subject: str, mine: Any, make: Callable[[list[Any], list[Problem]], tuple[P, list[str]]]
 ) -> P:
-    """Gather what every rank has, plan on each rank, and compare the plans; a collective.
+    """Gather what every rank has (``mine``), plan on each rank, and compare the plans; a collective.
 
-    Args:
-        members: The group; every member calls.
-        subject: The call, for messages.
-        mine: What this rank has.
-        make: Returns the plan for what all ranks have, with its text; adds to the problems, or raises more.
+    ``make`` returns the plan for what all ranks have, with its text; it adds to the problems, or raises more.
     """
     everyone: list[Any] = [None] * members.size
     dist.all_gather_object(everyone, mine, group=members.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
-from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs
+from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs, unregister_group
 from shard_reshard.execution.checks import Match, TensorGuards, not_transformed, pointers, record_guards
 from shard_reshard.execution.mover import NotPicklable, memo, remember
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, group_info, raise_on_all_ranks
@@ -303,6 +304,32 @@ class StateDictResharder(NotPicklable):
             result = write_outputs(here, arriving, call.targets, call.outs)
         result.plan = self.plan
         return result
+
+
+class SyncEnd:
+    """An end of a sync between jobs: it drops its resharder, and leaves the group, after a failed exchange."""
+
+    resharder: StateDictResharder | None = None
+
+    def exchange(self, *given: Any, **options: Any) -> None:
+        """Call the resharder.
+
+        Raises:
+            RuntimeError: A peer died. gloo tells the neighbours of a dead rank alone; the others would wait for these
+                until the timeout, but fail once the last reference to the group is gone, and its connections with it.
+        """
+        assert self.resharder is not None
+        failure = ""  # the text alone: an error's traceback holds the group
+        try:
+            self.resharder(*given, **options)
+        except RuntimeError as error:
+            failure = str(error)
+        if failure:
+            memo.pop(self.resharder._members.group, None)
+            unregister_group(self.resharder._members.group)
+            self.resharder = None
+            gc.collect()  # movers and their transposed ones hold each other, and the group
+            raise RuntimeError(f"{failure}; this end has left the group, initialize it again")
 
 
 class _OneShot(StateDictResharder):
