@@ -18,7 +18,7 @@ from operator import add, itemgetter
 from typing import NamedTuple
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index, human
+from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index, human, new_tuple
 from shard_reshard.plan import Copy, Plan, RankSchedule, all_ranks_copies, is_local, rank_schedule
 
 
@@ -167,19 +167,13 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
 def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:
     """Return the part with copies between the program's tensors, after those of earlier plans."""
 
-    def moved(side: int, tensor: int, start: Index) -> tuple[int, Index]:
-        place = places[side]
-        number, shift = (tensor, None) if place is None else place[tensor]
-        return base[side] + number, start if shift is None else tuple(map(add, start, shift))
-
     def placed(copy: Copy, sends: bool, receives: bool) -> Copy:  # of what peers have, this rank's side is known
-        if sends:
-            number, start = moved(0, copy.src_tensor, copy.src_start)
-            copy = copy._replace(src_tensor=number, src_start=start)
-        if receives:
-            number, start = moved(1, copy.dst_tensor, copy.dst_start)
-            copy = copy._replace(dst_tensor=number, dst_start=start)
-        return copy
+        ends = [copy[6:8], copy[8:]]  # tensor and start
+        for side in (0,) * sends + (1,) * receives:
+            (tensor, start), place = ends[side], places[side]
+            number, shift = (tensor, None) if place is None else place[tensor]
+            ends[side] = base[side] + number, start if shift is None else tuple(map(add, start, shift))
+        return new_tuple(Copy, (*copy[:6], *ends[0], *ends[1]))
 
     return RankSchedule(
         {peer: tuple([placed(copy, True, False) for copy in copies]) for peer, copies in part.sends.items()},

@@ -161,14 +161,12 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
                 if not mover.exchange.program.src_shapes and len(tensors) == 1 and tensors[0].numel() == 0
                 else tensors
             )
-            problems = mover.problems([sources], None if outs is None else [outs])
+            problems = mover.problems(sources, outs)
             grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             if grad:
-                ops = [plan.reduce_op for plan in mover.plans if plan.reduce_op in ("min", "max", "product")]
-                hint = "detach() the tensor; gradients flow through sums and averages"
-                problems += [
-                    Problem("not-differentiable", "src", found=f"a reduction by {op}", hint=hint) for op in ops
-                ]
+                op, hint = mover.plans[0].reduce_op, "detach() the tensor; gradients flow through sums and averages"
+                if op in ("min", "max", "product"):
+                    problems.append(Problem("not-differentiable", "src", found=f"a reduction by {op}", hint=hint))
             if grad and outs is not None:
                 hint = "leave out= away, or call under torch.no_grad()"
                 problems.append(Problem("invalid-out", "out", found="a source that requires grad", hint=hint))

@@ -252,39 +252,29 @@ def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
         yield Wanted(low, high, tuple(sorted(ranks[at])))
 
 
-def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, first row, last row) of every read of a shard. Adjacent rows of one rank are joined."""
-    row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
-    last: tuple[int, int, int] | None = None
-    for low, high, ranks in _rows_wanted(part, demand):
+def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> list[tuple[int, int, int]]:
+    """Return (rank, first row, last row) of every read of a shard. Adjacent rows of one rank are joined."""
+    rows: dict[tuple[int, int], set[int]] = {}  # of the stored shard, and the ranks that need them
+    for wanted in demand:
+        if not part.shape:
+            rows.setdefault((0, 1), set()).update(wanted.ranks)
+        for box in part.pieces if part.shape else ():
+            shift = box.local_start[0] - box.start[0]
+            low, high = max(box.start[0], wanted.start), min(box.stop[0], wanted.stop)
+            if low < high:
+                rows.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
+    row_bytes, shares = prod(part.shape[1:]) * ITEMSIZES[dtype], list[tuple[int, int, int]]()
+    for low, high, ranks in _cut_rows(rows):
         count = max(1, min(len(ranks), high - low, (high - low) * row_bytes // _SMALLEST_READ_BYTES))
         chosen = ranks if count == len(ranks) else sorted(sorted(ranks, key=lambda rank: (load[rank], rank))[:count])
         for number, rank in enumerate(chosen):
             begin, end = (low + at * (high - low) // count for at in (number, number + 1))
             load[rank] += (end - begin) * row_bytes
-            if last is not None and last[0] == rank and last[2] == begin:
-                last = rank, last[1], end
-                continue
-            if last is not None:
-                yield last
-            last = rank, begin, end
-    if last is not None:
-        yield last
-
-
-def _rows_wanted(part: Stored, demand: Iterable[Wanted]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield rows of a stored shard, split at changes of the ranks that need them."""
-    if not part.shape:
-        yield from ((0, 1, wanted.ranks) for wanted in demand)
-        return
-    rows: dict[tuple[int, int], set[int]] = {}
-    for box in part.pieces:
-        shift = box.local_start[0] - box.start[0]
-        for wanted in demand:
-            low, high = max(box.start[0], wanted.start), min(box.stop[0], wanted.stop)
-            if low < high:
-                rows.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
-    yield from _cut_rows(rows)
+            if shares and (shares[-1][0], shares[-1][2]) == (rank, begin):
+                shares[-1] = rank, shares[-1][1], end
+            else:
+                shares.append((rank, begin, end))
+    return shares
 
 
 def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Read, list[Box]]:

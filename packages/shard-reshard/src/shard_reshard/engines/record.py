@@ -686,25 +686,18 @@ def merge_landings(found: Sequence[Landing]) -> list[Landing]:
         merged.sort(key=lambda entry: (_without(entry.start, dim), entry.start[dim]))
         joined: list[Landing] = []
         for entry in merged:
-            one = _follows(joined[-1], entry, dim) if joined else None
-            if one is None:
-                joined.append(entry)
-            else:
-                joined[-1] = one
+            one = joined[-1] if joined else None
+            # Of the same box and strides in all other dims.
+            if one and all(_without(a, dim) == _without(b, dim) for a, b in zip(one[:3], entry[:3], strict=True)):
+                step, rest = divmod(entry.offset - one.offset, one.sizes[dim])
+                strides = {part.strides[dim] for part in (one, entry) if part.sizes[dim] > 1} | {step}
+                if one.start[dim] + one.sizes[dim] == entry.start[dim] and not rest and strides == {step} and step > 0:
+                    sizes = _with(one.sizes, dim, one.sizes[dim] + entry.sizes[dim])
+                    joined[-1] = one._replace(sizes=sizes, strides=_with(one.strides, dim, step))
+                    continue
+            joined.append(entry)
         merged = joined
     return merged
-
-
-def _follows(one: Landing, other: Landing, dim: int) -> Landing | None:
-    """Join two landings; None if they are not neighbours along ``dim`` in box and view."""
-    if any(_without(a, dim) != _without(b, dim) for a, b in zip(one[:3], other[:3], strict=True)):
-        return None
-    step, rest = divmod(other.offset - one.offset, one.sizes[dim])
-    strides = {entry.strides[dim] for entry in (one, other) if entry.sizes[dim] > 1} | {step}
-    if one.start[dim] + one.sizes[dim] != other.start[dim] or rest or len(strides) > 1 or step <= 0:
-        return None
-    sizes = _with(one.sizes, dim, one.sizes[dim] + other.sizes[dim])
-    return one._replace(sizes=sizes, strides=_with(one.strides, dim, step))
 
 
 def _without(index: Index, dim: int) -> Index:

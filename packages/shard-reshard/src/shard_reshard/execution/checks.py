@@ -228,7 +228,7 @@ class Match(IntEnum):
     """Result of comparing the tensors of a call with a guard."""
 
     NONE = 0
-    METADATA = 1  # types, shapes, strides, dtypes, devices, flags and modes: checks of single tensors stay valid
+    METADATA = 1  # types, shapes, strides, dtypes, devices, flags, modes, ties: checks of single tensors stay valid
     MEMORY = 2  # memory too: views and overlap checks stay valid
 
 
@@ -260,7 +260,16 @@ class TensorGuards:
             once = [tensors[at] for at in self._firsts]
         if not self._alike(*once):
             return Match.NONE
-        return Match.MEMORY if list(map(_data_ptr, tensors)) == self._pointers else Match.METADATA
+        pointers = list(map(_data_ptr, tensors))
+        if pointers == self._pointers:
+            return Match.MEMORY
+        return Match.METADATA if _ties(pointers) == _ties(self._pointers) else Match.NONE
+
+
+def _ties(pointers: list[int]) -> list[int]:
+    """Return for each tensor the first one at its address."""
+    first: dict[int, int] = {}
+    return [first.setdefault(pointer, at) for at, pointer in enumerate(pointers)]
 
 
 def record_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
@@ -268,8 +277,3 @@ def record_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
     if not PLAIN_TYPES.issuperset(map(type, tensors)) or is_fake(tensors) or True in map(_is_nested, tensors):
         return None
     return TensorGuards(tensors) if {tensor.layout for tensor in tensors} <= _STRIDED else None
-
-
-def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the addresses of tensors."""
-    return list(map(_data_ptr, tensors))

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from shard_reshard._torch_compat import foreach_copy_
-from shard_reshard.execution.checks import pointers
 from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.lowering import (
     Program,
@@ -40,10 +39,14 @@ class Reduction:
 
     def __init__(self, plans: Sequence[Plan], outs: Sequence[torch.Tensor], plan_of: Sequence[int]) -> None:
         self.plans, self.outs, self.plan_of = plans, outs, plan_of
-        self.targets = [
-            _accumulator(out, plans[at]) if accumulates_apart(plans[at]) else out
-            for out, at in zip(outs, plan_of, strict=True)
-        ]
+        self.targets = list(outs)
+        for number, (out, at) in enumerate(zip(outs, plan_of, strict=True)):
+            if accumulates_apart(plans[at]):
+                dtype = torch_dtype(reduction_dtype(plans[at]))
+                target = torch.empty_like(out, dtype=dtype)
+                if target.stride() != out.stride():  # it may densify strides, and both have the same regions
+                    target = torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
+                self.targets[number] = target
         self._final = False  # averages are divided once
 
     def add(self, memory: StepMemory, arrived: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -89,15 +92,6 @@ def region_views(tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> 
         place = tensor.storage_offset() + offset if offset else None
         views.append(tensor.as_strided(sizes, strides, place))
     return views
-
-
-def _accumulator(out: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Create an accumulator with the result's strides: both have the same regions."""
-    dtype = torch_dtype(reduction_dtype(plan))
-    target = torch.empty_like(out, dtype=dtype)
-    if target.stride() == out.stride():  # empty_like may densify strides
-        return target
-    return torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
 
 
 # On CPUs mixed dtypes are added through a copy of one operand: bound its size.
@@ -187,7 +181,6 @@ class Exchange:
             torch_dtype(plan.wire_dtype) if as_value else INTEGERS[plan.itemsize]
             for plan, as_value in zip(program.plans, self.as_values, strict=True)
         ]
-        self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
         # Neither complex dtypes nor transfers as integers: tensors are copied without conversions.
         complex_ = any({plan.dtype, plan.out_dtype} & {"complex64", "complex128"} for plan in program.plans)
         self.copies_values = all(self.as_values) and not complex_
@@ -206,7 +199,8 @@ class Exchange:
             [at for at, (begin, end) in enumerate(pairwise(base)) for _ in range(begin, end)]
             for base in (program.src_base, program.dst_base)
         )
-        self._fresh = list(zip(program.dst_shapes, [self._out_dtypes[at] for at in self.dst_plan], strict=True))
+        out_dtypes = [torch_dtype(program.plans[at].out_dtype) for at in self.dst_plan]
+        self._fresh = list(zip(program.dst_shapes, out_dtypes, strict=True))
 
     def allocate(self, device: torch.device) -> list[torch.Tensor]:
         """Allocate destination tensors."""
@@ -312,7 +306,8 @@ class PreparedCall:
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
         """Return True if held tensors have the addresses of these; storage may have been resized."""
         held, given = (self.src, sources) if fresh_outs else ([*self.src, *self.dst], [*sources, *outs])
-        return fresh_outs is self.fresh_outs and pointers(held) == pointers(given)
+        held_at, given_at = ([tensor.data_ptr() for tensor in side] for side in (held, given))
+        return fresh_outs is self.fresh_outs and held_at == given_at
 
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Create the views of destinations, and of sources unless they exist."""

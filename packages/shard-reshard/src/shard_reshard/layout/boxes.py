@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from operator import index
+from operator import gt, index
 from typing import Any
 
 from shard_spec import Box
@@ -18,29 +18,6 @@ from shard_reshard.layout.shard_map import Cell, Index, Piece, ShardMap, shorten
 _SHOWN = 4  # holes, and overlaps, named in an error; the rest is counted
 
 Span = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dim
-
-
-def coverage_problems(shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]]) -> list[Problem]:
-    """Return the reasons that ``boxes`` (by rank) do not tile a tensor of ``shape``.
-
-    The same box on several ranks is one box with replicas. Empty boxes are allowed anywhere inside the shape.
-    """
-    problems = [
-        Problem("invalid-argument", found=f"rank {rank}", hint="ranks are counted from 0") for rank in boxes if rank < 0
-    ]
-    owners: dict[Span, list[int]] = {}
-    for rank, held in boxes.items():
-        for box in held:
-            if box.ndim != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
-                hint = f"boxes lie inside the global shape {shape}"
-                problems.append(Problem("box-out-of-range", found=f"rank {rank} lists {box!r}", hint=hint))
-            elif box.numel:
-                ranks = owners.setdefault((box.offsets, box.ends), [])
-                if rank in ranks:
-                    hint = "list a box once on a rank"
-                    problems.append(Problem("boxes-overlap", found=f"rank {rank} lists {box!r} twice", hint=hint))
-                ranks.append(rank)
-    return problems or tiling_problems(shape, [(f"rank {ranks[0]}", span) for span, ranks in owners.items()])
 
 
 def tiling_problems(
@@ -132,8 +109,22 @@ class BoxShardMap(ShardMap):
         except TypeError as error:
             hint = "pass {rank: [Box(offsets, sizes), ...]}"
             raise PlanError(Problem("invalid-argument", "boxes", found=str(error), hint=hint)) from None
-        self.ranks = tuple(self.boxes)
-        problems = coverage_problems(self.shape, self.boxes)
+        self.ranks, problems, owners = tuple(self.boxes), list[Problem](), dict[Span, list[int]]()
+        for rank, own in self.boxes.items():
+            if rank < 0:
+                problems.append(Problem("invalid-argument", found=f"rank {rank}", hint="ranks are counted from 0"))
+            for box in own:
+                if box.ndim != len(self.shape) or any(map(gt, box.ends, self.shape)):
+                    hint = f"boxes lie inside the global shape {self.shape}"
+                    problems.append(Problem("box-out-of-range", found=f"rank {rank} lists {box!r}", hint=hint))
+                elif box.numel:  # empty ones may lie anywhere; equal ones of several ranks are replicas
+                    ranks = owners.setdefault((box.offsets, box.ends), [])
+                    if rank in ranks:
+                        hint = "list a box once on a rank"
+                        problems.append(Problem("boxes-overlap", found=f"rank {rank} lists {box!r} twice", hint=hint))
+                    ranks.append(rank)
+        spans = [(f"rank {ranks[0]}", span) for span, ranks in owners.items()]
+        problems = problems or tiling_problems(self.shape, spans)
         self.holes = bool(problems) and {problem.code for problem in problems} == {"boxes-incomplete"}
         if problems and not (holes and self.holes):
             raise PlanError(problems)

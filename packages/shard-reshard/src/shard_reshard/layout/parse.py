@@ -16,7 +16,6 @@ from shard_reshard.layout.shard_map import MeshShardMap, ShardMap, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
 
     from shard_reshard._shared.sharding_info import ShardingInfo
     from shard_reshard.group import GroupInfo
@@ -60,17 +59,19 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
                 hint = "give boxes by rank: {rank: Box(offsets, sizes)}, or a list of them"
                 raise PlanError(Problem("invalid-layout", found=f"{own!r} for rank {rank!r}", hint=hint))
         return BoxShardMap(_extent([b for held in boxes.values() for b in held]) if shape is None else shape, boxes)
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(layout, tensors.DTensor):
+        own = layout.device_mesh, layout.placements
+        return _same_shape(resolve_layout(own, layout.shape, to_group), shape)
     meshes = sys.modules.get("torch.distributed.device_mesh")
     pair = isinstance(layout, tuple) and len(layout) == 2
     if pair and meshes is not None and isinstance(layout[0], meshes.DeviceMesh):
         if not isinstance(layout[1], Sequence):
             hint = "give placements as a list, one for each axis: (mesh, [Shard(0)])"
             raise PlanError(Problem("invalid-layout", found=f"(mesh, {layout[1]!r})", hint=hint))
-        return MeshShardMap(_from_mesh(layout[0], layout[1], turn), sizes_of(shape, "a mesh with placements"))
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and isinstance(layout, tensors.DTensor):
-        same = _from_mesh(layout.device_mesh, layout.placements, turn)
-        return _same_shape(MeshShardMap(same, layout.shape), shape)
+        mesh = mesh_spec(layout[0])  # global ranks, in mesh order
+        mesh = MeshSpec(mesh.axes, [turn(rank) for rank in mesh.ranks])
+        return MeshShardMap(Layout(mesh, tuple(layout[1])), sizes_of(shape, "a mesh with placements"))
     from shard_spec.specs import EnumerableShardingSpec, as_spec  # needs torch; the command line plans without
 
     if (spec := as_spec(layout)) is None:  # torch's specs too
@@ -129,11 +130,6 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
         hint = "boxes of one tensor have the same number of dims"
         raise PlanError(Problem("shape-mismatch", found=f"boxes of {sorted({b.ndim for b in boxes})} dims", hint=hint))
     return tuple(max(ends) for ends in zip(*(box.ends for box in boxes), strict=True))
-
-
-def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:
-    spec = mesh_spec(mesh)  # global ranks, in mesh order
-    return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
 
 
 def mesh_spec(mesh: DeviceMesh) -> MeshSpec:

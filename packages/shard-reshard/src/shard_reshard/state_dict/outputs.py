@@ -65,7 +65,7 @@ class LocalTargets:
         known: Mapping[str, TensorMeta] | None = None,
         dropped: Collection[str] = (),
     ) -> None:
-        self.plan, self.rank, self.members, self._dst_layouts = plan, members.rank, members, dst_layouts
+        self.plan, self.rank, self.members, self.dst_layouts = plan, members.rank, members, dst_layouts
         self._known, moved = known or {}, {move.source for move in plan.moves}
         self._tied = [
             (name, entry.tied_to)
@@ -87,20 +87,7 @@ class LocalTargets:
             if changed_only:
                 mover.changes = ChangeExchange(min(plan.itemsize for plan in plans))
             self.movers.append(mover)
-        self._wraps: dict[str, Callable[[torch.Tensor], Any] | None] = {}
-
-    def result(self, name: str, tensors: list[torch.Tensor]) -> Any:
-        """Return the tensors of a destination as its caller gets them."""
-        if name not in self._wraps:
-            shape = self.plan.targets[name][0].shape
-            layout = given_layout(name, shape, self._dst_layouts)
-            self._wraps[name] = None
-            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
-                self._wraps[name] = dtensor_maker(as_dtensor(tensors[0], layout[0], tuple(layout[1]), shape))
-        wrap = self._wraps[name]
-        if wrap is not None:
-            return wrap(tensors[0])
-        return tensors[0] if len(tensors) == 1 else tensors
+        self.wraps: dict[str, Callable[[torch.Tensor], Any] | None] = {}  # constructors of DTensors, by name
 
     def source_problems(
         self,
@@ -203,10 +190,7 @@ class ReceiveBuffers:
                 self.tensors[name] = [outs[name]]
                 self.in_place.add(name)
                 continue
-            dtype, buffers = here.dtypes[name], []
-            for shape in shapes:
-                buffers.append(torch.empty(shape, dtype=dtype, device=device))
-            self.tensors[name] = buffers
+            self.tensors[name] = [torch.empty(shape, dtype=here.dtypes[name], device=device) for shape in shapes]
         self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
 
     def fill(self, fills: Mapping[str, float | None], outs: Mapping[str, torch.Tensor]) -> None:
@@ -300,6 +284,13 @@ def write_outputs(
             if address(target) != address(tensors[0]) or target.shape != tensors[0].shape:
                 target.copy_(tensors[0])
             result[name] = outs[name]
-        else:
-            result[name] = here.result(name, tensors)
+            continue
+        if name not in here.wraps:  # a DTensor for a layout of a DeviceMesh
+            shape = plan.targets[name][0].shape
+            layout = given_layout(name, shape, here.dst_layouts)
+            here.wraps[name] = None
+            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
+                here.wraps[name] = dtensor_maker(as_dtensor(tensors[0], layout[0], tuple(layout[1]), shape))
+        wrap = here.wraps[name]
+        result[name] = wrap(tensors[0]) if wrap else tensors[0] if len(tensors) == 1 else tensors
     return result

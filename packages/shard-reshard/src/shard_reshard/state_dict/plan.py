@@ -361,11 +361,7 @@ class Route(NamedTuple):
     shape: Index
     dims: Dims | None  # the source's dims in the destination's order; None: the same
     fill: float | None
-
-    @property
-    def stop(self) -> Index:
-        """One past the last index in the destination."""
-        return tuple(map(add, self.start, self.shape))
+    stop: Index  # one past the last index in the destination
 
 
 def _route(name: str, shape: Index, part: Part) -> Route:
@@ -385,15 +381,11 @@ def _route(name: str, shape: Index, part: Part) -> Route:
     dims: Dims = order if part.stack is None else (None, *order)
     if part.stack is not None and part.stack < 0:
         raise PlanError(Problem("box-out-of-range", name, found=reason, hint="stack is counted from 0"))
-    return Route(
-        name,
-        part.name,
-        tuple(source_start),
-        tuple(part.stack or 0 if dim is None else start[dim] for dim in dims),
-        tuple(1 if dim is None else sizes[dim] for dim in dims),
-        None if dims == tuple(range(len(shape))) else dims,
-        part.fill,
-    )
+    begin = tuple(part.stack or 0 if dim is None else start[dim] for dim in dims)
+    extent = tuple(1 if dim is None else sizes[dim] for dim in dims)
+    turned = None if dims == tuple(range(len(shape))) else dims
+    stop = tuple(map(add, begin, extent))
+    return Route(name, part.name, tuple(source_start), begin, extent, turned, part.fill, stop)
 
 
 def _least_shape(
