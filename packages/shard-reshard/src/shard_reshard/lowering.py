@@ -26,10 +26,7 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     """Return the number of rounds of a stage (or one addend). The same on every rank.
 
     Each message is split into that many shares of nearly equal size. Two rounds are in flight at a time, so a round's
-    buffers, for sends and receives, may use half of the bound.
-
-    Raises:
-        PlanError: ``invalid-argument`` if even single elements exceed it.
+    buffers, for sends and receives, may use half of the bound. A bound that single elements exceed is refused.
     """
     assert plan.max_workspace_bytes is not None
     cache: dict[object, int] = plan.__dict__.setdefault("_rounds", {})
@@ -155,7 +152,13 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
                 moved = places != (None, None) or base != (0, 0)
                 parts[at] = _placed(schedule[0], base, places) if moved else schedule[0]
         if len(plans) == 1 and plans[0].max_workspace_bytes is not None:
-            steps += _bounded(plans[0], stage, parts[0])
+            # One partial value after the other: then the order of additions is that of the unbounded plan.
+            (plan,), local = plans, is_local(plans[0])
+            in_order = plan.reduce_op is not None and not plan.adjoint and stage == 0
+            for partial_index in range(plan.src.num_partials) if in_order else [None]:
+                rounds = 1 if local else num_rounds(plan, stage, partial_index)
+                shares = [_round(parts[0], partial_index, number, rounds) for number in range(rounds)]
+                steps += [Step(stage > 0, not local, {0: share}) for share in shares]
         else:
             steps.append(Step(stage > 0, any(not is_local(plans[at]) for at in parts), parts))
     src, dst = (tuple(shape for shapes in side for shape in shapes) for side in (src_shapes, dst_shapes))
@@ -180,16 +183,6 @@ def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Pla
         {peer: tuple([placed(copy, False, True) for copy in copies]) for peer, copies in part.receives.items()},
         tuple([placed(copy, True, True) for copy in part.own]),
     )
-
-
-def _bounded(plan: Plan, stage: int, part: RankSchedule) -> Iterator[Step]:
-    """Steps whose buffers, two steps at a time, stay within the plan's bound."""
-    # One partial value after the other: then the order of additions is that of the unbounded plan.
-    addends = range(plan.src.num_partials) if plan.reduce_op and not plan.adjoint and stage == 0 else [None]
-    for partial_index in addends:
-        rounds = 1 if is_local(plan) else num_rounds(plan, stage, partial_index)
-        for number in range(rounds):
-            yield Step(stage > 0, not is_local(plan), {0: _round(part, partial_index, number, rounds)})
 
 
 def _round(part: RankSchedule, partial_index: int | None, number: int, rounds: int) -> RankSchedule:

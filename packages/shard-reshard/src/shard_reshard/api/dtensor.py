@@ -124,15 +124,10 @@ class _Redistribute(torch.autograd.Function):
         return (moved / averaged if averaged > 1 else moved), None, None, None
 
 
-def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the global ranks of a mesh as plain numbers, even under fake tensors."""
-    with real_tensors():
-        return tuple(mesh.mesh.flatten().tolist())
-
-
 def _union_group(src: DeviceMesh, dst: DeviceMesh) -> dist.ProcessGroup:
     """Return a group of exactly the ranks of both meshes."""
-    wanted = set(_ranks_of(src)) | set(_ranks_of(dst))
+    with real_tensors():  # plain numbers, even under fake tensors
+        wanted = {rank for mesh in (src, dst) for rank in mesh.mesh.flatten().tolist()}
     candidates = [mesh.get_group() for mesh in (src, dst) if mesh.ndim == 1 and mesh.get_coordinate() is not None]
     for group in candidates:
         if set(dist.get_process_group_ranks(group)) == wanted:

@@ -206,8 +206,7 @@ def find_mover(
 ) -> tuple[Mover, bool]:
     """Return the mover of a call, and True if this rank's arguments alone determined it.
 
-    Raises:
-        PlanError: On every rank alike; a collective if some rank has no tensor with the dtype.
+    A collective if some rank has no tensor with the dtype, or a problem: all ranks raise it.
     """
     size = None if shape is None else tuple(shape)
     try:

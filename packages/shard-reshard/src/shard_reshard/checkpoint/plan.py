@@ -113,11 +113,7 @@ StoredTensor = tuple[tuple[int, ...], str, tuple[Stored, ...]]  # global shape, 
 def stored_tensors(
     files: Sequence[FileTable], stored_as: Mapping[str, LayoutLike], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of files by name. The files are in the order of the ranks that wrote them.
-
-    Raises:
-        PlanError: With the problems of all tensors.
-    """
+    """Return the tensors of files by name, or raise the problems of all. Files are in the order of their writers."""
     held: dict[str, dict[int, tuple[FileTable, Entry]]] = {}
     for number, table in enumerate(files):
         for name, entry in table.entries.items():

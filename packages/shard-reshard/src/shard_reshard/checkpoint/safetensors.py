@@ -102,11 +102,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def indexed_files(index: str | Path) -> dict[str, list[str]]:
-    """Return the files of a ``*.safetensors.index.json``, beside it, with their expected tensors.
-
-    Raises:
-        PlanError: ``invalid-file`` for an invalid index, or one with a file outside of its own folder.
-    """
+    """Return the files of a ``*.safetensors.index.json``, all in its folder, with their expected tensors."""
     path, files = Path(index), dict[str, list[str]]()
     try:
         for name, file in json.loads(path.read_bytes())["weight_map"].items():
@@ -139,9 +135,7 @@ def read_rows(
 ) -> torch.Tensor:
     """Read a tensor of ``shape`` from ``offset`` on, in fresh memory on the CPU.
 
-    Raises:
-        PlanError: ``invalid-file``, or ``file-changed`` if it has other than ``num_bytes`` now, or is no longer in the
-            ``state`` seen by this rank when headers were read.
+    The file has ``num_bytes`` and the ``state`` that this rank saw when headers were read; else it has changed.
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
     rows = torch.empty(shape, dtype=torch_dtype(dtype))

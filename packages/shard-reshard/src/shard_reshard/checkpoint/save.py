@@ -135,6 +135,12 @@ def save_safetensors(
     plan = plan_of_all(members, "a save", (facts, sums), make)
     here, rank, device = LocalTargets(members, plan.moves), members.rank, device_of(tensors, {}, members)
 
+    def create() -> None:
+        for name, file in plan.files.items():
+            with _unfinished(path / name).open("wb") as target:
+                target.write(file.head)
+                target.truncate(file.num_bytes)
+
     def rows(name: str) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=here.dtypes[name], device=device) for shape in here.shapes[name]]
 
@@ -143,7 +149,7 @@ def save_safetensors(
 
     states = (_UNPUBLISHED, _UNPUBLISHED)
     try:
-        _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
+        _on_first_rank(members, plan, create, BEFORE_MOVING)
         buckets = (  # arrivals of one are written before the next
             (
                 [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
@@ -259,13 +265,6 @@ def _on_first_rank(members: GroupInfo, plan: SavePlan, act: Callable[[], None], 
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
-
-
-def _create(plan: SavePlan, folder: Path) -> None:
-    for name, file in plan.files.items():
-        with _unfinished(folder / name).open("wb") as target:
-            target.write(file.head)
-            target.truncate(file.num_bytes)
 
 
 def _publish(plan: SavePlan, folder: Path) -> None:

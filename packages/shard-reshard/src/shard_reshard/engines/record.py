@@ -540,10 +540,7 @@ def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> t
 def _destinations(everyone: Sequence[Any]) -> dict[str, list[tuple[BoxShardMap, int]]]:
     """Return, for each checkpoint tensor, as few destinations as cover those on all ranks.
 
-    A destination is a layout, and the number of the view on each of its ranks.
-
-    Raises:
-        PlanError: With the problems of all ranks.
+    A destination is a layout, and the number of the view on each of its ranks. The problems of all ranks are raised.
     """
     problems = [problem for _, _, layouts in everyone for problem in layouts]
     shapes: dict[str, Index] = {}

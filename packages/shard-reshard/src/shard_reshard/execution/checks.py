@@ -263,13 +263,10 @@ class TensorGuards:
         pointers = list(map(_data_ptr, tensors))
         if pointers == self._pointers:
             return Match.MEMORY
-        return Match.METADATA if _ties(pointers) == _ties(self._pointers) else Match.NONE
-
-
-def _ties(pointers: list[int]) -> list[int]:
-    """Return for each tensor the first one at its address."""
-    first: dict[int, int] = {}
-    return [first.setdefault(pointer, at) for at, pointer in enumerate(pointers)]
+        # The same tensors are tied: addresses of both calls correspond one to one.
+        pairs = set(zip(pointers, self._pointers, strict=True))
+        tied_alike = len(pairs) == len(set(pointers)) == len(set(self._pointers))
+        return Match.METADATA if tied_alike else Match.NONE
 
 
 def record_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:

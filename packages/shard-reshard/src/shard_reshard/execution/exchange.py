@@ -21,7 +21,6 @@ from shard_reshard.lowering import (
     Region,
     Side,
     Span,
-    Step,
     StepMemory,
     accumulates_apart,
     lay_out_step,
@@ -123,6 +122,7 @@ _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat
 _PLAIN |= {"complex64", "complex128"}
 
 _MAX_STRIDES = 256
+_NONE: list[torch.Tensor] = []  # never changed
 Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
 
 # Sends `input`, split into `input_splits` bytes, and receives `output`; returns a work to wait for, or None if done.
@@ -322,13 +322,29 @@ class PreparedCall:
         for number, (step, memory) in enumerate(zip(exchange.program.steps, self.memories, strict=True)):
             slot = number % 2 if exchange.overlaps else 0
             buffer = exchange.buffer(slot, self.room, self.device, self.buffers) if step.exchanges else None
-            self.recvs.append(self._recv_side(slot, step, memory, buffer))
+            # What arrives lands in a destination itself, or in the buffer behind what is sent.
+            side, written = memory.receives, None
+            staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
+            arrived, places, regions, received = _NONE, _NONE, _NONE, None
+            if buffer is not None and side.span is not None:
+                written = self.dst[side.span.tensor]
+                received = _bytes_of(written, side.span)
+            elif buffer is not None:
+                part = buffer[memory.sends.room : memory.sends.room + side.room]
+                arrived = places = exchange.places(slot, part, side) if side.packed else []
+                packed = side.regions
+                if exchange.reduces and not step.relayed:
+                    plain = [at for at, entry in enumerate(side.packed) if not exchange.reducing[entry.plan]]
+                    packed, places = tuple(packed[at] for at in plain), [arrived[at] for at in plain]
+                regions = region_views(self.dst, packed) if packed else []
+                received = part[: side.num_bytes]
+            self.recvs.append(RecvSide(arrived, places, regions, received, list(side.splits), staying, written))
             if len(self.sends) > number and not step.relayed:
                 continue
             del self.sends[number:]  # relayed steps send out of destinations, and come last
             side, tensors = memory.sends, self.dst if step.relayed else self.src
             staying = region_views(tensors, memory.staying[0]) if memory.staying[0] else []
-            places, regions, sent = list[torch.Tensor](), list[torch.Tensor](), None
+            places, regions, sent = _NONE, _NONE, None
             if buffer is not None and side.span is not None:
                 sent = _bytes_of(tensors[side.span.tensor], side.span)
             elif buffer is not None:
@@ -338,23 +354,6 @@ class PreparedCall:
                 places = exchange.places(slot, part, side) if regions else []
                 sent = part[: side.num_bytes]
             self.sends.append(SendSide(places, regions, sent, list(side.splits), staying))
-
-    def _recv_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> RecvSide:
-        side, splits = memory.receives, list(memory.receives.splits)
-        staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
-        if buffer is None:
-            return RecvSide([], [], [], None, [], staying, None)
-        if side.span is not None:
-            written = self.dst[side.span.tensor]
-            return RecvSide([], [], [], _bytes_of(written, side.span), splits, staying, written)
-        part = buffer[memory.sends.room : memory.sends.room + side.room]
-        arrived = places = self.exchange.places(slot, part, side) if side.packed else []
-        packed = side.regions
-        if self.exchange.reduces and not step.relayed:
-            plain = [at for at, entry in enumerate(side.packed) if not self.exchange.reducing[entry.plan]]
-            packed, places = tuple(packed[at] for at in plain), [arrived[at] for at in plain]
-        regions = region_views(self.dst, packed) if packed else []
-        return RecvSide(arrived, places, regions, part[: side.num_bytes], splits, staying, None)
 
     # ---- run --------------------------------------------------------------------------------------------------
 

@@ -139,15 +139,9 @@ class Mover:
         fresh_outs: bool = False,
         unchanged: bool = False,
     ) -> tuple[list[torch.Tensor], Finish | None]:
-        """Move checked tensors.
+        """Move checked tensors. Return the destinations, and a function to call before they are read, or None.
 
         ``outs`` is None for fresh ones; for ``fresh_outs`` and ``unchanged`` see `Exchange.prepare`.
-
-        Returns:
-            The destination tensors, and a function to call before they are read, or None.
-
-        Raises:
-            RuntimeError: If a call with a kept workspace is still in flight, and if the collective fails.
         """
         if self._in_flight:
             raise RuntimeError(
@@ -230,11 +224,6 @@ class _Finish(NamedTuple):
         finally:
             self.mover._release(self.device)
 
-    def abandon(self) -> None:
-        """Drop the workspace. The collective may still write to it, so later calls must not use it."""
-        self.mover.exchange.drop_workspace()
-        self.mover._in_flight = False
-
 
 class _NamedWork(NamedTuple):
     """A work with an error that names its plan and call."""
@@ -281,7 +270,9 @@ class ReshardWork(NotPicklable):
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
             if isinstance(self._finish, _Finish):
-                self._finish.abandon()
+                # The collective may still write to the workspace, so later calls must not use it.
+                self._finish.mover.exchange.drop_workspace()
+                self._finish.mover._in_flight = False
             warnings.warn(
                 f"a reshard of {self._what} was started and never waited for: its destination is not filled",
                 RuntimeWarning,

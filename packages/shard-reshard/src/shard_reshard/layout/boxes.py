@@ -91,15 +91,8 @@ def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
 class BoxShardMap(ShardMap):
     """Explicit boxes: each rank has one local tensor for each of its boxes.
 
-    A box listed by several ranks is replicated on them.
-
-    Args:
-        shape: Shape of the global tensor.
-        boxes: For each participating rank, its boxes in the order of its local tensors.
-        holes: True to allow elements without a rank, in partial destinations.
-
-    Raises:
-        PlanError: With every box outside of the shape, every hole and every overlap, by name.
+    A box listed by several ranks is replicated on them. Boxes outside of the shape, holes and overlaps are refused by
+    name; ``holes`` allows elements without a rank, in partial destinations.
     """
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], holes: bool = False) -> None:
@@ -201,13 +194,7 @@ class FusedShardMap(BoxShardMap):
     """Boxes joined along a dim into one local tensor for each rank.
 
     This is the layout of fused weights, and of key-value heads with copies on several ranks. Planning works on boxes,
-    as if each were a tensor; `places` maps them to the actual one.
-
-    Args:
-        shape: Shape of the global tensor.
-        boxes: For each rank its boxes, in their order in the local tensor; equal in all dims but ``dim``.
-        dim: Dim of the concatenation.
-        holes: See `BoxShardMap`.
+    as if each were a tensor; `places` maps them to the actual one. Boxes of a rank are equal in all dims but ``dim``.
     """
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], dim: int, holes: bool = False) -> None:

@@ -36,14 +36,8 @@ _TEXT_HINT = "write for example '8: S(0)', '2x4: S(1), R', 'dp=2, tp=4: tp:S(0)'
 def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: ToGroup | None = None) -> ShardMap:
     """Return the shard map of ``layout`` for a tensor of ``shape``.
 
-    Args:
-        layout: See :data:`LayoutLike`.
-        shape: Global shape; None if the layout itself has one.
-        to_group: Maps a global rank to a rank of the group. Layouts, boxes and texts use ranks of the group;
-            DeviceMeshes and sharding specs use global ranks. None: the group is the default group.
-
-    Raises:
-        PlanError: If it is none of these, does not match the shape, or the shape is missing.
+    ``shape`` is None if the layout itself has one. ``to_group`` maps a global rank to a rank of the group: layouts,
+    boxes and texts use ranks of the group, DeviceMeshes and sharding specs global ones. None: the default group.
     """
     if isinstance(layout, str):  # the first question: of all kinds it comes most often
         return _from_text(layout, sizes_of(shape, "a layout as text"))
@@ -133,11 +127,7 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
 
 
 def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
-    """Return the value of a mesh, in global ranks.
-
-    Raises:
-        PlanError: ``mesh-mismatch`` if an axis and its process group have different orders.
-    """
+    """Return the value of a mesh, in global ranks. An axis in another order than its process group is refused."""
     from shard_reshard._shared.consensus import mesh_order_problems
     from shard_reshard._torch_compat import real_tensors
 

@@ -75,11 +75,7 @@ new_tuple = tuple.__new__
 
 
 def sizes_of(shape: Any, layout: str = "") -> Index:
-    """Return a global shape as integers; ``layout`` names a layout that lacks it.
-
-    Raises:
-        PlanError: ``invalid-argument`` for anything else; ``missing-argument`` for None.
-    """
+    """Return a global shape as integers, or refuse it; ``layout`` names a layout that lacks it."""
     if shape is None and layout:
         found = f"{layout} has no tensor size"
         raise PlanError(Problem("missing-argument", "shape", found=found, hint="pass shape=, the global shape"))

@@ -16,7 +16,7 @@ from shard_reshard.execution.checks import FREED, address, destination_problems,
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.shard_map import ShardMap, torch_dtype
+from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.state_dict.agreement import declared_mismatches
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove, given_layout
 
@@ -116,11 +116,10 @@ class LocalTargets:
             hint = "leave them out, or make a resharder for a state dict that has them"
             problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
 
-        def planned(name: str) -> ShardMap | None:
-            entry = self._known.get(name)
-            return entry and (entry.layout or BoxShardMap.whole(entry.shape, self.rank))
-
-        problems += declared_mismatches(given or {}, planned, self.members)
+        known, whole = self._known, BoxShardMap.whole
+        problems += declared_mismatches(
+            given or {}, lambda name: (e := known.get(name)) and (e.layout or whole(e.shape, self.rank)), self.members
+        )
         for move in self.plan.moves:
             held = move.source in sources and move.plan.src.local_shapes(self.rank)
             for problem in local_problems(move.plan, self.rank, [move.view(sources[move.source])] if held else []):

@@ -195,10 +195,9 @@ def plan_state_dict(
     to_group: ToGroup | None = None,
     strict: bool = True,
 ) -> StateDictPlan:
-    """Plan the moves of all tensors from all ranks' metadata, in rank order. Pure and equal on every rank.
+    """Plan the moves of all tensors from all ranks' metadata, in rank order, or raise the problems of all.
 
-    Raises:
-        PlanError: With the problems of all tensors.
+    Pure and equal on every rank.
     """
     problems: list[Problem] = [p for facts in everyone for p in facts.problems]
     key_map = key_map or {}
@@ -412,11 +411,7 @@ def _fill(
     strict: bool,
     fills: dict[str, float | None],
 ) -> None:
-    """Compare a destination with its arrivals. Each element has one source, a value of ``fill``, or stays.
-
-    Raises:
-        PlanError: With every element without a source, or with several.
-    """
+    """Compare a destination with its arrivals. Each element has one source, a value of ``fill``, or stays."""
     for route in routes:
         if len(route.shape) != len(layout.shape) or any(a > b for a, b in zip(route.stop, layout.shape, strict=True)):
             reason = f"{route.source} arrives as {route.shape} at {route.start}, the destination is of {layout.shape}"
