@@ -54,8 +54,8 @@ def redistribute(
         if not isinstance(value, kind):
             raise PlanError(Problem("wrong-type", name, found=f"a {type(value).__name__}", hint=hint))
     try:
-        given: Any = placements  # of any type
-        if not isinstance(given, Sequence) or not all(isinstance(p, Placement) for p in given):
+        listed: Any = placements  # of any type
+        if not isinstance(listed, Sequence) or not all(isinstance(p, Placement) for p in listed):
             hint = "pass placements, such as [Shard(0)], one for each axis"
             raise PlanError(Problem("wrong-type", "placements", found=repr(placements), hint=hint))
         ndim = dtensor.dim()  # dims are counted from the front, as in DTensor itself

@@ -66,7 +66,7 @@ def collect_metadata(
     others = {name: value for name, value in outs.items() if isinstance(value, torch.Tensor)}
     for table, tensors_here in ((sources, state_dict), (known_outs, others)):
         for name, value in tensors_here.items():
-            given, shape = (src_layouts.get(name), shapes.get(name)) if table is sources else (None, None)
+            wanted, shape = (src_layouts.get(name), shapes.get(name)) if table is sources else (None, None)
             try:
                 if not isinstance(value, torch.Tensor):
                     reason = f"a {type(value).__qualname__}"
@@ -75,7 +75,7 @@ def collect_metadata(
                     reason = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
                     hint = "only dense tensors can be moved"
                     raise PlanError(Problem("unsupported-tensor", name, found=reason, hint=hint))
-                if given is None:  # declared by the tensor, or plain: None for a full tensor
+                if wanted is None:  # declared by the tensor, or plain: None for a full tensor
                     layout = own_layout(name, value, members.to_group)
                     full = tuple(value.shape) if layout is None else layout.shape
                     if shape is not None and tuple(shape) != full:
@@ -83,7 +83,7 @@ def collect_metadata(
                         hint = "say how it is sharded in src_layouts"
                         raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
                 else:
-                    layout = resolve_layout(given, shape, members.to_group)
+                    layout = resolve_layout(wanted, shape, members.to_group)
                     full = layout.shape
                     raise_problems(layout_mismatches(name, value, layout, members))
                 layout = alike.setdefault(layout, layout)

@@ -116,9 +116,9 @@ class LocalTargets:
             hint = "leave them out, or make a resharder for a state dict that has them"
             problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
 
-        known, whole = self._known, BoxShardMap.whole
+        metadata, full = self._known, BoxShardMap.whole
         problems += declared_mismatches(
-            given or {}, lambda name: (e := known.get(name)) and (e.layout or whole(e.shape, self.rank)), self.members
+            given or {}, lambda name: (m := metadata.get(name)) and (m.layout or full(m.shape, self.rank)), self.members
         )
         for move in self.plan.moves:
             held = move.source in sources and move.plan.src.local_shapes(self.rank)
