@@ -116,6 +116,7 @@ def load_safetensors(
         RuntimeError: If an exchange fails because a rank died.
     """
     members, dst_layouts = group_info(group), kept_layouts(dst_layouts)
+    # What this rank has, and the headers that it reads; the problems of all ranks come before any plan.
     try:
         targets = tensors_of(out)
         facts = collect_metadata({}, targets, {}, {}, members)
