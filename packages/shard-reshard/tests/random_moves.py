@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from layout_pairs import local_tensors, random_layout, random_shape
@@ -18,7 +19,7 @@ from shard_reshard.execution.exchange import Exchange
 from shard_reshard.layout.shard_map import ITEMSIZES, MeshShardMap, ShardMap, torch_dtype
 from shard_reshard.lowering import build_program
 from shard_reshard.planning import make_plan
-from shard_reshard.testing import _Mail
+from shard_reshard.testing import deliver
 from shard_spec import Layout, MeshSpec
 
 # Where a cast or a sum of small whole numbers is exact, so that the reference need not know in which order it is done.
@@ -68,7 +69,8 @@ def check_programs(count: int, seed: int) -> Counts:
 
 def _check(rng: random.Random, cases: list[_Case], world_size: int, counts: Counts) -> None:
     plans = [case.plan for case in cases]
-    mail, running, outs, frames = _Mail(world_size), [], [], []
+    running, outs, frames = [], [], []
+    posted: list[list[Any]] = [[] for _ in range(world_size)]
     for rank in range(world_size):
         exchange = Exchange(build_program(plans, rank, world_size))
         sources = [tensor for case in cases for tensor in case.sources[rank]]
@@ -77,12 +79,12 @@ def _check(rng: random.Random, cases: list[_Case], world_size: int, counts: Coun
         outs.append([inside for inside, _ in framed])
         frames.append(framed)
         call = exchange.prepare(sources, outs[rank], torch.device("cpu"))
-        running.append(call.steps(mail.collective(rank)))
+        running.append(call.steps(lambda *message, own=posted[rank]: own.append(message)))
     with torch.no_grad():
         waiting = running
         while waiting:
             waiting = [steps for steps in waiting if next(steps, None) is not None]
-            mail.write_outputs()
+            deliver(posted)
     for rank in range(world_size):
         at = 0
         for case in cases:

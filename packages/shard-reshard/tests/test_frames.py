@@ -98,7 +98,8 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
 
 
 # Functions by name and files that the first call of a kind enters. Comprehensions are frames of Python 3.11 alone.
-FIRST = {"reshard": (90, 12), "reshard_state_dict": (158, 17), "load_safetensors": (146, 18)}
+# So are class bodies, which a first import runs.
+FIRST = {"reshard": (88, 12), "reshard_state_dict": (142, 17), "load_safetensors": (135, 18)}
 
 
 @pytest.mark.extra("safetensors")
@@ -117,7 +118,8 @@ def test_first_calls_enter_few_functions_and_files(ranks: Ranks, tmp_path: Path)
         "load_safetensors": lambda: load_safetensors(file, "2: S(0)"),
     }
     for name, call in calls.items():
-        entered = [entry for entry in frames(call) if not entry.rpartition(".")[2].rpartition(" ")[2].startswith("<")]
+        names = {entry: entry.rpartition(".")[2].rpartition(" ")[2] for entry in frames(call)}
+        entered = [entry for entry, name in names.items() if name[0] != "<" and not name[0].isupper()]
         files = {entry.partition(": ")[0] for entry in entered}
         assert 20 < len(entered) <= FIRST[name][0], (name, len(entered), sorted(entered))
         assert 5 < len(files) <= FIRST[name][1], (name, sorted(files))

@@ -174,28 +174,12 @@ def unregister_group(group: dist.ProcessGroup) -> None:
         table.pop(group, None)
 
 
-def torch_shard(tensor: torch.Tensor, metadata: object) -> object:
-    """Create a ``Shard`` of torch's ShardedTensor."""
+def sharded_tensor_types() -> tuple[Any, Any]:
+    """Return torch's ``ShardedTensor`` and ``Shard``."""
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
-    return Shard(tensor, metadata)  # type: ignore[arg-type]  # torch's own metadata, by construction
-
-
-def is_sharded_tensor(value: object) -> bool:
-    """Return True for torch's ShardedTensor."""
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-
-    return isinstance(value, ShardedTensor)
-
-
-def make_sharded_tensor(shards: list[Any], spec: Any, shape: Sequence[int], group: Any, like: Any) -> Any:
-    """Create a ShardedTensor of local shards under torch's ``spec``, with the properties of ``like``, locally."""
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-
-    metadata = spec.build_metadata(torch.Size(shape), like.metadata().tensor_properties)
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, metadata, process_group=group, sharding_spec=spec
-    )
+    return ShardedTensor, Shard
 
 
 def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int]) -> DTensor:

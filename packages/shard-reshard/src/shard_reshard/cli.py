@@ -19,7 +19,22 @@ exit status: 0 good, 1 the plan has problems, 2 wrong usage"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="shard-reshard", description="Plan how tensors change their layout.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser(
+        "explain",
+        help="who sends what to whom, bytes against the lower bound, memory",
+        description="Say what a reshard would do. Needs no process group and no tensor.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    explain.add_argument("--shape", required=True, help="global shape, for example 8192,8192")
+    explain.add_argument("--src", required=True, help="where the tensor is, see below")
+    explain.add_argument("--dst", required=True, help="where it is to be")
+    explain.add_argument("--dtype", default="float32", help="dtype of the source (default: float32)")
+    explain.add_argument("--out-dtype", default=None, help="dtype of the destination (default: the source's)")
+    explain.add_argument("--max-workspace-bytes", type=int, default=None, help="bound of a rank's buffers")
+    arguments = parser.parse_args(argv)
     try:
         shape = tuple(int(size) for size in arguments.shape.split(",") if size.strip())
     except ValueError:
@@ -42,25 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1  # the problems are on stderr
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shard-reshard", description="Plan how tensors change their layout.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    explain = commands.add_parser(
-        "explain",
-        help="who sends what to whom, bytes against the lower bound, memory",
-        description="Say what a reshard would do. Needs no process group and no tensor.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    explain.add_argument("--shape", required=True, help="global shape, for example 8192,8192")
-    explain.add_argument("--src", required=True, help="where the tensor is, see below")
-    explain.add_argument("--dst", required=True, help="where it is to be")
-    explain.add_argument("--dtype", default="float32", help="dtype of the source (default: float32)")
-    explain.add_argument("--out-dtype", default=None, help="dtype of the destination (default: the source's)")
-    explain.add_argument("--max-workspace-bytes", type=int, default=None, help="bound of a rank's buffers")
-    return parser
 
 
 if __name__ == "__main__":

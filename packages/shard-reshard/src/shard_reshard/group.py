@@ -99,14 +99,9 @@ def raise_on_all_ranks(members: GroupInfo, error: Exception) -> NoReturn:
 def all_gather_row(
     members: GroupInfo, topic: int, row: bytes, lines: Sequence[str], problems: Sequence[Problem] = ()
 ) -> list[bytes]:
-    """Gather a row of at most 63 bytes of every rank, or raise on all.
+    """Gather a row of at most 63 bytes of every rank, or raise on all. ``lines`` are the call, for that error.
 
-    Args:
-        members: The group; every member calls.
-        topic: Number of the call, from 2 on: `assert_consistent` uses 0 and 1.
-        row: Content for the other ranks.
-        lines: The call as text, for the error on different calls.
-        problems: Problems of this rank.
+    ``topic`` numbers calls, from 2 on: `assert_consistent` uses 0 and 1.
     """
     header = b"\xff" if problems else bytes([topic])
     rows = consensus.all_gather_header(members.group, header + row, "reshard", BEFORE_MOVING)

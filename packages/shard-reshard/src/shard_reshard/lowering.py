@@ -8,6 +8,7 @@ copied through buffers and what is used in place; `Exchange` creates the tensor 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from operator import add, itemgetter
 from typing import NamedTuple
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index, human
+from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index, human, new_tuple
 from shard_reshard.plan import Copy, Plan, RankSchedule, all_ranks_copies, is_local, rank_schedule
 
 
@@ -25,73 +26,56 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     """Return the number of rounds of a stage (or one addend). The same on every rank.
 
     Each message is split into that many shares of nearly equal size. Two rounds are in flight at a time, so a round's
-    buffers, for sends and receives, may use half of the bound.
-
-    Raises:
-        PlanError: ``invalid-argument`` if even single elements exceed it.
+    buffers, for sends and receives, may use half of the bound. A bound that single elements exceed is refused.
     """
     assert plan.max_workspace_bytes is not None
-    budget = plan.max_workspace_bytes // 2  # two rounds in flight
-    rounds = 1
-    for messages in _messages_by_rank(plan, stage, partial_index):
-        total = sum(messages)
-        # A round may hold one more element of each message than the average.
-        room = budget // plan.itemsize - len(messages)
-        if total > room + len(messages):
-            if room < 1:
-                found = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
-                least = 2 * (len(messages) + 1) * plan.itemsize
-                hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
-                raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
-            rounds = max(rounds, -(-total // room))
-    return rounds
-
-
-def _messages_by_rank(plan: Plan, stage: int, partial_index: int | None) -> list[list[int]]:
-    """For each rank, the elements of every message it sends or receives in the stage."""
-    key, cache = (stage, partial_index), plan.__dict__.setdefault("_messages", {})
+    cache: dict[object, int] = plan.__dict__.setdefault("_rounds", {})
+    key = stage, partial_index
     if key not in cache:
-        pairs: dict[tuple[int, int], int] = {}
+        # Elements of every message, by pair of ranks; for each rank, of those that it sends or receives.
+        pairs = Counter[tuple[int, int]]()
         for copy in all_ranks_copies(plan):
-            chosen = copy.stage == stage and partial_index in (None, copy.partial_index)
-            if chosen and copy.src_rank != copy.dst_rank:
-                pair = copy.src_rank, copy.dst_rank
-                pairs[pair] = pairs.get(pair, 0) + copy.numel
+            if copy.stage == stage and partial_index in (None, copy.partial_index) and copy.src_rank != copy.dst_rank:
+                pairs[copy.src_rank, copy.dst_rank] += copy.numel
         by_rank: list[list[int]] = [[] for _ in range(plan.world_size)]
-        for (src, dst), size in pairs.items():
-            by_rank[src].append(size)
-            by_rank[dst].append(size)
-        cache[key] = by_rank
-    messages: list[list[int]] = cache[key]
-    return messages
+        for pair, size in pairs.items():
+            for rank in pair:
+                by_rank[rank].append(size)
+        rounds = 1
+        for messages in by_rank:
+            total = sum(messages)
+            # A round, one of two in flight, may hold one more element of each message than the average.
+            room = plan.max_workspace_bytes // 2 // plan.itemsize - len(messages)
+            if total > room + len(messages):
+                if room < 1:
+                    found = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
+                    least = 2 * (len(messages) + 1) * plan.itemsize
+                    hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
+                    raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
+                rounds = max(rounds, -(-total // room))
+        cache[key] = rounds
+    return cache[key]
 
 
 def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:
     """Yield the boxes of elements ``begin`` to ``end`` (row-major) of ``sizes``, in order."""
     if begin >= end:
         return
-    if begin == 0 and end == prod(sizes):
-        yield (0,) * len(sizes), sizes
+    zero = (0,) * len(sizes)
+    if (begin, end) == (0, prod(sizes)):
+        yield zero, sizes
         return
     inner = prod(sizes[1:])  # elements of a row
-    first, last = begin // inner, (end - 1) // inner
-    if inner == 1:
-        yield (begin,) + (0,) * (len(sizes) - 1), (end - begin,) + (1,) * (len(sizes) - 1)
-        return
-    if first == last:
-        for offset, part in row_major_boxes(sizes[1:], begin - first * inner, end - first * inner):
-            yield (first, *offset), (1, *part)
-        return
-    if begin % inner:  # a partial first row
-        for offset, part in row_major_boxes(sizes[1:], begin - first * inner, inner):
-            yield (first, *offset), (1, *part)
-        first += 1
-    whole_end = end // inner
-    if whole_end > first:
-        yield (first,) + (0,) * (len(sizes) - 1), (whole_end - first, *sizes[1:])
-    if end % inner:  # a partial last row
-        for offset, part in row_major_boxes(sizes[1:], 0, end - whole_end * inner):
-            yield (whole_end, *offset), (1, *part)
+    first, last = -(-begin // inner), end // inner  # full rows
+    if begin % inner:  # a partial first row, or a part of one row
+        stop = min(inner, end - (first - 1) * inner)
+        for offset, part in row_major_boxes(sizes[1:], begin % inner, stop):
+            yield (first - 1, *offset), (1, *part)
+    if first < last:
+        yield (first, *zero[1:]), (last - first, *sizes[1:])
+    if end % inner and first <= last:  # a partial last row
+        for offset, part in row_major_boxes(sizes[1:], 0, end % inner):
+            yield (last, *offset), (1, *part)
 
 
 class Step(NamedTuple):
@@ -168,7 +152,13 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
                 moved = places != (None, None) or base != (0, 0)
                 parts[at] = _placed(schedule[0], base, places) if moved else schedule[0]
         if len(plans) == 1 and plans[0].max_workspace_bytes is not None:
-            steps += _bounded(plans[0], stage, parts[0])
+            # One partial value after the other: then the order of additions is that of the unbounded plan.
+            (plan,), local = plans, is_local(plans[0])
+            in_order = plan.reduce_op is not None and not plan.adjoint and stage == 0
+            for partial_index in range(plan.src.num_partials) if in_order else [None]:
+                rounds = 1 if local else num_rounds(plan, stage, partial_index)
+                shares = [_round(parts[0], partial_index, number, rounds) for number in range(rounds)]
+                steps += [Step(stage > 0, not local, {0: share}) for share in shares]
         else:
             steps.append(Step(stage > 0, any(not is_local(plans[at]) for at in parts), parts))
     src, dst = (tuple(shape for shapes in side for shape in shapes) for side in (src_shapes, dst_shapes))
@@ -180,19 +170,13 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
 def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:
     """Return the part with copies between the program's tensors, after those of earlier plans."""
 
-    def moved(side: int, tensor: int, start: Index) -> tuple[int, Index]:
-        place = places[side]
-        number, shift = (tensor, None) if place is None else place[tensor]
-        return base[side] + number, start if shift is None else tuple(map(add, start, shift))
-
     def placed(copy: Copy, sends: bool, receives: bool) -> Copy:  # of what peers have, this rank's side is known
-        if sends:
-            number, start = moved(0, copy.src_tensor, copy.src_start)
-            copy = copy._replace(src_tensor=number, src_start=start)
-        if receives:
-            number, start = moved(1, copy.dst_tensor, copy.dst_start)
-            copy = copy._replace(dst_tensor=number, dst_start=start)
-        return copy
+        ends = [copy[6:8], copy[8:]]  # tensor and start
+        for side in (0,) * sends + (1,) * receives:
+            (tensor, start), place = ends[side], places[side]
+            number, shift = (tensor, None) if place is None else place[tensor]
+            ends[side] = base[side] + number, start if shift is None else tuple(map(add, start, shift))
+        return new_tuple(Copy, (*copy[:6], *ends[0], *ends[1]))
 
     return RankSchedule(
         {peer: tuple([placed(copy, True, False) for copy in copies]) for peer, copies in part.sends.items()},
@@ -201,49 +185,25 @@ def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Pla
     )
 
 
-def _bounded(plan: Plan, stage: int, part: RankSchedule) -> Iterator[Step]:
-    """Steps whose buffers, two steps at a time, stay within the plan's bound."""
-    # One partial value after the other: then the order of additions is that of the unbounded plan.
-    addends = range(plan.src.num_partials) if plan.reduce_op and not plan.adjoint and stage == 0 else [None]
-    for partial_index in addends:
-        chosen = part if partial_index is None else _only(part, partial_index)
-        if is_local(plan):
-            yield Step(stage > 0, False, {0: chosen})
-            continue
-        rounds = num_rounds(plan, stage, partial_index)
-        for number in range(rounds):
-            yield Step(stage > 0, True, {0: _round(chosen, number, rounds)})
+def _round(part: RankSchedule, partial_index: int | None, number: int, rounds: int) -> RankSchedule:
+    """Return round ``number`` of a part (or one addend): an equal share of each message, own copies with the first."""
 
-
-def _only(part: RankSchedule, partial_index: int) -> RankSchedule:
-
-    def chosen(copies: Iterable[Copy]) -> tuple[Copy, ...]:
-        return tuple(copy for copy in copies if copy.partial_index == partial_index)
-
-    sends, receives = ({peer: chosen(copies) for peer, copies in side.items()} for side in part[:2])
-    return RankSchedule(sends, receives, chosen(part.own))
-
-
-def _round(part: RankSchedule, number: int, rounds: int) -> RankSchedule:
-    """Return round ``number`` of a part: an equal share of each message. Own copies go with the first."""
-    sends, receives = ({peer: _share(copies, number, rounds) for peer, copies in side.items()} for side in part[:2])
-    return RankSchedule(sends, receives, part.own if number == 0 else ())
-
-
-def _share(copies: tuple[Copy, ...], number: int, rounds: int) -> tuple[Copy, ...]:
-    total = sum(copy.numel for copy in copies)
-    low, high = number * total // rounds, (number + 1) * total // rounds
-    shares: list[Copy] = []
-    position = 0
-    for copy in copies:
-        begin, end = max(low - position, 0), min(high - position, copy.numel)
-        if begin < end:
+    def share(copies: Iterable[Copy]) -> tuple[Copy, ...]:
+        chosen = [copy for copy in copies if partial_index in (None, copy.partial_index)]
+        total, position, shares = sum(copy.numel for copy in chosen), 0, list[Copy]()
+        low, high = number * total // rounds, (number + 1) * total // rounds
+        for copy in chosen:
+            begin, end = max(low - position, 0), min(high - position, copy.numel)
             for offset, sizes in row_major_boxes(copy.sizes, begin, end):
                 starts = (tuple(map(add, start, offset)) for start in (copy.start, copy.src_start, copy.dst_start))
                 start, src_start, dst_start = starts
                 shares.append(copy._replace(start=start, sizes=sizes, src_start=src_start, dst_start=dst_start))
-        position += copy.numel
-    return tuple(shares)
+            position += copy.numel
+        return tuple(shares)
+
+    sends, receives = ({peer: share(copies) for peer, copies in side.items()} for side in part[:2])
+    own = [copy for copy in part.own if partial_index in (None, copy.partial_index)] if number == 0 else []
+    return RankSchedule(sends, receives, tuple(own))
 
 
 # ---- memory of a step ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import prod
-from operator import index, sub
+from operator import add, index, sub
 from typing import TYPE_CHECKING
 
 from shard_reshard._shared.problems import PlanError, Problem
@@ -171,45 +171,30 @@ class ReshardPlan(Plan):
         bound = self.lower_bound
         ratio = f"{self.wire_bytes / bound:.2f} x the lower bound of {human(bound)}" if bound else "lower bound 0"
         lines.append(f"  wire  {human(self.wire_bytes)} as {self.wire_dtype}, {ratio}")
-        lines.append(f"  how   {how(self)}")
+        steps = sum(step.exchanges for step in build_program((self,), 0, self.world_size).steps)
+        how = "one all-to-all" if steps == 1 else f"{steps} all-to-alls"
+        if self.uses_scatter_allgather:
+            how += ", the last to pass parts on among replicas"
+        if self.reduce_op is not None:
+            how += f", {self.src.num_partials} addends reduced by {self.reduce_op} in rank order"
+        if self.max_workspace_bytes is not None:
+            how += f", in rounds of buffers within {human(self.max_workspace_bytes)}"
+        lines.append(f"  how   {how}")
         busiest = max(range(self.world_size), key=self.peak_bytes)
         lines.append(f"  peak  {human(self.peak_bytes(busiest))} on rank {busiest}, result and buffers")
-        lines += _matrix(self) if self.world_size <= _MATRIX_RANKS else _top(self)
+        matrix, ranks = self.bytes_matrix, range(self.world_size)
+        if self.world_size <= _MATRIX_RANKS:
+            rows = [[f"to {rank}" for rank in ranks], *([human(n) if n else "-" for n in row] for row in matrix)]
+            width = max(len(cell) for row in rows for cell in row)
+            heads = [" " * 11, *(f"  from {rank:<4}" for rank in ranks)]
+            cells = ["  ".join(f"{cell:>{width}}" for cell in row) for row in rows]
+            return "\n".join([*lines, *map(add, heads, cells)])
+        received = map(sum, zip(*matrix, strict=True))
+        for word, num_bytes in (("sends", map(sum, matrix)), ("receives", received)):
+            top = sorted(zip(num_bytes, ranks, strict=True), key=lambda entry: (-entry[0], entry[1]))[:_BUSIEST]
+            lines.append(f"  {word} most: {', '.join(f'rank {rank} {human(size)}' for size, rank in top)}")
         return "\n".join(lines)
 
 
 _MATRIX_RANKS = 16  # larger worlds print their busiest ranks, not all pairs
 _BUSIEST = 8
-
-
-def how(plan: ReshardPlan) -> str:
-    """Describe the collectives in words."""
-    steps = sum(step.exchanges for step in build_program((plan,), 0, plan.world_size).steps)
-    text = "one all-to-all" if steps == 1 else f"{steps} all-to-alls"
-    if plan.uses_scatter_allgather:
-        text += ", the last to pass parts on among replicas"
-    if plan.reduce_op is not None:
-        text += f", {plan.src.num_partials} addends reduced by {plan.reduce_op} in rank order"
-    if plan.max_workspace_bytes is not None:
-        text += f", in rounds of buffers within {human(plan.max_workspace_bytes)}"
-    return text
-
-
-def _matrix(plan: ReshardPlan) -> list[str]:
-    rows = [["to " + str(rank) for rank in range(plan.world_size)]]
-    rows += [[human(value) if value else "-" for value in row] for row in plan.bytes_matrix]
-    width = max(len(cell) for row in rows for cell in row)
-    heads = [" " * 11] + [f"  from {rank:<4}" for rank in range(plan.world_size)]
-    return [head + "  ".join(f"{cell:>{width}}" for cell in row) for head, row in zip(heads, rows, strict=True)]
-
-
-def _top(plan: ReshardPlan) -> list[str]:
-    matrix = plan.bytes_matrix
-    sent = [(sum(row), rank) for rank, row in enumerate(matrix)]
-    received = [(sum(row[rank] for row in matrix), rank) for rank in range(plan.world_size)]
-    lines = []
-    for word, num_bytes in (("sends", sent), ("receives", received)):
-        top = sorted(num_bytes, key=lambda entry: (-entry[0], entry[1]))[:_BUSIEST]
-        listed = ", ".join(f"rank {rank} {human(size)}" for size, rank in top)
-        lines.append(f"  {word} most: {listed}")
-    return lines

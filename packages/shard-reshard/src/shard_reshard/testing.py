@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError
 from shard_reshard.execution.checks import Shards, as_list, as_result, local_problems
-from shard_reshard.execution.exchange import Collective, Exchange
+from shard_reshard.execution.exchange import Exchange
 from shard_reshard.lowering import build_program
 from shard_reshard.planning import ReshardPlan
 
@@ -34,44 +34,27 @@ def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:
     problems = [p for rank in range(world_size) for p in local_problems(plan, rank, sources[rank])]
     if problems:
         raise PlanError(problems)
-    mail = _Mail(world_size)
-    outs, running = [], []
+    posted: list[list[Any]] = [[] for _ in range(world_size)]  # by each rank, in place of a collective
+    outs, waiting = [], []
     device = next((tensor.device for tensors in sources for tensor in tensors), torch.device("cpu"))
     with torch.no_grad():
         for rank in range(world_size):
             exchange = Exchange(build_program((plan,), rank, world_size))
             outs.append(exchange.allocate(device))
             call = exchange.prepare(sources[rank], outs[rank], device)
-            running.append(call.steps(mail.collective(rank)))
-        waiting = running
+            waiting.append(call.steps(lambda *message, own=posted[rank]: own.append(message)))
         while waiting:
             waiting = [steps for steps in waiting if next(steps, None) is not None]
-            mail.write_outputs()  # all ranks have posted this step
+            deliver(posted)  # all ranks have posted this step
     return [as_result(plan.dst.local_shapes(rank), outs[rank]) for rank in range(world_size)]
 
 
-class _Mail:
-    """Stand-in for the collective: collects messages until every rank has posted."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.posted: list[list[tuple[torch.Tensor, torch.Tensor, list[int], list[int]]]]
-        self.posted = [[] for _ in range(world_size)]
-
-    def collective(self, rank: int) -> Collective:
-        def post(
-            output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
-        ) -> dist.Work | None:
-            self.posted[rank].append((output, input, output_splits, input_splits))
-            return None
-
-        return post
-
-    def write_outputs(self) -> None:
-        for calls in zip(*self.posted, strict=True):
-            sent = [call[1].split(call[3]) for call in calls]
-            for rank, (output, _, splits, _) in enumerate(calls):
-                for peer, place in enumerate(output.split(splits)):
-                    place.copy_(sent[peer][rank])
-        for calls_of_rank in self.posted:
-            calls_of_rank.clear()
+def deliver(posted: Sequence[list[Any]]) -> None:
+    """Carry out all-to-alls: from each rank's list, output, input, splits of both, and what else a collective takes."""
+    for calls in zip(*posted, strict=True):
+        sent = [input.split(splits) for _, input, _, splits, *_ in calls]
+        for rank, (output, _, splits, *_) in enumerate(calls):
+            for peer, place in enumerate(output.split(splits)):
+                place.copy_(sent[peer][rank])
+    for of_rank in posted:
+        of_rank.clear()

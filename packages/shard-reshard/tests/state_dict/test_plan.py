@@ -10,6 +10,9 @@ import pytest
 import torch
 from ranktest import Ranks
 from shard_reshard import Part, PlanError, StateDictResharder, load_safetensors, reshard_state_dict
+from shard_reshard.layout.parse import resolve_layout
+from shard_reshard.layout.shard_map import ShardMap
+from shard_reshard.state_dict.plan import RankMeta, TensorMeta, plan_state_dict
 from stored_files import write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -142,3 +145,21 @@ def test_what_no_source_fills_stays_only_where_every_rank_has_values(ranks: Rank
         reshard_state_dict(source, out={"w": torch.zeros(6)})
     with pytest.raises(PlanError, match="the destination is of"):
         reshard_state_dict(source, out={"w": torch.zeros(3)}, strict=False)
+
+
+def test_a_bucket_is_as_full_as_its_fullest_rank() -> None:
+    """Tensors of several ranks share an exchange; layouts of many ranks count on all, of ranks apart once."""
+    size, layouts = 64 * 64 * 4, {f"w{at}": f"rank {4 + at}" for at in range(4)}
+    metas = [RankMeta({f"w{at}": TensorMeta((64, 64), "float32", _on(f"rank {at}"), f"w{at}")}, {}) for at in range(4)]
+    assert [len(bucket) for bucket in plan_state_dict(metas, layouts, bucket_bytes=2 * size).buckets] == [4]
+    onto_one = plan_state_dict(metas, "rank 4", bucket_bytes=2 * size)
+    assert [len(bucket) for bucket in onto_one.buckets] == [2, 2]
+    meta = TensorMeta((64, 64), "float32", _on("64: S(0)"), "")
+    spread = [RankMeta({name: meta._replace(tied_to=name) for name in ("a", "b", "c", "d")}, {})]
+    for target, count in (("64: S(1)", 2), ("64: S(1) on ranks 64..127", 4)):
+        plan = plan_state_dict(spread, target, bucket_bytes=4 * size // 64)
+        assert {len(bucket) for bucket in plan.buckets} == {count}, target
+
+
+def _on(layout: str) -> ShardMap:
+    return resolve_layout(layout, (64, 64))

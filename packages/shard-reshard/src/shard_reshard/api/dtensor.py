@@ -54,7 +54,14 @@ def redistribute(
         if not isinstance(value, kind):
             raise PlanError(Problem("wrong-type", name, found=f"a {type(value).__name__}", hint=hint))
     try:
-        placements = _normalized(placements, dtensor.dim())
+        listed: Any = placements  # of any type
+        if not isinstance(listed, Sequence) or not all(isinstance(p, Placement) for p in listed):
+            hint = "pass placements, such as [Shard(0)], one for each axis"
+            raise PlanError(Problem("wrong-type", "placements", found=repr(placements), hint=hint))
+        ndim = dtensor.dim()  # dims are counted from the front, as in DTensor itself
+        placements = tuple(
+            [Shard(p.dim + ndim) if isinstance(p, Shard) and -ndim <= p.dim < 0 else p for p in placements]
+        )
     except PlanError as error:
         raise_on_all_ranks(group_info(group or _union_group(dtensor.device_mesh, device_mesh)), error)
     moved = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -62,14 +69,6 @@ def redistribute(
     )
     assert isinstance(moved, DTensor)
     return moved
-
-
-def _normalized(placements: Any, ndim: int) -> tuple[Placement, ...]:
-    """Return placements with dims counted from the front, as in DTensor itself."""
-    if not isinstance(placements, Sequence) or [p for p in placements if not isinstance(p, Placement)]:
-        hint = "pass placements, such as [Shard(0)], one for each axis"
-        raise PlanError(Problem("wrong-type", "placements", found=repr(placements), hint=hint))
-    return tuple([Shard(p.dim + ndim) if isinstance(p, Shard) and -ndim <= p.dim < 0 else p for p in placements])
 
 
 class _Route(NamedTuple):
@@ -86,19 +85,10 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: Any, group: Any) -> DTensor:
         ctx.mesh, ctx.placements, ctx.group = dtensor.device_mesh, dtensor.placements, group
-        ctx.out_mesh = mesh
         source, shape = (dtensor.device_mesh, dtensor.placements), dtensor.shape
         # Groups are in the key: meshes of equal ranks are equal, even if one gathers in another order.
-        key = (
-            *source,
-            mesh,
-            placements,
-            shape,
-            dtensor.dtype,
-            mesh_groups(source[0]),
-            mesh_groups(mesh),
-            group is None,
-        )
+        groups = mesh_groups(source[0]), mesh_groups(mesh), group is None
+        key = *source, mesh, placements, shape, dtensor.dtype, groups
         owner: Any = group or dist.group.WORLD
         route: _Route | None = None if owner is None else memo.get(owner, {}).get("call", {}).get(key)
         if route is None:
@@ -134,15 +124,10 @@ class _Redistribute(torch.autograd.Function):
         return (moved / averaged if averaged > 1 else moved), None, None, None
 
 
-def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the global ranks of a mesh as plain numbers, even under fake tensors."""
-    with real_tensors():
-        return tuple(mesh.mesh.flatten().tolist())
-
-
 def _union_group(src: DeviceMesh, dst: DeviceMesh) -> dist.ProcessGroup:
     """Return a group of exactly the ranks of both meshes."""
-    wanted = set(_ranks_of(src)) | set(_ranks_of(dst))
+    with real_tensors():  # plain numbers, even under fake tensors
+        wanted = {rank for mesh in (src, dst) for rank in mesh.mesh.flatten().tolist()}
     candidates = [mesh.get_group() for mesh in (src, dst) if mesh.ndim == 1 and mesh.get_coordinate() is not None]
     for group in candidates:
         if set(dist.get_process_group_ranks(group)) == wanted:

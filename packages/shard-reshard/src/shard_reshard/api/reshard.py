@@ -110,13 +110,7 @@ class Resharder(NotPicklable):
         check: "first" or "always", see `reshard`.
     """
 
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        group: dist.ProcessGroup | None = None,
-        *,
-        check: str = "first",
-    ) -> None:
+    def __init__(self, plan: ReshardPlan, group: dist.ProcessGroup | None = None, *, check: str = "first") -> None:
         if not isinstance(plan, ReshardPlan):
             hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are untyped
             raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
@@ -167,14 +161,12 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
                 if not mover.exchange.program.src_shapes and len(tensors) == 1 and tensors[0].numel() == 0
                 else tensors
             )
-            problems = mover.problems([sources], None if outs is None else [outs])
+            problems = mover.problems(sources, outs)
             grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             if grad:
-                ops = [plan.reduce_op for plan in mover.plans if plan.reduce_op in ("min", "max", "product")]
-                hint = "detach() the tensor; gradients flow through sums and averages"
-                problems += [
-                    Problem("not-differentiable", "src", found=f"a reduction by {op}", hint=hint) for op in ops
-                ]
+                op, hint = mover.plans[0].reduce_op, "detach() the tensor; gradients flow through sums and averages"
+                if op in ("min", "max", "product"):
+                    problems.append(Problem("not-differentiable", "src", found=f"a reduction by {op}", hint=hint))
             if grad and outs is not None:
                 hint = "leave out= away, or call under torch.no_grad()"
                 problems.append(Problem("invalid-out", "out", found="a source that requires grad", hint=hint))
@@ -214,8 +206,7 @@ def find_mover(
 ) -> tuple[Mover, bool]:
     """Return the mover of a call, and True if this rank's arguments alone determined it.
 
-    Raises:
-        PlanError: On every rank alike; a collective if some rank has no tensor with the dtype.
+    A collective if some rank has no tensor with the dtype, or a problem: all ranks raise it.
     """
     size = None if shape is None else tuple(shape)
     try:

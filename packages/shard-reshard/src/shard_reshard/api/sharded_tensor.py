@@ -18,8 +18,8 @@ from shard_spec.specs import (
     to_torch,
 )
 
-from shard_reshard import _torch_compat
 from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import outside_of_graphs, sharded_tensor_types
 from shard_reshard.api.reshard import reshard
 from shard_reshard.execution.checks import Shards, as_list
 from shard_reshard.group import group_info, raise_on_all_ranks
@@ -41,7 +41,8 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
     Raises:
         PlanError: On every rank alike, before any transfer.
     """
-    if not _torch_compat.is_sharded_tensor(st):
+    kind, _ = sharded_tensor_types()
+    if not isinstance(st, kind):
         hint = "pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors"
         raise PlanError(Problem("wrong-type", "st", found=type(st).__qualname__, hint=hint))
     metadata, group = st.metadata(), st._process_group
@@ -53,7 +54,9 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
     # The tensor's metadata has the boxes, for any spec it was made from.
     held = EnumerableShardingSpec(list(map(from_torch, metadata.shards_metadata)))
     shards, _ = reshard_local_shard([shard.tensor for shard in st.local_shards()], shape, held, target, group)
-    return _torch_compat.make_sharded_tensor(shards, target, shape, group, st)
+    properties: Any = target
+    new = properties.build_metadata(torch.Size(shape), metadata.tensor_properties)
+    return kind._init_from_local_shards_and_global_metadata(shards, new, process_group=group, sharding_spec=target)
 
 
 @dataclass
@@ -131,7 +134,7 @@ def reshuffle_local_shard(
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
 
 
-@_torch_compat.outside_of_graphs
+@outside_of_graphs
 def reshard_local_shard(
     local_tensor: Shards,
     st_size: Sequence[int],
@@ -160,7 +163,7 @@ def reshard_local_shard(
     members = group_info(pg)
     metadata, _ = build_reshard_metadata(st_size, resharding_spec, members.size)
     own = [entry for entry in metadata if entry.placement.rank() == members.global_ranks[members.rank]]
-    make = LocalShard if isinstance(resharding_spec, ShardingSpec) else _torch_compat.torch_shard
+    make: Any = LocalShard if isinstance(resharding_spec, ShardingSpec) else sharded_tensor_types()[1]
     return [make(tensor, entry) for tensor, entry in zip(as_list(moved), own, strict=False)], metadata
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import as_dtensor, storage_key
-from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load, stage_buckets, stored_tensors
+from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load, stored_tensors
 from shard_reshard.checkpoint.safetensors import (
     FileState,
     FileTable,
@@ -45,8 +46,8 @@ from shard_reshard.state_dict.agreement import (
     plan_of_all,
     tensors_of,
 )
-from shard_reshard.state_dict.outputs import LocalTargets, Progress, ReceiveBuffers, move_buckets, write_outputs
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, kept_layouts
+from shard_reshard.state_dict.outputs import LocalTargets, Progress, ReceiveBuffers, move_buckets, staged, write_outputs
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, kept_layouts
 
 PathLike = str | Path
 Files = PathLike | Sequence[PathLike]
@@ -114,120 +115,97 @@ def load_safetensors(
             problems of `reshard_state_dict`.
         RuntimeError: If an exchange fails because a rank died.
     """
-    members = group_info(group)
-    dst_layouts = kept_layouts(dst_layouts)
+    members, dst_layouts = group_info(group), kept_layouts(dst_layouts)
+    # What this rank has, and the headers that it reads; the problems of all ranks come before any plan.
     try:
         targets = tensors_of(out)
         facts = collect_metadata({}, targets, {}, {}, members)
+        uninitialized, sums = uninitialized_buffers(out) if strict else ([], {})
+        listed, states, tables, unreadable = _own_headers(files, members)
+        asked = [f"file {path}" for path in listed]
+        asked += [f"{sorted((shapes or {}).items())} {sorted((key_map or {}).items())} {bucket_bytes} strict={strict}"]
     except Exception as error:
         raise_on_all_ranks(members, error)
-    options: Any = {"key_map": key_map, "bucket_bytes": bucket_bytes, "strict": strict, "out": out}
-    plan, states = _agreed_load(members, files, dst_layouts, stored_as or {}, shapes or {}, facts, **options)
-    device = device_of({}, targets, members)
+    assert_consistent(members, "a load", asked, [*facts.problems, *uninitialized, *unreadable])
+
+    def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
+        reason = "other values on other ranks, and it is in no file"
+        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
+        readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(listed))]
+        for table in readable:
+            seen = states.get(table.path)  # the header may be older or newer than this state
+            if seen is not None and seen.host == table.state.host and seen != table.state:
+                problems.append(file_changed(table.path))
+        stored, outs = stored_tensors(readable, stored_as or {}, shapes or {}), [held for _, held, _ in everyone]
+        options: Any = {"key_map": key_map, "bucket_bytes": bucket_bytes, "strict": strict}
+        plan = plan_load(stored, dst_layouts, members.size, outs=outs, to_group=members.to_group, **options)
+        return plan, [*plan.moves.lines, plan.digest]
+
+    plan = plan_of_all(members, "a load", (tables, facts, sums), make)
+    here, device = LocalTargets(members, plan.moves, dst_layouts), device_of({}, targets, members)
     with torch.no_grad():
-        here = LocalTargets(members, plan.moves, dst_layouts)
         try:
-            into_module = isinstance(out, torch.nn.Module)
-            materialized = Materialized(targets if into_module else {}, plan.moves.targets, device)
-            targets = materialized.targets or targets
+            # New tensors are not visible until a module gets them at the end: they need no second copy.
+            module = out if isinstance(out, torch.nn.Module) else None
+            fresh = {} if module is None else materialized(targets, plan.moves.targets, device)
+            names = tuple(name for name, value in targets.items() if id(value) in fresh)
+            targets = {name: fresh.get(id(value), (value, value))[1] for name, value in targets.items()}
             # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
-            outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
+            outs = {n: t for n, t in local_tensors(targets).items() if module is None or not t.is_meta}
             problems = here.out_problems(targets, outs, {}, atomic, strict)
-            # New tensors are not visible until they are registered at the end: no second copy is needed.
-            in_place = None if atomic and len(materialized.names) < len(targets) else outs
+            in_place = None if atomic and len(names) < len(targets) else outs
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)
         assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
         arriving.fill(plan.moves.fills, outs)
-        late = move_buckets(here, _buckets(plan, members, arriving, device, states), True, progress=progress)
-        moved = write_outputs(here, arriving, targets, outs)
-    if isinstance(out, torch.nn.Module):
-        materialized.register(out)  # last: a failed load leaves the module unchanged
-    result = LoadedStateDict(moved)
-    result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), materialized.names
+        own_reads, later = plan.reads[members.rank], WHILE_WRITING if arriving.in_place else BEFORE_WRITING
+        needs = attrgetter("source"), lambda name: _read_boxes(own_reads.get(name, ()), device, states)
+        buckets = (
+            (
+                [move.view(tensor) for move in moves for tensor in held[move.source]],
+                [tensor for move in moves for tensor in arriving.tensors[move.target]],
+            )
+            for moves, held in staged(here, "a load", plan.digest, *needs, (BEFORE_MOVING, later))
+        )
+        late = move_buckets(here, buckets, True, progress=progress)
+        result = LoadedStateDict(write_outputs(here, arriving, targets, outs))
+    for part in () if module is None else module.modules():  # last: a failed load leaves the module unchanged
+        for table in (part._parameters, part._buffers):
+            table.update({name: fresh[id(value)][1] for name, value in table.items() if id(value) in fresh})
+    result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), names
     if late is not None:
         raise late
     return result
 
 
-# ---- consensus ------------------------------------------------------------------------------------------------
-
-
-def _agreed_load(
-    members: GroupInfo,
-    files: Files,
-    dst_layouts: DstLayouts,
-    stored_as: Mapping[str, LayoutLike],
-    shapes: Mapping[str, Sequence[int]],
-    facts: RankMeta,
-    *,
-    key_map: KeyMap | None,
-    bucket_bytes: int,
-    strict: bool,
-    out: torch.nn.Module | Mapping[str, Any] | None,
-) -> tuple[LoadPlan, dict[str, FileState | None]]:
-    """Plan on every rank from file tables that each rank read in part, and compare.
-
-    Returns:
-        The plan, and the states of the files on this rank, even of files with headers read elsewhere.
-    """
-    problems, sums, asked = list(facts.problems), dict[str, bytes](), list[str]()
-    listed: list[str] = []
+def _own_headers(
+    files: Files, members: GroupInfo
+) -> tuple[list[str], dict[str, FileState | None], dict[int, FileTable], list[Problem]]:
+    """Return all files with their states, tables of those that this rank reads, by position, and problems."""
     states: dict[str, FileState | None] = {}
-    tables: dict[int, FileTable] = {}  # by position in the list, those that this rank reads
+    tables: dict[int, FileTable] = {}
+    problems: list[Problem] = []
     try:
-        if strict:
-            uninitialized, sums = uninitialized_buffers(out)
-            problems += uninitialized
         listed, indexed = _listed(files)
         states = {path: file_state(path) for path in listed}
-        asked = [f"file {path}" for path in listed]
-        asked += [f"{sorted(shapes.items())} {sorted((key_map or {}).items())} {bucket_bytes} strict={strict}"]
-        meant = {name: path for path, names in indexed.items() for name in names}
-        for at, path in enumerate(listed):
-            if at % members.size == members.rank:  # each header is read once
-                try:
-                    table = file_table(path)
-                except Exception as error:
-                    problems += problems_of(error)
-                    continue
-                # A name in two files is read from the file of the index.
-                entries = {name: entry for name, entry in table.entries.items() if meant.get(name, path) == path}
-                tables[at] = table._replace(entries=entries)
-                reason, hint = (
-                    f"not in {path}, which the index names for it",
-                    "get the files again: the index is of others",
-                )
-                lost = [name for name in indexed.get(path, ()) if name not in entries]
-                problems += [Problem("missing-tensor", name, found=reason, hint=hint) for name in lost]
     except Exception as error:
-        problems += problems_of(error)
-    assert_consistent(members, "a load", asked, problems)
-
-    def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
-        reason = "other values on other ranks, and it is in no file"
-        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
-        readable = []
-        for at, path in enumerate(listed):
-            table: FileTable = everyone[at % members.size][0][at]
-            seen = states.get(path)  # the header may be older or newer than this state
-            if seen is not None and seen.host == table.state.host and seen != table.state:
-                problems.append(file_changed(path))
-            readable.append(table)
-        plan = plan_load(
-            stored_tensors(readable, stored_as, shapes),
-            dst_layouts,
-            members.size,
-            outs=[metadata for _, metadata, _ in everyone],
-            key_map=key_map,
-            bucket_bytes=bucket_bytes,
-            to_group=members.to_group,
-            strict=strict,
-        )
-        return plan, [*plan.moves.lines, plan.digest]
-
-    return plan_of_all(members, "a load", (tables, facts, sums), make), states
+        return [], {}, {}, list(problems_of(error))
+    meant = {name: path for path, names in indexed.items() for name in names}
+    for at, path in enumerate(listed):
+        if at % members.size == members.rank:  # each header is read once
+            try:
+                table = file_table(path)
+            except Exception as error:
+                problems += problems_of(error)
+                continue
+            # A name in two files is read from the file of the index.
+            entries = {name: entry for name, entry in table.entries.items() if meant.get(name, path) == path}
+            tables[at] = table._replace(entries=entries)
+            reason, hint = f"not in {path}, which the index names for it", "get the files again: the index is of others"
+            lost = [name for name in indexed.get(path, ()) if name not in entries]
+            problems += [Problem("missing-tensor", name, found=reason, hint=hint) for name in lost]
+    return listed, states, tables, problems
 
 
 def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
@@ -255,28 +233,6 @@ def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
 # ---- reads and moves ------------------------------------------------------------------------------------------
 
 
-def _buckets(
-    plan: LoadPlan,
-    members: GroupInfo,
-    arriving: ReceiveBuffers,
-    device: torch.device,
-    states: Mapping[str, FileState | None],
-) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Read the sources of each bucket, and yield sources and destinations."""
-    own_reads, later = plan.reads[members.rank], WHILE_WRITING if arriving.in_place else BEFORE_WRITING
-
-    def read(name: str) -> list[torch.Tensor]:
-        return _read_boxes(own_reads.get(name, ()), device, states)
-
-    held: dict[str, list[torch.Tensor]] = {}
-    agreed = members, "a load", plan.moves, plan.digest
-    for moves in stage_buckets(*agreed, lambda move: move.source, held, read, states=(BEFORE_MOVING, later)):
-        yield (
-            [move.view(tensor) for move in moves for tensor in held[move.source]],
-            [tensor for move in moves for tensor in arriving.tensors[move.target]],
-        )
-
-
 def _read_boxes(
     reads: Sequence[Read], device: torch.device, states: Mapping[str, FileState | None] = MappingProxyType({})
 ) -> list[torch.Tensor]:
@@ -296,42 +252,24 @@ def _read_boxes(
 # ---- modules on the meta device --------------------------------------------------------------------------------
 
 
-class Materialized:
-    """New tensors for a module's meta tensors; `register` installs them.
-
-    Until then a failed load leaves the module unchanged.
-
-    Attributes:
-        names: Tensors with new memory, in their order in the module.
-        targets: Name -> tensor, with the new ones in place of the old.
-    """
-
-    def __init__(self, targets: Mapping[str, Any], filled: Collection[str], device: torch.device) -> None:
-        self._fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the old one -> old, new
-        on_meta = {name: local_tensor(value) for name, value in targets.items() if _is_meta(value)}
-        # Shared memory stays shared: tied names, filled or not, get it, and so do filled views of it.
-        memory = {storage_key(local): local.untyped_storage() for name, local in on_meta.items() if name in filled}
-        for key, storage in memory.items():
-            memory[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
-        places = {_place(local) for name, local in on_meta.items() if name in filled}
-        for name, local in on_meta.items():
-            value = targets[name]
-            if _place(local) in places and id(value) not in self._fresh:
-                fresh = torch.empty(0, dtype=local.dtype, device=device)
-                fresh.set_(memory[storage_key(local)], local.storage_offset(), local.shape, local.stride())
-                self._fresh[id(value)] = value, _like(value, fresh)
-        self.names = tuple(name for name, value in targets.items() if id(value) in self._fresh)
-        self.targets = {
-            name: self._fresh[id(value)][1] if id(value) in self._fresh else value for name, value in targets.items()
-        }
-
-    def register(self, module: nn.Module) -> None:
-        """Replace the old tensors by the new ones, at every place in the module."""
-        for part in module.modules():
-            for table in (part._parameters, part._buffers):
-                for name, value in table.items():
-                    if id(value) in self._fresh:
-                        table[name] = self._fresh[id(value)][1]  # type: ignore[assignment]  # as the old one was
+def materialized(
+    targets: Mapping[str, Any], filled: Collection[str], device: torch.device
+) -> dict[int, tuple[Any, Any]]:
+    """Return a module's meta tensors that get memory, and new tensors for them, by the id of the old one."""
+    fresh: dict[int, tuple[Any, Any]] = {}
+    on_meta = {name: local_tensor(value) for name, value in targets.items() if _is_meta(value)}
+    # Shared memory stays shared: tied names, filled or not, get it, and so do filled views of it.
+    memory = {storage_key(local): local.untyped_storage() for name, local in on_meta.items() if name in filled}
+    for key, storage in memory.items():
+        memory[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+    places = {_place(local) for name, local in on_meta.items() if name in filled}
+    for name, local in on_meta.items():
+        value = targets[name]
+        if _place(local) in places and id(value) not in fresh:
+            new = torch.empty(0, dtype=local.dtype, device=device)
+            new.set_(memory[storage_key(local)], local.storage_offset(), local.shape, local.stride())
+            fresh[id(value)] = value, _like(value, new)
+    return fresh
 
 
 def _place(local: torch.Tensor) -> object:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shard_spec import Box
 
-from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable
-from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
@@ -33,11 +31,8 @@ from shard_reshard.state_dict.plan import (
     RankMeta,
     StateDictPlan,
     TensorMeta,
-    TensorMove,
     plan_state_dict,
 )
-
-T = TypeVar("T")
 
 _SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
 
@@ -118,11 +113,7 @@ StoredTensor = tuple[tuple[int, ...], str, tuple[Stored, ...]]  # global shape, 
 def stored_tensors(
     files: Sequence[FileTable], stored_as: Mapping[str, LayoutLike], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of files by name. The files are in the order of the ranks that wrote them.
-
-    Raises:
-        PlanError: With the problems of all tensors.
-    """
+    """Return the tensors of files by name, or raise the problems of all. Files are in the order of their writers."""
     held: dict[str, dict[int, tuple[FileTable, Entry]]] = {}
     for number, table in enumerate(files):
         for name, entry in table.entries.items():
@@ -257,39 +248,29 @@ def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
         yield Wanted(low, high, tuple(sorted(ranks[at])))
 
 
-def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, first row, last row) of every read of a shard. Adjacent rows of one rank are joined."""
-    row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
-    last: tuple[int, int, int] | None = None
-    for low, high, ranks in _rows_wanted(part, demand):
+def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> list[tuple[int, int, int]]:
+    """Return (rank, first row, last row) of every read of a shard. Adjacent rows of one rank are joined."""
+    rows: dict[tuple[int, int], set[int]] = {}  # of the stored shard, and the ranks that need them
+    for wanted in demand:
+        if not part.shape:
+            rows.setdefault((0, 1), set()).update(wanted.ranks)
+        for box in part.pieces if part.shape else ():
+            shift = box.local_start[0] - box.start[0]
+            low, high = max(box.start[0], wanted.start), min(box.stop[0], wanted.stop)
+            if low < high:
+                rows.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
+    row_bytes, shares = prod(part.shape[1:]) * ITEMSIZES[dtype], list[tuple[int, int, int]]()
+    for low, high, ranks in _cut_rows(rows):
         count = max(1, min(len(ranks), high - low, (high - low) * row_bytes // _SMALLEST_READ_BYTES))
         chosen = ranks if count == len(ranks) else sorted(sorted(ranks, key=lambda rank: (load[rank], rank))[:count])
         for number, rank in enumerate(chosen):
             begin, end = (low + at * (high - low) // count for at in (number, number + 1))
             load[rank] += (end - begin) * row_bytes
-            if last is not None and last[0] == rank and last[2] == begin:
-                last = rank, last[1], end
-                continue
-            if last is not None:
-                yield last
-            last = rank, begin, end
-    if last is not None:
-        yield last
-
-
-def _rows_wanted(part: Stored, demand: Iterable[Wanted]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield rows of a stored shard, split at changes of the ranks that need them."""
-    if not part.shape:
-        yield from ((0, 1, wanted.ranks) for wanted in demand)
-        return
-    rows: dict[tuple[int, int], set[int]] = {}
-    for box in part.pieces:
-        shift = box.local_start[0] - box.start[0]
-        for wanted in demand:
-            low, high = max(box.start[0], wanted.start), min(box.stop[0], wanted.stop)
-            if low < high:
-                rows.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
-    yield from _cut_rows(rows)
+            if shares and (shares[-1][0], shares[-1][2]) == (rank, begin):
+                shares[-1] = rank, shares[-1][1], end
+            else:
+                shares.append((rank, begin, end))
+    return shares
 
 
 def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Read, list[Box]]:
@@ -309,54 +290,3 @@ def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Rea
     shape = (high - low, *part.shape[1:])
     read = Read(name, part.path, part.file_bytes, part.begin + low * row_bytes, shape, dtype, tuple(places))
     return read, boxes
-
-
-# ---- execution ------------------------------------------------------------------------------------------------
-
-
-def stage_buckets(
-    members: GroupInfo,
-    subject: str,
-    plan: StateDictPlan,
-    digest: str,
-    name_of: Callable[[TensorMove], str],
-    held: dict[str, T],
-    make: Callable[[str], T],
-    *,
-    states: tuple[str, str],
-    finish: Callable[[str, T], None] | None = None,
-) -> Iterator[list[TensorMove]]:
-    """Yield the moves of each bucket once every rank is ready; a collective.
-
-    Args:
-        members: The group; every member iterates.
-        subject: The call, for messages.
-        plan: The buckets.
-        digest: Of all that ranks have to agree on.
-        name_of: Name of what a move needs; several moves may share it.
-        held: What was made, by name, from the first bucket that needs it to the last.
-        make: Makes it; its errors are raised on all ranks.
-        states: Text on the caller's tensors for errors before the first bucket, and later.
-        finish: Called after the last bucket; its errors are raised on all ranks as well.
-    """
-    problems = list[Problem]()
-    last = {name_of(plan.moves[at]): number for number, bucket in enumerate(plan.buckets) for at in bucket}
-    for number, bucket in enumerate(plan.buckets):
-        moves = [plan.moves[at] for at in bucket]
-        for name in dict.fromkeys(map(name_of, moves)):
-            try:
-                if name not in held:
-                    held[name] = make(name)
-            except Exception as error:  # a file that was changed, memory that is short on one rank
-                problems += problems_of(error)
-        assert_consistent(members, subject, [f"bucket {number} of {digest}"], problems, states[number > 0])
-        yield moves
-        for name in [name for name in held if last[name] == number]:
-            value = held.pop(name)
-            try:
-                if finish is not None:
-                    finish(name, value)
-            except Exception as error:  # a full disk: raised in the next comparison
-                problems += problems_of(error)
-    if finish is not None:
-        assert_consistent(members, subject, [f"all of {digest}"], problems, states[1])

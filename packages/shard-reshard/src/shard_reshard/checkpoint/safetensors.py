@@ -5,18 +5,18 @@ Files are untrusted. Nothing of them is executed, and every range is checked aga
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
 import sys
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.shard_map import ITEMSIZES, human, torch_dtype
+from shard_reshard.layout.shard_map import human, torch_dtype
 
 # A file's word for a dtype -> its name.
 DTYPES = {"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -25,7 +25,6 @@ DTYPES |= {
     f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)
 }
 DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
-_CHANGED_HINT = "load again when no process writes to it"
 
 
 class Entry(NamedTuple):
@@ -103,11 +102,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def indexed_files(index: str | Path) -> dict[str, list[str]]:
-    """Return the files of a ``*.safetensors.index.json``, beside it, with their expected tensors.
-
-    Raises:
-        PlanError: ``invalid-file`` for an invalid index, or one with a file outside of its own folder.
-    """
+    """Return the files of a ``*.safetensors.index.json``, all in its folder, with their expected tensors."""
     path, files = Path(index), dict[str, list[str]]()
     try:
         for name, file in json.loads(path.read_bytes())["weight_map"].items():
@@ -122,10 +117,9 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
     return dict(sorted(files.items()))
 
 
-def file_changed(path: str) -> Problem:
-    """Return the problem of a file that was replaced or written to, at any length."""
-    reason = "replaced or written to since its header was read"
-    return Problem("file-changed", path, found=reason, hint=_CHANGED_HINT)
+def file_changed(path: str, reason: str = "replaced or written to since its header was read") -> Problem:
+    """Return the problem of a file that is not what its header said."""
+    return Problem("file-changed", path, found=reason, hint="load again when no process writes to it")
 
 
 def file_state(path: str) -> FileState | None:
@@ -141,29 +135,26 @@ def read_rows(
 ) -> torch.Tensor:
     """Read a tensor of ``shape`` from ``offset`` on, in fresh memory on the CPU.
 
-    Raises:
-        PlanError: ``invalid-file``, or ``file-changed`` if it has other than ``num_bytes`` now, or is no longer in the
-            ``state`` seen by this rank when headers were read.
+    The file has ``num_bytes`` and the ``state`` that this rank saw when headers were read; else it has changed.
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
-    wanted = prod(shape) * ITEMSIZES[dtype]
-    data, rows = writable(shape, torch_dtype(dtype), torch.device("cpu"))
+    rows = torch.empty(shape, dtype=torch_dtype(dtype))
+    wanted, done, place = rows.nbytes, 0, memory_bytes(rows)
     try:
         with open(path, "rb", buffering=0) as file:  # unbuffered: reads go to the tensor
             now = FileState.of(os.fstat(file.fileno()))
             if now.num_bytes != num_bytes:
                 sizes = f"{now.num_bytes:,} bytes now, {num_bytes:,} when its header was read"
                 reason = f"{human(now.num_bytes)}, {human(num_bytes)} when its header was read ({sizes})"
-                raise PlanError(Problem("file-changed", path, found=reason, hint=_CHANGED_HINT))
+                raise PlanError(file_changed(path, reason))
             if state is not None and now != state:
                 raise PlanError(file_changed(path))
             file.seek(offset)
-            done, place = 0, memoryview(data)
             while done < wanted:
                 count = file.readinto(place[done:])  # may be short: at most 2 GiB a call
                 if not count:
                     reason = f"it ends after {human(offset + done)}, its header needs {human(offset + wanted)}"
-                    raise PlanError(Problem("file-changed", path, found=reason, hint=_CHANGED_HINT))
+                    raise PlanError(file_changed(path, reason))
                 done += count
     except OSError as error:
         hint = "give a file that this rank can read"
@@ -171,9 +162,6 @@ def read_rows(
     return rows
 
 
-def writable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[bytearray, torch.Tensor]:
-    """Return a new tensor, and on the CPU its memory as bytes."""
-    if device.type != "cpu" or not prod(shape):
-        return bytearray(), torch.empty(shape, dtype=dtype, device=device)
-    data = bytearray(prod(shape) * dtype.itemsize)
-    return data, torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+def memory_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, valid while the tensor lives."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))

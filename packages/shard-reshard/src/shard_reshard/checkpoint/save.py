@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +19,12 @@ from shard_spec import Box
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out, stage_buckets
-from shard_reshard.checkpoint.safetensors import DTYPES, writable
+from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out
+from shard_reshard.checkpoint.safetensors import DTYPES, memory_bytes
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, ToGroup
-from shard_reshard.layout.shard_map import ITEMSIZES, Piece, human, torch_dtype
+from shard_reshard.layout.shard_map import ITEMSIZES, Piece, human
 from shard_reshard.state_dict.agreement import (
     PLAIN,
     collect_metadata,
@@ -34,7 +35,7 @@ from shard_reshard.state_dict.agreement import (
     plan_of_all,
     tensors_of,
 )
-from shard_reshard.state_dict.outputs import Bucket, LocalTargets, move_buckets
+from shard_reshard.state_dict.outputs import LocalTargets, move_buckets, staged
 from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan, plan_state_dict
 
 _WORDS = {name: word for word, name in DTYPES.items()}
@@ -132,11 +133,32 @@ def save_safetensors(
         return plan, [*plan.moves.lines, plan.digest]
 
     plan = plan_of_all(members, "a save", (facts, sums), make)
+    here, rank, device = LocalTargets(members, plan.moves), members.rank, device_of(tensors, {}, members)
+
+    def create() -> None:
+        for name, file in plan.files.items():
+            with _unfinished(path / name).open("wb") as target:
+                target.write(file.head)
+                target.truncate(file.num_bytes)
+
+    def rows(name: str) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=here.dtypes[name], device=device) for shape in here.shapes[name]]
+
+    def write(name: str, held: list[torch.Tensor]) -> None:
+        _write_rows(plan, path, name, rank, held)
+
+    states = (_UNPUBLISHED, _UNPUBLISHED)
     try:
-        _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
+        _on_first_rank(members, plan, create, BEFORE_MOVING)
+        buckets = (  # arrivals of one are written before the next
+            (
+                [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
+                [tensor for move in moves for tensor in held[move.target]],
+            )
+            for moves, held in staged(here, "a save", plan.digest, attrgetter("target"), rows, states, write)
+        )
         with torch.no_grad():
-            buckets = _buckets(plan, path, sources, device_of(tensors, {}, members), members)
-            move_buckets(LocalTargets(members, plan.moves), buckets, True)
+            move_buckets(here, buckets, True)
         _on_first_rank(members, plan, lambda: _publish(plan, path), "the files are complete, some have no name yet")
     finally:
         if members.rank == 0:
@@ -245,13 +267,6 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
 
 
-def _create(plan: SavePlan, folder: Path) -> None:
-    for name, file in plan.files.items():
-        with _unfinished(folder / name).open("wb") as target:
-            target.write(file.head)
-            target.truncate(file.num_bytes)
-
-
 def _publish(plan: SavePlan, folder: Path) -> None:
     """Rename files to their final names, after the index. Without it some of several would pass for all."""
     if len(plan.files) > 1:
@@ -265,38 +280,13 @@ def _publish(plan: SavePlan, folder: Path) -> None:
         _unfinished(folder / name).replace(folder / name)
 
 
-def _buckets(
-    plan: SavePlan, folder: Path, sources: Mapping[str, torch.Tensor], device: torch.device, members: GroupInfo
-) -> Iterator[Bucket]:
-    """Yield sources and destinations of each bucket, and write arrivals before the next one."""
-    rank, held = members.rank, dict[str, list[tuple[bytearray, torch.Tensor]]]()
-
-    def make(name: str) -> list[tuple[bytearray, torch.Tensor]]:
-        layout, dtype = plan.moves.targets[name]
-        return [writable(shape, torch_dtype(dtype), device) for shape in layout.local_shapes(rank)]
-
-    def write(name: str, rows: list[tuple[bytearray, torch.Tensor]]) -> None:
-        _write_rows(plan, folder, name, rank, rows)
-
-    agreed, states = (members, "a save", plan.moves, plan.digest), (_UNPUBLISHED, _UNPUBLISHED)
-    for moves in stage_buckets(*agreed, lambda move: move.target, held, make, states=states, finish=write):
-        yield (
-            [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
-            [tensor for move in moves for _, tensor in held[move.target]],
-        )
-
-
-def _write_rows(
-    plan: SavePlan, folder: Path, name: str, rank: int, held: Sequence[tuple[bytearray, torch.Tensor]]
-) -> None:
+def _write_rows(plan: SavePlan, folder: Path, name: str, rank: int, held: Sequence[torch.Tensor]) -> None:
     layout, dtype = plan.moves.targets[name]
     assert isinstance(layout, BoxShardMap)
     row_bytes = prod(layout.shape[1:]) * ITEMSIZES[dtype]
     path, begin = next((path, file.begins[name]) for path, file in plan.files.items() if name in file.begins)
     with _unfinished(folder / path).open("r+b") as target:
-        for box, (data, tensor) in zip(layout.boxes.get(rank, ()), held, strict=True):
-            if tensor.device.type != "cpu":
-                data, host = writable(box.sizes, tensor.dtype, torch.device("cpu"))
-                host.copy_(tensor)
+        for box, tensor in zip(layout.boxes.get(rank, ()), held, strict=True):
+            rows = tensor.cpu()
             target.seek(begin + (box.offsets[0] if box.offsets else 0) * row_bytes)
-            target.write(data)
+            target.write(memory_bytes(rows))

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
+from operator import mul, sub
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -160,10 +161,10 @@ def record_layouts(
     for name, numbered in destinations.items():
         names = [name if number == 1 else f"{name} ({number})" for number in range(1, len(numbered) + 1)]
         key_map[name] = [Part(target) for target in names]
-        for target, destination in zip(names, numbered, strict=True):
-            layouts[target] = destination.layout
-            if rank in destination.layout.rank_set:
-                views[target] = table[name][destination.number]
+        for target, (layout, number) in zip(names, numbered, strict=True):
+            layouts[target] = layout
+            if rank in layout.rank_set:
+                views[target] = table[name][number]
     key_map = {name: to for name, to in key_map.items() if to is None or len(to) > 1}
     if recorder is not None:
         recorded = RecordedLayouts(
@@ -428,54 +429,49 @@ class _Recorder(DispatchMode):
         hidden = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool)
         for target, source in reversed(self.writes.get(owner, [])):
             region = hidden.as_strided(target.shape, target.stride(), target.storage_offset())
-            if not bool(region.all()):  # else later ones have replaced it
-                if isinstance(source, torch.Tensor):
-                    self._landed(owner, target, source, hidden)
-                else:
-                    place = tuple(target.stride()), int(target.storage_offset()) - start
-                    landing = Landing((0,) * target.dim(), tuple(target.shape), *place)
-                    self._note(owner, source, landing, hidden)
+            if bool(region.all()):  # later ones have replaced it
+                continue
+            values, covered = source if isinstance(source, torch.Tensor) else target, 0
+            for origin, landing, dtypes in self._origins(owner, source, StridedCopy.of(values, target, -start)):
+                covered += prod(landing.sizes)
+                # By way of float32 or float64 nothing shorter is rounded: no float, no whole number.
+                rounded = [
+                    dtype
+                    for dtype in dtypes
+                    if dtype not in (dtypes[0], target.dtype)
+                    and not (dtype in _WIDE and dtypes[0].itemsize < dtype.itemsize)
+                ]
+                if rounded and origin != 0:
+                    name = origin if isinstance(origin, str) else owner
+                    self._refuse(name, f"a cast by way of {rounded[0]}", "cast to the parameter's dtype at once")
+                # Of the box of a checkpoint tensor, or of a constant, what no later write has replaced.
+                seen = hidden.as_strided(landing.sizes, landing.strides, landing.offset + start)
+                for part in visible(landing, seen):
+                    if isinstance(origin, str):
+                        self.landed.append((owner, origin, part))
+                    else:
+                        self.constants.append((_View(owner, None, *part[1:]), origin))
+                    if len(self.landed) + len(self.constants) > self.most_boxes:
+                        self._refuse(
+                            owner, f"more than {_MAX_BOXES} boxes", "record a loader that copies larger regions"
+                        )
+                        raise PlanError(self.problems)
+            if covered != target.numel() and not self.problems:
+                self._refuse(
+                    owner, "values that no checkpoint tensor has", "fill them in with fill_(), beside the copies"
+                )
             region.fill_(True)
         for name, value in self.held.items():
             if self.owners[storage_key(value)] == owner:
                 marks = hidden.as_strided(value.shape, value.stride(), value.storage_offset())
                 self.unfilled += [] if bool(marks.all()) else [name]
 
-    def _landed(self, owner: str, target: torch.Tensor, source: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Note the boxes that one write brings."""
-        start, covered = int(self.held[owner].storage_offset()), 0
-        for origin, landing, dtypes in self._origins(owner, source, StridedCopy.of(source, target, -start)):
-            covered += prod(landing.sizes)
-            # By way of float32 or float64 nothing shorter is rounded: no float, no whole number.
-            rounded = [
-                dtype
-                for dtype in dtypes
-                if dtype not in (dtypes[0], target.dtype)
-                and not (dtype in _WIDE and dtypes[0].itemsize < dtype.itemsize)
-            ]
-            if rounded and origin != 0:
-                name = origin if isinstance(origin, str) else owner
-                self._refuse(name, f"a cast by way of {rounded[0]}", "cast to the parameter's dtype at once")
-            self._note(owner, origin, landing, hidden)
-        if covered != target.numel() and not self.problems:
-            self._refuse(owner, "values that no checkpoint tensor has", "fill them in with fill_(), beside the copies")
-
-    def _note(self, owner: str, origin: Any, whole: Landing, hidden: torch.Tensor) -> None:
-        """Note the visible part of a box of a checkpoint tensor, or of a constant."""
-        place = whole.offset + int(self.held[owner].storage_offset())
-        for landing in visible(whole, hidden.as_strided(whole.sizes, whole.strides, place)):
-            if isinstance(origin, str):
-                self.landed.append((owner, origin, landing))
-            else:
-                self.constants.append((_View(owner, None, *landing[1:]), origin))
-            if len(self.landed) + len(self.constants) > self.most_boxes:
-                self._refuse(owner, f"more than {_MAX_BOXES} boxes", "record a loader that copies larger regions")
-                raise PlanError(self.problems)
-
-    def _origins(
-        self, owner: str, source: torch.Tensor, copy: StridedCopy
-    ) -> Iterator[tuple[Any, Landing, list[torch.dtype]]]:
-        """Yield the boxes of a copy, each with a checkpoint tensor's name or a number."""
+    def _origins(self, owner: str, source: Any, copy: StridedCopy) -> Iterator[tuple[Any, Landing, list[torch.dtype]]]:
+        """Yield the boxes of a copy, each with a checkpoint tensor's name or a number, and the dtypes on its way."""
+        if not isinstance(source, torch.Tensor):
+            sizes, strides = tuple(dim[0] for dim in copy.dims), tuple(dim[2] for dim in copy.dims)
+            yield source, Landing((0,) * len(sizes), sizes, strides, copy.target), []
+            return
         memory = self.memories[storage_key(source)]
         if source.dtype is not memory.dtype or source.is_conj() or source.is_neg():
             self._refuse(memory.name or owner, f"bits read as {source.dtype}, or negated", "copy weights as they are")
@@ -485,20 +481,19 @@ class _Recorder(DispatchMode):
             yield from ((memory.name, landing, [memory.dtype]) for landing in wanted)
             return
         for target, inner in reversed(memory.writes):
-            is_number = not isinstance(inner, torch.Tensor)
             # Boxes of the copy's memory that were written, with where their values came from.
-            for filled in landings(StridedCopy.of(target, target if is_number else inner), memory.shape):
+            values = inner if isinstance(inner, torch.Tensor) else target
+            for filled in landings(StridedCopy.of(target, values), memory.shape):
                 rest: list[Landing] = []
                 for landing in wanted:
                     inside, outside = divide(landing, filled)
                     rest += outside
-                    if inside is not None and is_number:
-                        yield inner, inside, [memory.dtype]
-                    elif inside is not None:
-                        part = intersect(filled, inside)
-                        assert part is not None
-                        for name, origin, dtypes in self._origins(owner, inner, part):
-                            yield name, origin, [*dtypes, memory.dtype]
+                    if inside is not None:  # both copies as one
+                        at = sum(map(mul, map(sub, inside.start, filled.start), filled.strides))
+                        dims = tuple(zip(inside.sizes, filled.strides, inside.strides, strict=True))
+                        part = StridedCopy(dims, filled.offset + at, inside.offset)
+                        for origin, first, dtypes in self._origins(owner, inner, part):
+                            yield origin, first, [*dtypes, memory.dtype]
                 wanted = rest
 
     def table(self) -> dict[str, list[_View]]:
@@ -542,16 +537,10 @@ def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> t
 # ---- one answer for all ranks ---------------------------------------------------------------------------------
 
 
-class _Destination(NamedTuple):
-    layout: BoxShardMap
-    number: int  # of the view, on each of its ranks
-
-
-def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
+def _destinations(everyone: Sequence[Any]) -> dict[str, list[tuple[BoxShardMap, int]]]:
     """Return, for each checkpoint tensor, as few destinations as cover those on all ranks.
 
-    Raises:
-        PlanError: With the problems of all ranks.
+    A destination is a layout, and the number of the view on each of its ranks. The problems of all ranks are raised.
     """
     problems = [problem for _, _, layouts in everyone for problem in layouts]
     shapes: dict[str, Index] = {}
@@ -563,7 +552,7 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
                 problems.append(Problem("ranks-disagree", name, found=differs, hint=hint))
     if problems:
         raise PlanError(dict.fromkeys(problems))
-    destinations: dict[str, list[_Destination]] = {}
+    destinations: dict[str, list[tuple[BoxShardMap, int]]] = {}
     for name, shape in shapes.items():
         held = {rank: table[name] for rank, (_, table, _) in enumerate(everyone) if name in table}
         for number in range(max(map(len, held.values()), default=0)):
@@ -571,14 +560,8 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[_Destination]]:
             # One destination for all ranks; where their boxes overlap, one for each.
             for groups in [list(views)], [[rank] for rank in views]:
                 with suppress(PlanError):
-                    destinations.setdefault(name, []).extend(
-                        [
-                            _Destination(
-                                BoxShardMap(shape, {rank: [views[rank]] for rank in group}, holes=True), number
-                            )
-                            for group in groups
-                        ]
-                    )
+                    boxes = [{rank: [views[rank]] for rank in group} for group in groups]
+                    destinations.setdefault(name, []).extend([(BoxShardMap(shape, b, True), number) for b in boxes])
                     break
     return destinations
 
@@ -655,20 +638,6 @@ def _boxes(
     yield Landing(start, tuple(sizes), tuple(places), target)
 
 
-def intersect(filled: Landing, wanted: Landing) -> StridedCopy | None:
-    """Compose copies through a dense memory: ``filled`` writes to it, ``wanted`` reads from it."""
-    dims, source, target = [], filled.offset, wanted.offset
-    for a, n, s, b, m, t in zip(
-        filled.start, filled.sizes, filled.strides, wanted.start, wanted.sizes, wanted.strides, strict=True
-    ):
-        low, high = max(a, b), min(a + n, b + m)
-        if low >= high:
-            return None
-        dims.append((high - low, s, t))
-        source, target = source + (low - a) * s, target + (low - b) * t
-    return StridedCopy(tuple(dims), source, target)
-
-
 def cut(landing: Landing, dim: int, low: int, high: int) -> Landing:
     """Return the part of a landing whose indices along ``dim`` are from ``low`` to ``high``."""
     offset = landing.offset + (low - landing.start[dim]) * landing.strides[dim]
@@ -714,25 +683,18 @@ def merge_landings(found: Sequence[Landing]) -> list[Landing]:
         merged.sort(key=lambda entry: (_without(entry.start, dim), entry.start[dim]))
         joined: list[Landing] = []
         for entry in merged:
-            one = _follows(joined[-1], entry, dim) if joined else None
-            if one is None:
-                joined.append(entry)
-            else:
-                joined[-1] = one
+            one = joined[-1] if joined else None
+            # Of the same box and strides in all other dims.
+            if one and all(_without(a, dim) == _without(b, dim) for a, b in zip(one[:3], entry[:3], strict=True)):
+                step, rest = divmod(entry.offset - one.offset, one.sizes[dim])
+                strides = {part.strides[dim] for part in (one, entry) if part.sizes[dim] > 1} | {step}
+                if one.start[dim] + one.sizes[dim] == entry.start[dim] and not rest and strides == {step} and step > 0:
+                    sizes = _with(one.sizes, dim, one.sizes[dim] + entry.sizes[dim])
+                    joined[-1] = one._replace(sizes=sizes, strides=_with(one.strides, dim, step))
+                    continue
+            joined.append(entry)
         merged = joined
     return merged
-
-
-def _follows(one: Landing, other: Landing, dim: int) -> Landing | None:
-    """Join two landings; None if they are not neighbours along ``dim`` in box and view."""
-    if any(_without(a, dim) != _without(b, dim) for a, b in zip(one[:3], other[:3], strict=True)):
-        return None
-    step, rest = divmod(other.offset - one.offset, one.sizes[dim])
-    strides = {entry.strides[dim] for entry in (one, other) if entry.sizes[dim] > 1} | {step}
-    if one.start[dim] + one.sizes[dim] != other.start[dim] or rest or len(strides) > 1 or step <= 0:
-        return None
-    sizes = _with(one.sizes, dim, one.sizes[dim] + other.sizes[dim])
-    return one._replace(sizes=sizes, strides=_with(one.strides, dim, step))
 
 
 def _without(index: Index, dim: int) -> Index:

@@ -27,12 +27,11 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import register_group
-from shard_reshard.engines.leave import SyncEnd
 from shard_reshard.engines.record import RecordedLayouts, record_layouts
 from shard_reshard.group import group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import own_layout
 from shard_reshard.state_dict.agreement import tensors_of
-from shard_reshard.state_dict.resharder import StateDictResharder
+from shard_reshard.state_dict.resharder import StateDictResharder, SyncEnd
 
 __all__ = ["ShardedSource", "TrainerInit", "TrainerEngine", "WorkerEngine", "register"]
 
@@ -90,7 +89,14 @@ class WorkerEngine(SyncEnd, base.WeightTransferEngine[WorkerInit, base.WeightTra
         group = init_info.join(init_info.num_trainer_ranks + place)
         with _checkpoint_format(self.model, self.model_config):
             self.recorded = record_layouts(self.model, init_info.weights(), group=group, strict=True)
-            problems = _unfilled(self.model, self.recorded)
+            # Parameters would stay unchanged, and buffers would be lost with their layer.
+            held, layers = dict(self.model.named_buffers()), _layers(self.recorded)
+            hint = "send it too, under the name that the model's load_weights knows"
+            problems = [
+                Problem("missing-source", name, found="the trainer sends nothing for this tensor", hint=hint)
+                for name in self.recorded.unfilled
+                if name not in held or (held[name].is_meta and name.rpartition(".")[0] in layers)
+            ]
             if init_info.device == "cpu" and packed:
                 # vLLM packs these weights once, after the first load, and skips it later: old values would answer.
                 hint = "sync expert layers on GPUs; on a CPU start vLLM anew from files"
@@ -157,17 +163,6 @@ def _checkpoint_format(model: nn.Module, model_config: Any) -> Iterator[_Ties]:
 
 def _layers(recorded: RecordedLayouts) -> dict[str, None]:
     return dict.fromkeys(name.rpartition(".")[0] for name in recorded.filled)
-
-
-def _unfilled(model: nn.Module, recorded: RecordedLayouts) -> list[Problem]:
-    """Report parameters that would stay unchanged, and buffers that would be lost with their layer."""
-    held, layers = dict(model.named_buffers()), _layers(recorded)
-    hint = "send it too, under the name that the model's load_weights knows"
-    return [
-        Problem("missing-source", name, found="the trainer sends nothing for this tensor", hint=hint)
-        for name in recorded.unfilled
-        if name not in held or (held[name].is_meta and name.rpartition(".")[0] in layers)
-    ]
 
 
 # ---- the trainer ----------------------------------------------------------------------------------------------

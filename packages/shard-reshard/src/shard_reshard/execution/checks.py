@@ -82,24 +82,21 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
             hint = "run the call under the FakeTensorMode too, on all ranks; or pass real tensors"
             add("no-data", "a fake tensor where no fake mode is on", hint)
         elif tensor.is_meta:
-            add("no-data", _META, _META_HINT)
+            add("no-data", *_META)
         elif not has_memory(tensor):
-            add("no-data", _FREED, _FREED_HINT)
+            add("no-data", *FREED)
         if tensor.layout != torch.strided:
             add("unsupported-tensor", f"a {tensor.layout} tensor", "only dense tensors can be moved")
     return problems
 
 
 ONE_MEMORY_HINT = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
-_META = "a tensor on the meta device"
-_META_HINT = "give it memory first: to_empty(), or the values of a checkpoint"
-_FREED = "a tensor whose storage was freed or shrunk"
-_FREED_HINT = "call it while the memory is there: inside of what gathers or loads the parameter"
-
-
-def freed_problems(name: str, tensor: torch.Tensor) -> list[Problem]:
-    """Report a tensor without memory; guards on metadata do not see this."""
-    return [] if has_memory(tensor) else [Problem("no-data", name, found=_FREED, hint=_FREED_HINT)]
+# What was found, and the remedy.
+_META = "a tensor on the meta device", "give it memory first: to_empty(), or the values of a checkpoint"
+FREED = (
+    "a tensor whose storage was freed or shrunk",
+    "call it while the memory is there: inside of what gathers or loads the parameter",
+)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -126,9 +123,9 @@ def destination_problems(
 
     for tensor, name in zip(outs, names, strict=True):  # noqa: B007  # read in `add`
         if tensor.is_meta:  # what is written there is lost, without an error
-            add("no-data", _META, _META_HINT)
+            add("no-data", *_META)
         elif not has_memory(tensor):
-            add("no-data", _FREED, _FREED_HINT)
+            add("no-data", *FREED)
         if overlaps_itself(tensor):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
             add("invalid-out", f"strides {tensor.stride()}", hint)
@@ -192,19 +189,15 @@ def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
         reaching = [other for other in reaching if other[1] > span[0]]
         for other in reaching:
             first, second = sorted((other[3], span[3]))
-            asked = first < len(tensors) and other[2] == span[2]
-            if asked and _have_common_bytes(everything[first], everything[second]):
-                pairs.append((first, second))
+            if first < len(tensors) and other[2] == span[2]:
+                (starts, length), (others_starts, others_length) = _runs(everything[first]), _runs(everything[second])
+                # Runs of the second that begin before one of the first ends, minus those that end before it begins:
+                # spans may overlap in gaps only.
+                before = torch.searchsorted(others_starts, starts - others_length, right=True)
+                if bool((torch.searchsorted(others_starts, starts + length) > before).any()):
+                    pairs.append((first, second))
         reaching.append(span)
     return sorted(pairs)
-
-
-def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if tensors with overlapping spans share a byte, and not only gaps."""
-    (first, length), (second, other_length) = _runs(one), _runs(other)
-    # Runs of the other that begin before this one ends, minus those that end before it begins.
-    before = torch.searchsorted(second, first - other_length, right=True)
-    return bool((torch.searchsorted(second, first + length) > before).any())
 
 
 def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -235,7 +228,7 @@ class Match(IntEnum):
     """Result of comparing the tensors of a call with a guard."""
 
     NONE = 0
-    METADATA = 1  # types, shapes, strides, dtypes, devices, flags and modes: checks of single tensors stay valid
+    METADATA = 1  # types, shapes, strides, dtypes, devices, flags, modes, ties: checks of single tensors stay valid
     MEMORY = 2  # memory too: views and overlap checks stay valid
 
 
@@ -267,7 +260,13 @@ class TensorGuards:
             once = [tensors[at] for at in self._firsts]
         if not self._alike(*once):
             return Match.NONE
-        return Match.MEMORY if list(map(_data_ptr, tensors)) == self._pointers else Match.METADATA
+        pointers = list(map(_data_ptr, tensors))
+        if pointers == self._pointers:
+            return Match.MEMORY
+        # The same tensors are tied: addresses of both calls correspond one to one.
+        pairs = set(zip(pointers, self._pointers, strict=True))
+        tied_alike = len(pairs) == len(set(pointers)) == len(set(self._pointers))
+        return Match.METADATA if tied_alike else Match.NONE
 
 
 def record_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
@@ -275,8 +274,3 @@ def record_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
     if not PLAIN_TYPES.issuperset(map(type, tensors)) or is_fake(tensors) or True in map(_is_nested, tensors):
         return None
     return TensorGuards(tensors) if {tensor.layout for tensor in tensors} <= _STRIDED else None
-
-
-def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the addresses of tensors."""
-    return list(map(_data_ptr, tensors))

@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 
 from shard_reshard._torch_compat import foreach_copy_
-from shard_reshard.execution.checks import pointers
 from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.lowering import (
     Program,
     Region,
     Side,
     Span,
-    Step,
     StepMemory,
     accumulates_apart,
     lay_out_step,
@@ -40,10 +38,14 @@ class Reduction:
 
     def __init__(self, plans: Sequence[Plan], outs: Sequence[torch.Tensor], plan_of: Sequence[int]) -> None:
         self.plans, self.outs, self.plan_of = plans, outs, plan_of
-        self.targets = [
-            _accumulator(out, plans[at]) if accumulates_apart(plans[at]) else out
-            for out, at in zip(outs, plan_of, strict=True)
-        ]
+        self.targets = list(outs)
+        for number, (out, at) in enumerate(zip(outs, plan_of, strict=True)):
+            if accumulates_apart(plans[at]):
+                dtype = torch_dtype(reduction_dtype(plans[at]))
+                target = torch.empty_like(out, dtype=dtype)
+                if target.stride() != out.stride():  # it may densify strides, and both have the same regions
+                    target = torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
+                self.targets[number] = target
         self._final = False  # averages are divided once
 
     def add(self, memory: StepMemory, arrived: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -91,15 +93,6 @@ def region_views(tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> 
     return views
 
 
-def _accumulator(out: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Create an accumulator with the result's strides: both have the same regions."""
-    dtype = torch_dtype(reduction_dtype(plan))
-    target = torch.empty_like(out, dtype=dtype)
-    if target.stride() == out.stride():  # empty_like may densify strides
-        return target
-    return torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
-
-
 # On CPUs mixed dtypes are added through a copy of one operand: bound its size.
 _MIXED_ELEMENTS = 16 * 1024
 
@@ -129,6 +122,7 @@ _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat
 _PLAIN |= {"complex64", "complex128"}
 
 _MAX_STRIDES = 256
+_NONE: list[torch.Tensor] = []  # never changed
 Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
 
 # Sends `input`, split into `input_splits` bytes, and receives `output`; returns a work to wait for, or None if done.
@@ -187,7 +181,6 @@ class Exchange:
             torch_dtype(plan.wire_dtype) if as_value else INTEGERS[plan.itemsize]
             for plan, as_value in zip(program.plans, self.as_values, strict=True)
         ]
-        self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
         # Neither complex dtypes nor transfers as integers: tensors are copied without conversions.
         complex_ = any({plan.dtype, plan.out_dtype} & {"complex64", "complex128"} for plan in program.plans)
         self.copies_values = all(self.as_values) and not complex_
@@ -206,7 +199,8 @@ class Exchange:
             [at for at, (begin, end) in enumerate(pairwise(base)) for _ in range(begin, end)]
             for base in (program.src_base, program.dst_base)
         )
-        self._fresh = list(zip(program.dst_shapes, [self._out_dtypes[at] for at in self.dst_plan], strict=True))
+        out_dtypes = [torch_dtype(program.plans[at].out_dtype) for at in self.dst_plan]
+        self._fresh = list(zip(program.dst_shapes, out_dtypes, strict=True))
 
     def allocate(self, device: torch.device) -> list[torch.Tensor]:
         """Allocate destination tensors."""
@@ -312,7 +306,8 @@ class PreparedCall:
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
         """Return True if held tensors have the addresses of these; storage may have been resized."""
         held, given = (self.src, sources) if fresh_outs else ([*self.src, *self.dst], [*sources, *outs])
-        return fresh_outs is self.fresh_outs and pointers(held) == pointers(given)
+        held_at, given_at = ([tensor.data_ptr() for tensor in side] for side in (held, given))
+        return fresh_outs is self.fresh_outs and held_at == given_at
 
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Create the views of destinations, and of sources unless they exist."""
@@ -327,13 +322,29 @@ class PreparedCall:
         for number, (step, memory) in enumerate(zip(exchange.program.steps, self.memories, strict=True)):
             slot = number % 2 if exchange.overlaps else 0
             buffer = exchange.buffer(slot, self.room, self.device, self.buffers) if step.exchanges else None
-            self.recvs.append(self._recv_side(slot, step, memory, buffer))
+            # What arrives lands in a destination itself, or in the buffer behind what is sent.
+            side, written = memory.receives, None
+            staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
+            arrived, places, regions, received = _NONE, _NONE, _NONE, None
+            if buffer is not None and side.span is not None:
+                written = self.dst[side.span.tensor]
+                received = _bytes_of(written, side.span)
+            elif buffer is not None:
+                part = buffer[memory.sends.room : memory.sends.room + side.room]
+                arrived = places = exchange.places(slot, part, side) if side.packed else []
+                packed = side.regions
+                if exchange.reduces and not step.relayed:
+                    plain = [at for at, entry in enumerate(side.packed) if not exchange.reducing[entry.plan]]
+                    packed, places = tuple(packed[at] for at in plain), [arrived[at] for at in plain]
+                regions = region_views(self.dst, packed) if packed else []
+                received = part[: side.num_bytes]
+            self.recvs.append(RecvSide(arrived, places, regions, received, list(side.splits), staying, written))
             if len(self.sends) > number and not step.relayed:
                 continue
             del self.sends[number:]  # relayed steps send out of destinations, and come last
             side, tensors = memory.sends, self.dst if step.relayed else self.src
             staying = region_views(tensors, memory.staying[0]) if memory.staying[0] else []
-            places, regions, sent = list[torch.Tensor](), list[torch.Tensor](), None
+            places, regions, sent = _NONE, _NONE, None
             if buffer is not None and side.span is not None:
                 sent = _bytes_of(tensors[side.span.tensor], side.span)
             elif buffer is not None:
@@ -343,23 +354,6 @@ class PreparedCall:
                 places = exchange.places(slot, part, side) if regions else []
                 sent = part[: side.num_bytes]
             self.sends.append(SendSide(places, regions, sent, list(side.splits), staying))
-
-    def _recv_side(self, slot: int, step: Step, memory: StepMemory, buffer: torch.Tensor | None) -> RecvSide:
-        side, splits = memory.receives, list(memory.receives.splits)
-        staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
-        if buffer is None:
-            return RecvSide([], [], [], None, [], staying, None)
-        if side.span is not None:
-            written = self.dst[side.span.tensor]
-            return RecvSide([], [], [], _bytes_of(written, side.span), splits, staying, written)
-        part = buffer[memory.sends.room : memory.sends.room + side.room]
-        arrived = places = self.exchange.places(slot, part, side) if side.packed else []
-        packed = side.regions
-        if self.exchange.reduces and not step.relayed:
-            plain = [at for at, entry in enumerate(side.packed) if not self.exchange.reducing[entry.plan]]
-            packed, places = tuple(packed[at] for at in plain), [arrived[at] for at in plain]
-        regions = region_views(self.dst, packed) if packed else []
-        return RecvSide(arrived, places, regions, part[: side.num_bytes], splits, staying, None)
 
     # ---- run --------------------------------------------------------------------------------------------------
 

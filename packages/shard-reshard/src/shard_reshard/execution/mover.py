@@ -95,29 +95,23 @@ class Mover:
 
     # ---- guards and checks ------------------------------------------------------------------------------------
 
-    def problems(self, sources: list[list[torch.Tensor]], outs: list[list[torch.Tensor]] | None) -> list[Problem]:
-        """Return the problems of this rank's tensors, listed by plan."""
-        rank: int = self.members.rank
-        problems: list[Problem] = []
-        for number, plan in enumerate(self.plans):
-            if outside := group_problems([plan], self.members.size):
-                problems += outside  # the layout's other checks need its ranks
-                continue
-            problems += local_problems(plan, rank, sources[number])
-            if plan.max_workspace_bytes is not None and any(t.is_conj() or t.is_neg() for t in sources[number]):
-                hint = "pass its resolve_conj() or resolve_neg(): a copy that max_workspace_bytes does not count"
-                lazy = "a view that conjugates or negates on reading"
-                problems.append(Problem("unsupported-tensor", f"rank {rank}, source", found=lazy, hint=hint))
-            if outs is not None:
-                problems += local_problems(plan, rank, outs[number], "dst")
-        if outs is not None and not problems:
-            written = [tensor for tensors in outs for tensor in tensors]
-            names = [f"rank {rank}, out"] * len(written)
-            problems += destination_problems(written, names, [tensor for tensors in sources for tensor in tensors])
-        devices = {tensor.device for tensors in (*sources, *(outs or ())) for tensor in tensors}
+    def problems(self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None) -> list[Problem]:
+        """Return the problems of this rank's tensors, for a mover of one plan."""
+        (plan,), where = self.plans, f"rank {self.members.rank}"
+        if outside := group_problems([plan], self.members.size):
+            return outside  # the layout's other checks need its ranks
+        problems = local_problems(plan, self.members.rank, sources)
+        if plan.max_workspace_bytes is not None and any(t.is_conj() or t.is_neg() for t in sources):
+            hint = "pass its resolve_conj() or resolve_neg(): a copy that max_workspace_bytes does not count"
+            lazy = "a view that conjugates or negates on reading"
+            problems.append(Problem("unsupported-tensor", f"{where}, source", found=lazy, hint=hint))
+        if outs is not None:
+            problems += local_problems(plan, self.members.rank, outs, "dst")
+            problems = problems or destination_problems(outs, [f"{where}, out"] * len(outs), sources)
+        devices = {tensor.device for tensor in (*sources, *(outs or ()))}
         if len(devices) > 1:
             listed = ", ".join(sorted(map(str, devices)))
-            problems.append(Problem("device-mismatch", f"rank {rank}", found=listed, hint="one device on each rank"))
+            problems.append(Problem("device-mismatch", where, found=listed, hint="one device on each rank"))
         return problems
 
     def assert_consistent(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
@@ -127,9 +121,10 @@ class Mover:
             if problems:
                 raise PlanError(problems)
             return
-        layouts = [f"{plan.src.describe()} -> {plan.dst.describe()}" for plan in self.plans]
-        digests = [f"plan {plan.digest}: {plan.shape} {plan.dtype} -> {plan.out_dtype}" for plan in self.plans]
-        lines = [*layouts, *digests, f"on {device.type}{more}, check={self.check!r}"]
+        (plan,) = self.plans
+        lines = [f"{plan.src.describe()} -> {plan.dst.describe()}"]
+        lines.append(f"plan {plan.digest}: {plan.shape} {plan.dtype} -> {plan.out_dtype}")
+        lines.append(f"on {device.type}{more}, check={self.check!r}")
         assert_consistent(self.members, "reshard", lines, problems)
         if self.check == "first" and not is_fake(()):  # fake tensors compared nothing
             self.agreed.add((device.type, more))
@@ -144,15 +139,9 @@ class Mover:
         fresh_outs: bool = False,
         unchanged: bool = False,
     ) -> tuple[list[torch.Tensor], Finish | None]:
-        """Move checked tensors.
+        """Move checked tensors. Return the destinations, and a function to call before they are read, or None.
 
         ``outs`` is None for fresh ones; for ``fresh_outs`` and ``unchanged`` see `Exchange.prepare`.
-
-        Returns:
-            The destination tensors, and a function to call before they are read, or None.
-
-        Raises:
-            RuntimeError: If a call with a kept workspace is still in flight, and if the collective fails.
         """
         if self._in_flight:
             raise RuntimeError(
@@ -235,11 +224,6 @@ class _Finish(NamedTuple):
         finally:
             self.mover._release(self.device)
 
-    def abandon(self) -> None:
-        """Drop the workspace. The collective may still write to it, so later calls must not use it."""
-        self.mover.exchange.drop_workspace()
-        self.mover._in_flight = False
-
 
 class _NamedWork(NamedTuple):
     """A work with an error that names its plan and call."""
@@ -286,7 +270,9 @@ class ReshardWork(NotPicklable):
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
             if isinstance(self._finish, _Finish):
-                self._finish.abandon()
+                # The collective may still write to the workspace, so later calls must not use it.
+                self._finish.mover.exchange.drop_workspace()
+                self._finish.mover._in_flight = False
             warnings.warn(
                 f"a reshard of {self._what} was started and never waited for: its destination is not filled",
                 RuntimeWarning,

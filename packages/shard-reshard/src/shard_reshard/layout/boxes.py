@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from operator import index
+from operator import gt, index
 from typing import Any
 
 from shard_spec import Box
@@ -20,29 +20,6 @@ _SHOWN = 4  # holes, and overlaps, named in an error; the rest is counted
 Span = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dim
 
 
-def coverage_problems(shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]]) -> list[Problem]:
-    """Return the reasons that ``boxes`` (by rank) do not tile a tensor of ``shape``.
-
-    The same box on several ranks is one box with replicas. Empty boxes are allowed anywhere inside the shape.
-    """
-    problems = [
-        Problem("invalid-argument", found=f"rank {rank}", hint="ranks are counted from 0") for rank in boxes if rank < 0
-    ]
-    owners: dict[Span, list[int]] = {}
-    for rank, held in boxes.items():
-        for box in held:
-            if box.ndim != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
-                hint = f"boxes lie inside the global shape {shape}"
-                problems.append(Problem("box-out-of-range", found=f"rank {rank} lists {box!r}", hint=hint))
-            elif box.numel:
-                ranks = owners.setdefault((box.offsets, box.ends), [])
-                if rank in ranks:
-                    hint = "list a box once on a rank"
-                    problems.append(Problem("boxes-overlap", found=f"rank {rank} lists {box!r} twice", hint=hint))
-                ranks.append(rank)
-    return problems or tiling_problems(shape, [(f"rank {ranks[0]}", span) for span, ranks in owners.items()])
-
-
 def tiling_problems(
     shape: tuple[int, ...],
     spans: Sequence[tuple[str, Span]],
@@ -51,7 +28,19 @@ def tiling_problems(
     kind: str = "rank",
 ) -> list[Problem]:
     """Return holes and overlaps of spans (each with an owner) in a tensor of ``shape``."""
-    pairs = _overlaps(spans)
+    # Pairs that overlap, by a sweep along the dim of most distinct starts; without dims every span is the one element.
+    pairs: list[tuple[tuple[str, Span], tuple[str, Span]]] = []
+    active: list[tuple[str, Span]] = []
+    dim = max(range(len(shape)), key=lambda at: len({start[at] for _, (start, _) in spans}), default=None)
+    for entry in spans if dim is None else sorted(spans, key=lambda each: (each[1][0][dim], each[1])):
+        start, stop = entry[1]
+        active = [other for other in active if dim is None or other[1][1][dim] > start[dim]]
+        pairs += [
+            (other, entry)
+            for other in active
+            if all(max(a, c) < min(b, d) for a, b, c, d in zip(*other[1], start, stop, strict=True))
+        ]
+        active.append(entry)
     problems = [
         Problem(
             "boxes-overlap",
@@ -80,25 +69,6 @@ def _box(span: Span) -> Box:
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
-def _overlaps(spans: Sequence[tuple[str, Span]]) -> list[tuple[tuple[str, Span], tuple[str, Span]]]:
-    """Return overlapping pairs, by a sweep along the dim of most distinct starts."""
-    pairs: list[tuple[tuple[str, Span], tuple[str, Span]]] = []
-    active: list[tuple[str, Span]] = []
-    ndim = len(spans[0][1][0]) if spans else 0
-    dim = max(range(ndim), key=lambda at: len({start[at] for _, (start, _) in spans}), default=None)
-    for entry in spans if dim is None else sorted(spans, key=lambda each: (each[1][0][dim], each[1])):
-        start, stop = entry[1]
-        if dim is not None:  # without dims every span is the one element
-            active = [other for other in active if other[1][1][dim] > start[dim]]
-        pairs.extend(
-            (other, entry)
-            for other in active
-            if all(max(a, c) < min(b, d) for a, b, c, d in zip(*other[1], start, stop, strict=True))
-        )
-        active.append(entry)
-    return pairs
-
-
 def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
     """Return the rest of ``whole`` without ``spans``: slab by slab along ``dim``, recursively."""
     start, stop = whole
@@ -109,31 +79,20 @@ def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
     for low, high in pairwise(marks):
         slab = (*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :])
         for hole in _holes(slab, [s for s in spans if s[0][dim] <= low and s[1][dim] >= high], dim + 1):
-            if holes and _joins(holes[-1], hole, dim):  # few large holes in errors, not many slabs
+            # Few large holes in errors, not many slabs: one that goes on along the dim is joined.
+            end = (*hole[1][:dim], hole[0][dim], *hole[1][dim + 1 :])
+            if holes and holes[-1] == ((*hole[0][:dim], holes[-1][0][dim], *hole[0][dim + 1 :]), end):
                 holes[-1] = holes[-1][0], hole[1]
             else:
                 holes.append(hole)
     return holes
 
 
-def _joins(one: Span, other: Span, dim: int) -> bool:
-    """Return True if ``other`` continues ``one`` along ``dim`` and equals it in other dims."""
-    same = all(at == dim or (one[0][at] == other[0][at] and one[1][at] == other[1][at]) for at in range(len(one[0])))
-    return same and one[1][dim] == other[0][dim]
-
-
 class BoxShardMap(ShardMap):
     """Explicit boxes: each rank has one local tensor for each of its boxes.
 
-    A box listed by several ranks is replicated on them.
-
-    Args:
-        shape: Shape of the global tensor.
-        boxes: For each participating rank, its boxes in the order of its local tensors.
-        holes: True to allow elements without a rank, in partial destinations.
-
-    Raises:
-        PlanError: With every box outside of the shape, every hole and every overlap, by name.
+    A box listed by several ranks is replicated on them. Boxes outside of the shape, holes and overlaps are refused by
+    name; ``holes`` allows elements without a rank, in partial destinations.
     """
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], holes: bool = False) -> None:
@@ -143,8 +102,22 @@ class BoxShardMap(ShardMap):
         except TypeError as error:
             hint = "pass {rank: [Box(offsets, sizes), ...]}"
             raise PlanError(Problem("invalid-argument", "boxes", found=str(error), hint=hint)) from None
-        self.ranks = tuple(self.boxes)
-        problems = coverage_problems(self.shape, self.boxes)
+        self.ranks, problems, owners = tuple(self.boxes), list[Problem](), dict[Span, list[int]]()
+        for rank, own in self.boxes.items():
+            if rank < 0:
+                problems.append(Problem("invalid-argument", found=f"rank {rank}", hint="ranks are counted from 0"))
+            for box in own:
+                if box.ndim != len(self.shape) or any(map(gt, box.ends, self.shape)):
+                    hint = f"boxes lie inside the global shape {self.shape}"
+                    problems.append(Problem("box-out-of-range", found=f"rank {rank} lists {box!r}", hint=hint))
+                elif box.numel:  # empty ones may lie anywhere; equal ones of several ranks are replicas
+                    ranks = owners.setdefault((box.offsets, box.ends), [])
+                    if rank in ranks:
+                        hint = "list a box once on a rank"
+                        problems.append(Problem("boxes-overlap", found=f"rank {rank} lists {box!r} twice", hint=hint))
+                    ranks.append(rank)
+        spans = [(f"rank {ranks[0]}", span) for span, ranks in owners.items()]
+        problems = problems or tiling_problems(self.shape, spans)
         self.holes = bool(problems) and {problem.code for problem in problems} == {"boxes-incomplete"}
         if problems and not (holes and self.holes):
             raise PlanError(problems)
@@ -221,13 +194,7 @@ class FusedShardMap(BoxShardMap):
     """Boxes joined along a dim into one local tensor for each rank.
 
     This is the layout of fused weights, and of key-value heads with copies on several ranks. Planning works on boxes,
-    as if each were a tensor; `places` maps them to the actual one.
-
-    Args:
-        shape: Shape of the global tensor.
-        boxes: For each rank its boxes, in their order in the local tensor; equal in all dims but ``dim``.
-        dim: Dim of the concatenation.
-        holes: See `BoxShardMap`.
+    as if each were a tensor; `places` maps them to the actual one. Boxes of a rank are equal in all dims but ``dim``.
     """
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], dim: int, holes: bool = False) -> None:

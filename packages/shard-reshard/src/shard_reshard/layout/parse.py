@@ -16,7 +16,6 @@ from shard_reshard.layout.shard_map import MeshShardMap, ShardMap, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
 
     from shard_reshard._shared.sharding_info import ShardingInfo
     from shard_reshard.group import GroupInfo
@@ -37,14 +36,8 @@ _TEXT_HINT = "write for example '8: S(0)', '2x4: S(1), R', 'dp=2, tp=4: tp:S(0)'
 def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: ToGroup | None = None) -> ShardMap:
     """Return the shard map of ``layout`` for a tensor of ``shape``.
 
-    Args:
-        layout: See :data:`LayoutLike`.
-        shape: Global shape; None if the layout itself has one.
-        to_group: Maps a global rank to a rank of the group. Layouts, boxes and texts use ranks of the group;
-            DeviceMeshes and sharding specs use global ranks. None: the group is the default group.
-
-    Raises:
-        PlanError: If it is none of these, does not match the shape, or the shape is missing.
+    ``shape`` is None if the layout itself has one. ``to_group`` maps a global rank to a rank of the group: layouts,
+    boxes and texts use ranks of the group, DeviceMeshes and sharding specs global ones. None: the default group.
     """
     if isinstance(layout, str):  # the first question: of all kinds it comes most often
         return _from_text(layout, sizes_of(shape, "a layout as text"))
@@ -60,18 +53,29 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
                 hint = "give boxes by rank: {rank: Box(offsets, sizes)}, or a list of them"
                 raise PlanError(Problem("invalid-layout", found=f"{own!r} for rank {rank!r}", hint=hint))
         return BoxShardMap(_extent([b for held in boxes.values() for b in held]) if shape is None else shape, boxes)
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(layout, tensors.DTensor):
+        own = layout.device_mesh, layout.placements
+        return _same_shape(resolve_layout(own, layout.shape, to_group), shape)
     meshes = sys.modules.get("torch.distributed.device_mesh")
     pair = isinstance(layout, tuple) and len(layout) == 2
     if pair and meshes is not None and isinstance(layout[0], meshes.DeviceMesh):
         if not isinstance(layout[1], Sequence):
             hint = "give placements as a list, one for each axis: (mesh, [Shard(0)])"
             raise PlanError(Problem("invalid-layout", found=f"(mesh, {layout[1]!r})", hint=hint))
-        return MeshShardMap(_from_mesh(layout[0], layout[1], turn), sizes_of(shape, "a mesh with placements"))
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and isinstance(layout, tensors.DTensor):
-        same = _from_mesh(layout.device_mesh, layout.placements, turn)
-        return _same_shape(MeshShardMap(same, layout.shape), shape)
-    return _from_spec(layout, shape, turn)
+        mesh = mesh_spec(layout[0])  # global ranks, in mesh order
+        mesh = MeshSpec(mesh.axes, [turn(rank) for rank in mesh.ranks])
+        return MeshShardMap(Layout(mesh, tuple(layout[1])), sizes_of(shape, "a mesh with placements"))
+    from shard_spec.specs import EnumerableShardingSpec, as_spec  # needs torch; the command line plans without
+
+    if (spec := as_spec(layout)) is None:  # torch's specs too
+        reason = f"{layout!r} of type {type(layout).__qualname__}"
+        hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank or a text"
+        raise PlanError(Problem("invalid-layout", found=reason, hint=hint))
+    if shape is None and isinstance(spec, EnumerableShardingSpec):
+        shape = _extent([shard.box for shard in spec.shards])
+    shape = sizes_of(shape, f"a {type(spec).__name__}")
+    return BoxShardMap(shape, {turn(rank): held for rank, held in spec.boxes(shape).items()})
 
 
 @lru_cache(maxsize=4096)  # a model has few texts and sizes, and many tensors
@@ -81,8 +85,17 @@ def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
     if (match := _TEXT.fullmatch(text)) is None:
         raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
     spec = MeshSpec.parse(match["mesh"])
+    ranks: list[int] = []
+    for item in match["ranks"].split(",") if match["ranks"] is not None else ():
+        if (span := re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", item)) is None:
+            raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
+        listed = range(int(span[1]), int(span[2] or span[1]) + 1)
+        if len(ranks) + len(listed) > len(spec.ranks):  # before the list grows
+            reason = f"{text!r} lists more ranks than its mesh of {len(spec.ranks)} has"
+            raise PlanError(Problem("invalid-layout", found=reason, hint=_TEXT_HINT))
+        ranks.extend(listed)
     if match["ranks"] is not None:
-        spec = MeshSpec(spec.axes, _listed(match["ranks"], text, len(spec.ranks)))
+        spec = MeshSpec(spec.axes, ranks)
     return MeshShardMap(Layout.parse(match["layout"], spec), shape)
 
 
@@ -113,54 +126,14 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
     return tuple(max(ends) for ends in zip(*(box.ends for box in boxes), strict=True))
 
 
-def _listed(text: str, whole: str, size: int) -> list[int]:
-    ranks: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", item)
-        if match is None:
-            raise PlanError(Problem("invalid-layout", found=repr(whole), hint=_TEXT_HINT))
-        listed = range(int(match[1]), int(match[2] or match[1]) + 1)
-        if len(ranks) + len(listed) > size:  # before the list grows
-            reason = f"{whole!r} lists more ranks than its mesh of {size} has"
-            raise PlanError(Problem("invalid-layout", found=reason, hint=_TEXT_HINT))
-        ranks.extend(listed)
-    return ranks
-
-
-def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:
-    spec = mesh_spec(mesh)  # global ranks, in mesh order
-    return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
-
-
 def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
-    """Return the value of a mesh, in global ranks.
-
-    Raises:
-        PlanError: ``mesh-mismatch`` if an axis and its process group have different orders.
-    """
+    """Return the value of a mesh, in global ranks. An axis in another order than its process group is refused."""
     from shard_reshard._shared.consensus import mesh_order_problems
     from shard_reshard._torch_compat import real_tensors
 
     with real_tensors():  # the ranks of a mesh are a real tensor, even under fake tensors
         raise_problems(mesh_order_problems(mesh))
         return MeshSpec.from_device_mesh(mesh)
-
-
-def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> ShardMap:
-    from shard_spec.specs import EnumerableShardingSpec, as_spec
-
-    spec = as_spec(layout)  # torch's specs too
-    if spec is None:
-        reason = f"{layout!r} of type {type(layout).__qualname__}"
-        hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank or a text"
-        raise PlanError(Problem("invalid-layout", found=reason, hint=hint))
-    if shape is None and isinstance(spec, EnumerableShardingSpec):
-        shape = _extent([shard.box for shard in spec.shards])
-    shape = sizes_of(shape, f"a {type(spec).__name__}")
-    boxes: dict[int, tuple[Box, ...]] = {}
-    for rank, held in spec.boxes(shape).items():
-        boxes[turn(rank)] = held
-    return BoxShardMap(shape, boxes)
 
 
 def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:

@@ -75,11 +75,7 @@ new_tuple = tuple.__new__
 
 
 def sizes_of(shape: Any, layout: str = "") -> Index:
-    """Return a global shape as integers; ``layout`` names a layout that lacks it.
-
-    Raises:
-        PlanError: ``invalid-argument`` for anything else; ``missing-argument`` for None.
-    """
+    """Return a global shape as integers, or refuse it; ``layout`` names a layout that lacks it."""
     if shape is None and layout:
         found = f"{layout} has no tensor size"
         raise PlanError(Problem("missing-argument", "shape", found=found, hint="pass shape=, the global shape"))
@@ -274,7 +270,15 @@ class MeshShardMap(ShardMap):
     def cross(self, start: Index, stop: Index) -> Iterator[Cell]:
         if any(map(ge, start, stop)):
             return
-        choices = [_meeting(*table, low, high) for table, low, high in zip(self._tables, start, stop, strict=True)]
+        choices: list[list[Segment]] = []  # for each dim the segments that meet the box, cut to it
+        for (segments, begins, ends), low, high in zip(self._tables, start, stop, strict=True):
+            met = segments[bisect_right(ends, low) : bisect_left(begins, high)]
+            if met and met[0][0] < low:
+                begin, end, local, flat = met[0]
+                met[0] = low, end, local + low - begin, flat
+            if met and met[-1][1] > high:
+                met[-1] = met[-1][0], high, *met[-1][2:]
+            choices.append(met)
         cut = [dim for dim, segments in enumerate(choices) if len(segments) != 1]
         if len(cut) > 1 or not choices:
             for combo in product(*choices):
@@ -344,15 +348,3 @@ class MeshShardMap(ShardMap):
 
 
 Segment = tuple[int, int, int, int]  # start, stop, local start, shift in the list of ranks
-
-
-def _meeting(segments: list[Segment], starts: list[int], stops: list[int], low: int, high: int) -> list[Segment]:
-    """Return the segments that meet a range, cut to it."""
-    met = segments[bisect_right(stops, low) : bisect_left(starts, high)]
-    if met and met[0][0] < low:
-        start, stop, local, flat = met[0]
-        met[0] = (low, stop, local + low - start, flat)
-    if met and met[-1][1] > high:
-        start, _, local, flat = met[-1]
-        met[-1] = (start, high, local, flat)
-    return met

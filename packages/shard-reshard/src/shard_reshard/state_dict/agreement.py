@@ -64,38 +64,34 @@ def collect_metadata(
     known_outs: dict[str, TensorMeta] = {}
     alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object, pickled once
     others = {name: value for name, value in outs.items() if isinstance(value, torch.Tensor)}
-    for table, given_tensors in ((sources, state_dict), (known_outs, others)):
-        for name, value in given_tensors.items():
-            given_layout = (src_layouts.get(name), shapes.get(name)) if table is sources else (None, None)
+    for table, tensors_here in ((sources, state_dict), (known_outs, others)):
+        for name, value in tensors_here.items():
+            wanted, shape = (src_layouts.get(name), shapes.get(name)) if table is sources else (None, None)
             try:
-                metadata = tensor_metadata(name, value, *given_layout, members)
-                table[name] = metadata._replace(layout=alike.setdefault(metadata.layout, metadata.layout))
+                if not isinstance(value, torch.Tensor):
+                    reason = f"a {type(value).__qualname__}"
+                    raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
+                if value.is_nested or value.layout is not torch.strided:
+                    reason = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
+                    hint = "only dense tensors can be moved"
+                    raise PlanError(Problem("unsupported-tensor", name, found=reason, hint=hint))
+                if wanted is None:  # declared by the tensor, or plain: None for a full tensor
+                    layout = own_layout(name, value, members.to_group)
+                    full = tuple(value.shape) if layout is None else layout.shape
+                    if shape is not None and tuple(shape) != full:
+                        reason = f"shapes={tuple(shape)}, the tensor is of {full}"
+                        hint = "say how it is sharded in src_layouts"
+                        raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
+                else:
+                    layout = resolve_layout(wanted, shape, members.to_group)
+                    full = layout.shape
+                    raise_problems(layout_mismatches(name, value, layout, members))
+                layout = alike.setdefault(layout, layout)
+                table[name] = TensorMeta(full, dtype_name(value.dtype), layout, name, value.is_meta)
             except Exception as error:
-                listed = problems_of(error)
-                problems += [p.named(name) for p in listed]
+                problems += [p.named(name) for p in problems_of(error)]
     elsewhere = tuple(name for name in src_layouts if name not in state_dict)
     return RankMeta(_tied(sources, state_dict), _tied(known_outs, outs), tuple(problems), elsewhere)
-
-
-def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: GroupInfo) -> TensorMeta:
-    if not isinstance(value, torch.Tensor):
-        reason = f"a {type(value).__qualname__}"
-        raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
-    if value.is_nested or value.layout is not torch.strided:
-        reason = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
-        raise PlanError(Problem("unsupported-tensor", name, found=reason, hint="only dense tensors can be moved"))
-    if layout is None:  # declared by the tensor, or plain
-        own = own_layout(name, value, members.to_group)  # None: a full tensor
-        full = tuple(value.shape) if own is None else own.shape
-        if shape is not None and tuple(shape) != full:
-            reason, hint = f"shapes={tuple(shape)}, the tensor is of {full}", "say how it is sharded in src_layouts"
-            raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
-        return TensorMeta(full, dtype_name(value.dtype), own, name, value.is_meta)
-    bound = resolve_layout(layout, shape, members.to_group)
-    differs = layout_mismatches(name, value, bound, members)
-    if differs:
-        raise PlanError(differs)
-    return TensorMeta(bound.shape, dtype_name(value.dtype), bound, name, value.is_meta)
 
 
 def _tied(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
@@ -172,15 +168,22 @@ class Question(NamedTuple):
     changed_only: bool = False
     serial: int = 0  # of a question that is not to equal another one, though its text does
 
-    def text(self) -> str:
-        """Return it as text. The serial number stands for layouts that are a function."""
+    def digest(self, facts: RankMeta) -> bytes:
+        """Return a digest of it and a rank's metadata. The serial number stands for layouts that are a function."""
+        texts, layouts = [], self.dst_layouts
+        if not isinstance(layouts, Mapping):
+            layouts = {"": "a function" if callable(layouts) else layouts}
+        for name, layout in layouts.items():
+            if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
+                layout = layout.device_mesh, tuple(layout.placements)
+            text = repr(layout)
+            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh"):
+                with real_tensors():  # ranks and groups, which the repr of a mesh lacks
+                    text += f" of ranks {layout[0].mesh.tolist()} in {mesh_groups(layout[0])}"
+            texts.append((name, text))
         options = (self.bucket_bytes, self.strict, self.check, self.changed_only, self.serial)
-        layouts = self.dst_layouts
-        if isinstance(layouts, Mapping):
-            text = repr(sorted((name, _layout_text(layout)) for name, layout in layouts.items()))
-        else:
-            text = "a function" if callable(layouts) else _layout_text(layouts)
-        return repr(sorted((self.key_map or {}).items())) + repr(options) + text
+        content = facts, sorted((self.key_map or {}).items()), options, sorted(texts)
+        return hashlib.sha256(repr(content).encode()).digest()[:24]
 
 
 class Agreed(NamedTuple):
@@ -190,11 +193,6 @@ class Agreed(NamedTuple):
     key: tuple[bytes, ...]  # digests of all ranks, for which the plan was made
     prepared: bool  # every rank has prepared this plan, and found no problem
     tokens: tuple[bytes, ...]  # of all ranks
-
-
-def metadata_digest(facts: RankMeta, question: Question) -> bytes:
-    """Return a digest of this rank's metadata and arguments."""
-    return hashlib.sha256(repr((facts, question.text())).encode()).digest()[:24]
 
 
 def agreed_plan(
@@ -211,18 +209,8 @@ def agreed_plan(
 ) -> Agreed:
     """Return the plan for all ranks' metadata, or raise all problems on all; a collective.
 
-    Metadata travels only when a rank's changed: else 64 bytes of each rank do.
-
-    Args:
-        members: The group; every member calls.
-        question: What is asked.
-        facts: What this rank has.
-        digest: `metadata_digest` of both.
-        tensors: Source tensors, of which plain ones have to be equal on all ranks that have them.
-        call: One of the numbers above.
-        problems: What keeps this rank from going on.
-        prepared: The agreement that this rank has prepared its tensors for.
-        token: What ranks exchange beside it.
+    Metadata travels only when a rank's changed: else 64 bytes of each rank do, with ``token`` among them. Plain
+    ``tensors`` have to be equal on all ranks that have them; ``prepared`` is what this rank has prepared its own for.
     """
     problems, sums = list(problems), dict[str, bytes]()
     try:
@@ -231,7 +219,7 @@ def agreed_plan(
         problems += problems_of(error)
     if problems:  # as facts that no other call has: all ranks see them
         facts, prepared = replace(facts, problems=(*facts.problems, *problems)), None
-        digest = metadata_digest(facts, question)
+        digest = question.digest(facts)
     values = hashlib.sha256(repr(list(sums.items())).encode()).digest()[:8] if sums else bytes(8)
     row = digest + values + (bytes(8) if prepared is None else bytes.fromhex(prepared.plan.digest[:16])) + token
     rows = [row] * members.size  # fake tensors have no other ranks
@@ -269,13 +257,9 @@ def agreed_plan(
 def plan_of_all(
     members: GroupInfo, subject: str, mine: Any, make: Callable[[list[Any], list[Problem]], tuple[P, list[str]]]
 ) -> P:
-    """Gather what every rank has, plan on each rank, and compare the plans; a collective.
+    """Gather what every rank has (``mine``), plan on each rank, and compare the plans; a collective.
 
-    Args:
-        members: The group; every member calls.
-        subject: The call, for messages.
-        mine: What this rank has.
-        make: Returns the plan for what all ranks have, with its text; adds to the problems, or raises more.
+    ``make`` returns the plan for what all ranks have, with its text; it adds to the problems, or raises more.
     """
     everyone: list[Any] = [None] * members.size
     dist.all_gather_object(everyone, mine, group=members.group)
@@ -334,13 +318,3 @@ def checksum(tensor: torch.Tensor) -> bytes:
         sums += [mixed.sum(), mixed.mul_(keys[: values.numel()]).sum()]
     # One transfer from the device, at the end.
     return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).digest()[:16]
-
-
-def _layout_text(layout: Any) -> str:
-    """Return the text of a layout. For a DeviceMesh with ranks and groups, which its repr lacks."""
-    if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
-        layout = layout.device_mesh, tuple(layout.placements)
-    if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh"):
-        with real_tensors():
-            return f"{layout[0]!r} of ranks {layout[0].mesh.tolist()} in {mesh_groups(layout[0])} {layout[1]!r}"
-    return repr(layout)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import as_dtensor, dtensor_maker
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import address, destination_problems, freed_problems, local_problems, memory_of
+from shard_reshard.execution.checks import FREED, address, destination_problems, has_memory, local_problems, memory_of
 from shard_reshard.execution.mover import Mover, shared_mover
-from shard_reshard.group import GroupInfo
+from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.shard_map import ShardMap, torch_dtype
+from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.state_dict.agreement import declared_mismatches
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove, given_layout
 
@@ -43,15 +44,8 @@ class MovedStateDict(dict[str, Any]):
 class LocalTargets:
     """Destinations, buckets and movers of one rank in a planned state dict, for all calls.
 
-    Args:
-        members: The group.
-        plan: The plan.
-        dst_layouts: Destinations as the caller gave them: DTensors come out for layouts of a DeviceMesh.
-        check: See `reshard`.
-        keep: Buffers and views are kept between calls.
-        changed_only: Only changes are sent.
-        known: Metadata of this rank's sources; those of a call are compared with it.
-        dropped: Sources that are not moved.
+    With ``keep`` buffers and views are kept between calls. Sources of a call are compared with ``known`` metadata;
+    ``dropped`` ones are not moved.
 
     Attributes:
         shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
@@ -71,7 +65,7 @@ class LocalTargets:
         known: Mapping[str, TensorMeta] | None = None,
         dropped: Collection[str] = (),
     ) -> None:
-        self.plan, self.rank, self.members, self._dst_layouts = plan, members.rank, members, dst_layouts
+        self.plan, self.rank, self.members, self.dst_layouts = plan, members.rank, members, dst_layouts
         self._known, moved = known or {}, {move.source for move in plan.moves}
         self._tied = [
             (name, entry.tied_to)
@@ -93,20 +87,7 @@ class LocalTargets:
             if changed_only:
                 mover.changes = ChangeExchange(min(plan.itemsize for plan in plans))
             self.movers.append(mover)
-        self._wraps: dict[str, Callable[[torch.Tensor], Any] | None] = {}
-
-    def result(self, name: str, tensors: list[torch.Tensor]) -> Any:
-        """Return the tensors of a destination as its caller gets them."""
-        if name not in self._wraps:
-            shape = self.plan.targets[name][0].shape
-            layout = given_layout(name, shape, self._dst_layouts)
-            self._wraps[name] = None
-            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
-                self._wraps[name] = dtensor_maker(as_dtensor(tensors[0], layout[0], tuple(layout[1]), shape))
-        wrap = self._wraps[name]
-        if wrap is not None:
-            return wrap(tensors[0])
-        return tensors[0] if len(tensors) == 1 else tensors
+        self.wraps: dict[str, Callable[[torch.Tensor], Any] | None] = {}  # constructors of DTensors, by name
 
     def source_problems(
         self,
@@ -115,13 +96,9 @@ class LocalTargets:
         written: Iterable[torch.Tensor] = (),
         unchanged: bool = False,
     ) -> list[Problem]:
-        """Return the problems of this rank's sources.
+        """Return the problems of this rank's sources, which are on the device of what is ``written``.
 
-        Args:
-            sources: Local tensors.
-            given: The same as the caller gave them.
-            written: Destinations, to be on the device of the sources.
-            unchanged: The metadata is that of an earlier call without problems.
+        ``given`` are the same as the caller has them. ``unchanged``: with the metadata of a call without problems.
         """
         where = f"rank {self.rank}"
         hint = "make another resharder: this one moves them as one tensor"
@@ -132,19 +109,17 @@ class LocalTargets:
             if name in sources and first in sources and sources[name].numel()
             if memory_of(sources[name]) != memory_of(sources[first])
         ]
-        if unchanged:
-            return problems + [
-                p for n, tensor in sources.items() for p in freed_problems(f"{n}: {where}, source", tensor)
-            ]
+        if unchanged:  # guards on metadata do not see storage that was freed
+            freed = [f"{name}: {where}, source" for name, tensor in sources.items() if not has_memory(tensor)]
+            return problems + [Problem("no-data", name, None, None, *FREED) for name in freed]
         if strange := sorted(given.keys() - self._known.keys()) if given is not None else []:
             hint = "leave them out, or make a resharder for a state dict that has them"
             problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
 
-        def planned(name: str) -> ShardMap | None:
-            entry = self._known.get(name)
-            return entry and (entry.layout or BoxShardMap.whole(entry.shape, self.rank))
-
-        problems += declared_mismatches(given or {}, planned, self.members)
+        metadata, full = self._known, BoxShardMap.whole
+        problems += declared_mismatches(
+            given or {}, lambda name: (m := metadata.get(name)) and (m.layout or full(m.shape, self.rank)), self.members
+        )
         for move in self.plan.moves:
             held = move.source in sources and move.plan.src.local_shapes(self.rank)
             for problem in local_problems(move.plan, self.rank, [move.view(sources[move.source])] if held else []):
@@ -214,10 +189,7 @@ class ReceiveBuffers:
                 self.tensors[name] = [outs[name]]
                 self.in_place.add(name)
                 continue
-            dtype, buffers = here.dtypes[name], []
-            for shape in shapes:
-                buffers.append(torch.empty(shape, dtype=dtype, device=device))
-            self.tensors[name] = buffers
+            self.tensors[name] = [torch.empty(shape, dtype=here.dtypes[name], device=device) for shape in shapes]
         self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
 
     def fill(self, fills: Mapping[str, float | None], outs: Mapping[str, torch.Tensor]) -> None:
@@ -231,6 +203,44 @@ class ReceiveBuffers:
 
 
 Bucket = tuple[list[torch.Tensor], list[torch.Tensor]]  # sources and destinations
+Held = dict[str, list[torch.Tensor]]
+
+
+def staged(
+    here: LocalTargets,
+    subject: str,
+    digest: str,
+    name_of: Callable[[TensorMove], str],
+    make: Callable[[str], list[torch.Tensor]],
+    states: tuple[str, str],
+    finish: Callable[[str, list[torch.Tensor]], None] | None = None,
+) -> Iterator[tuple[list[TensorMove], Held]]:
+    """Yield each bucket's moves, and by name what they need on this rank, once every rank has it; a collective.
+
+    ``make`` is called before the first bucket that needs a name, ``finish`` after the last one; errors of both are
+    raised on all ranks. ``states`` says what they leave of the caller's tensors, before the first bucket and later.
+    """
+    problems, held, buckets = list[Problem](), Held(), here.plan.buckets
+    last = {name_of(here.plan.moves[at]): number for number, bucket in enumerate(buckets) for at in bucket}
+    for number, bucket in enumerate(buckets):
+        moves = [here.plan.moves[at] for at in bucket]
+        for name in dict.fromkeys(map(name_of, moves)):
+            try:
+                if name not in held:
+                    held[name] = make(name)
+            except Exception as error:  # a file that was changed, memory that is short on one rank
+                problems += problems_of(error)
+        assert_consistent(here.members, subject, [f"bucket {number} of {digest}"], problems, states[number > 0])
+        yield moves, held
+        for name in [name for name in held if last[name] == number]:
+            tensors = held.pop(name)
+            try:
+                if finish is not None:
+                    finish(name, tensors)
+            except Exception as error:  # a full disk: raised in the next comparison
+                problems += problems_of(error)
+    if finish is not None:
+        assert_consistent(here.members, subject, [f"all of {digest}"], problems, states[1])
 
 
 def move_buckets(
@@ -257,10 +267,7 @@ def move_buckets(
 
 
 def write_outputs(
-    here: LocalTargets,
-    arriving: ReceiveBuffers,
-    outs: Mapping[str, Any],
-    locals_: Mapping[str, torch.Tensor],
+    here: LocalTargets, arriving: ReceiveBuffers, outs: Mapping[str, Any], locals_: Mapping[str, torch.Tensor]
 ) -> MovedStateDict:
     """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``)."""
     plan, result = here.plan, MovedStateDict()
@@ -276,6 +283,13 @@ def write_outputs(
             if address(target) != address(tensors[0]) or target.shape != tensors[0].shape:
                 target.copy_(tensors[0])
             result[name] = outs[name]
-        else:
-            result[name] = here.result(name, tensors)
+            continue
+        if name not in here.wraps:  # a DTensor for a layout of a DeviceMesh
+            shape = plan.targets[name][0].shape
+            layout = given_layout(name, shape, here.dst_layouts)
+            here.wraps[name] = None
+            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
+                here.wraps[name] = dtensor_maker(as_dtensor(tensors[0], layout[0], tuple(layout[1]), shape))
+        wrap = here.wraps[name]
+        result[name] = wrap(tensors[0]) if wrap else tensors[0] if len(tensors) == 1 else tensors
     return result

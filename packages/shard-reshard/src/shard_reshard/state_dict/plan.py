@@ -195,10 +195,9 @@ def plan_state_dict(
     to_group: ToGroup | None = None,
     strict: bool = True,
 ) -> StateDictPlan:
-    """Plan the moves of all tensors from all ranks' metadata, in rank order. Pure and equal on every rank.
+    """Plan the moves of all tensors from all ranks' metadata, in rank order, or raise the problems of all.
 
-    Raises:
-        PlanError: With the problems of all tensors.
+    Pure and equal on every rank.
     """
     problems: list[Problem] = [p for facts in everyone for p in facts.problems]
     key_map = key_map or {}
@@ -361,11 +360,7 @@ class Route(NamedTuple):
     shape: Index
     dims: Dims | None  # the source's dims in the destination's order; None: the same
     fill: float | None
-
-    @property
-    def stop(self) -> Index:
-        """One past the last index in the destination."""
-        return tuple(map(add, self.start, self.shape))
+    stop: Index  # one past the last index in the destination
 
 
 def _route(name: str, shape: Index, part: Part) -> Route:
@@ -385,15 +380,11 @@ def _route(name: str, shape: Index, part: Part) -> Route:
     dims: Dims = order if part.stack is None else (None, *order)
     if part.stack is not None and part.stack < 0:
         raise PlanError(Problem("box-out-of-range", name, found=reason, hint="stack is counted from 0"))
-    return Route(
-        name,
-        part.name,
-        tuple(source_start),
-        tuple(part.stack or 0 if dim is None else start[dim] for dim in dims),
-        tuple(1 if dim is None else sizes[dim] for dim in dims),
-        None if dims == tuple(range(len(shape))) else dims,
-        part.fill,
-    )
+    begin = tuple(part.stack or 0 if dim is None else start[dim] for dim in dims)
+    extent = tuple(1 if dim is None else sizes[dim] for dim in dims)
+    turned = None if dims == tuple(range(len(shape))) else dims
+    stop = tuple(map(add, begin, extent))
+    return Route(name, part.name, tuple(source_start), begin, extent, turned, part.fill, stop)
 
 
 def _least_shape(
@@ -420,11 +411,7 @@ def _fill(
     strict: bool,
     fills: dict[str, float | None],
 ) -> None:
-    """Compare a destination with its arrivals. Each element has one source, a value of ``fill``, or stays.
-
-    Raises:
-        PlanError: With every element without a source, or with several.
-    """
+    """Compare a destination with its arrivals. Each element has one source, a value of ``fill``, or stays."""
     for route in routes:
         if len(route.shape) != len(layout.shape) or any(a > b for a, b in zip(route.stop, layout.shape, strict=True)):
             reason = f"{route.source} arrives as {route.shape} at {route.start}, the destination is of {layout.shape}"
@@ -497,17 +484,28 @@ def _aliases(
     return aliases
 
 
+_FEW_RANKS = 32  # a larger layout counts on all ranks
+
+
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Group moves into collectives, in their order, by the fullest rank's bytes."""
     buckets: list[list[int]] = []
-    room = -1  # of the open bucket
+    everywhere, on_rank = bucket_bytes + 1, Counter[int]()  # no bucket is open
     for at, move in enumerate(moves):
-        plan = move.plan
+        plan, shared, sizes = move.plan, 0, Counter[int]()
         apart = plan.src.rank_set.isdisjoint(plan.dst.rank_set)  # no rank sends and receives
-        size = (max if apart else add)(plan.src.largest, plan.dst.largest) * plan.itemsize
-        if plan.max_workspace_bytes is not None or size > room:
+        for side in (plan.src, plan.dst):
+            size = side.largest * plan.itemsize
+            if len(side.ranks) > _FEW_RANKS:
+                shared = max(shared, size) if apart else shared + size
+            else:
+                sizes.update(dict.fromkeys(side.ranks, size))
+        everywhere += shared
+        on_rank.update(sizes)
+        alone = plan.max_workspace_bytes is not None
+        if alone or everywhere + max(on_rank.values(), default=0) > bucket_bytes:
             buckets.append([])
-            room = bucket_bytes
+            everywhere, on_rank = shared, sizes
         buckets[-1].append(at)
-        room = -1 if plan.max_workspace_bytes is not None else room - size
+        everywhere += bucket_bytes + 1 if alone else 0
     return tuple(map(tuple, buckets))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,10 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
-from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs
-from shard_reshard.execution.checks import Match, TensorGuards, not_transformed, pointers, record_guards
+from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs, unregister_group
+from shard_reshard.execution.checks import Match, TensorGuards, not_transformed, record_guards
 from shard_reshard.execution.mover import NotPicklable, memo, remember
-from shard_reshard.group import GroupInfo, assert_consistent, check_mode, group_info, raise_on_all_ranks
+from shard_reshard.group import assert_consistent, check_mode, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_value
 from shard_reshard.state_dict.agreement import (
     KEPT_CALL,
@@ -28,7 +29,6 @@ from shard_reshard.state_dict.agreement import (
     collect_metadata,
     device_of,
     local_tensors,
-    metadata_digest,
     tensors_of,
 )
 from shard_reshard.state_dict.outputs import (
@@ -88,22 +88,29 @@ def reshard_state_dict(
         RuntimeError: If an exchange fails because a rank died.
     """
     not_transformed("reshard_state_dict")
-    members, recent = group_info(group), None
+    members = group_info(group)
     try:
         shapes, key_map = _snapshot(shapes), _snapshot(key_map)
         asked = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, bucket_bytes, strict, check
         tensors, targets = tensors_of(state_dict), tensors_of(out)
-        recent = None if None in asked[:2] else _recent_resharder(members, asked, tensors, targets)
+        # What an earlier call with the same arguments, metadata and ties has found out.
+        recent: tuple[StateDictResharder, PreparedState] | None = None
+        earlier = memo.get(members.group, {}).get("state dict", {}).values()
+        for resharder in [] if None in asked[:2] else reversed(list(earlier)):
+            if recent is None and resharder._asked == asked and resharder._guards is not None:
+                with torch.no_grad():  # as when the guards were recorded
+                    compared = resharder._matched(tensors, targets)
+                if compared[2] is not Match.NONE:
+                    recent = resharder, resharder._prepare(tensors, targets, atomic, compared)
     except Exception as error:
         raise_on_all_ranks(members, error)
     if recent is not None:
-        resharder, compared = recent
-        call, _ = resharder._agree(resharder._prepare(tensors, targets, atomic, compared), ONE_SHOT)
-        return resharder._move(call)
+        resharder, call = recent
+        return resharder._move(resharder._agree(call, ONE_SHOT)[0])
     options: Any = {"src_layouts": src_layouts, "shapes": shapes, "out": out, "key_map": key_map, "strict": strict}
     resharder = _OneShot(state_dict, dst_layouts, bucket_bytes=bucket_bytes, group=group, check=check, **options)
     call = resharder._prepare(tensors, targets, atomic)
-    resharder._compare(call)
+    assert_consistent(members, "a state dict", [f"tensors of plan {resharder.plan.digest}"], call.problems)
     result = resharder._move(call)
     if None not in asked[:2] and resharder._guards is not None:
         resharder._asked = asked
@@ -155,7 +162,7 @@ class StateDictResharder(NotPicklable):
             layouts = kept_layouts(dst_layouts)
             serial = next(_SERIALS) if self._keeps or callable(layouts) else 0
             self._question = Question(layouts, _snapshot(key_map), bucket_bytes, strict, check, changed_only, serial)
-            self._digest = metadata_digest(facts, self._question)
+            self._digest = self._question.digest(facts)
         except Exception as error:
             raise_on_all_ranks(self._members, error)
         self._facts = facts
@@ -170,7 +177,8 @@ class StateDictResharder(NotPicklable):
         options |= {"known": self._facts.sources, "dropped": dropped}
         self._here = LocalTargets(self._members, self.plan, self._question.dst_layouts, **options)
         self._compared = False  # all ranks have compared their tensors with the plan
-        self._guards: StateGuards | None = None  # on the tensors of the last call
+        self._guards: TensorGuards | None = None  # on the local tensors of the last call
+        self._seen: tuple[Any, ...] = ()  # its names, declared layouts and ``atomic``
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
 
     @outside_of_graphs
@@ -192,7 +200,11 @@ class StateDictResharder(NotPicklable):
             problems = problems_of(error)
         call = self._prepare(tensors, targets, atomic, problems=problems)
         if is_fake(()) or (not self._changed_only and self._check == "first"):
-            self._compare(call)
+            if self._compared:  # after a checked first call the problems of this rank alone
+                raise_problems(call.problems)
+            else:
+                assert_consistent(self._members, "a state dict", [f"tensors of plan {self.plan.digest}"], call.problems)
+                self._compared = self._check == "first" and not is_fake(())
             return self._move(call)
         if not self._changed_only:
             return self._move(self._agree(call, KEPT_CALL)[0])
@@ -227,10 +239,10 @@ class StateDictResharder(NotPicklable):
         for name in tensors.keys() - sources.keys():
             reason = f"a {type(tensors[name]).__qualname__}"
             raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
-        guards, match = self._guards, Match.NONE
-        same_names = guards is not None and (list(tensors), list(targets)) == guards.names
-        if guards and same_names and declared_layouts([*tensors.values(), *targets.values()]) == guards.layouts:
-            match = guards.tensors.match([*sources.values(), *outs.values()])
+        match, names = Match.NONE, (list(tensors), list(targets))
+        layouts = declared_layouts([*tensors.values(), *targets.values()])
+        if self._guards is not None and self._seen[:2] == (names, layouts):
+            match = self._guards.match([*sources.values(), *outs.values()])
         return sources, outs, match
 
     def _prepare(
@@ -250,7 +262,7 @@ class StateDictResharder(NotPicklable):
         with torch.no_grad():
             try:
                 sources, outs, match = compared or self._matched(tensors, targets)
-                if self._guards is None or self._guards.atomic is not atomic:
+                if self._guards is None or self._seen[-1] is not atomic:
                     match = Match.NONE
                 again = self._again if match is Match.MEMORY and not atomic else None
                 if again:
@@ -274,14 +286,6 @@ class StateDictResharder(NotPicklable):
                 all_problems += problems_of(error)
         return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems)
 
-    def _compare(self, call: PreparedState) -> None:
-        """Raise the problems of all ranks on all of them. After a checked first call, of this rank alone."""
-        if self._compared:
-            raise_problems(call.problems)
-            return
-        assert_consistent(self._members, "a state dict", [f"tensors of plan {self.plan.digest}"], call.problems)
-        self._compared = self._check == "first" and not is_fake(())
-
     def _move(self, call: PreparedState) -> MovedStateDict:
         """Move the tensors of a call without problems."""
         here, arriving = self._here, call.arriving
@@ -289,12 +293,9 @@ class StateDictResharder(NotPicklable):
         with torch.no_grad():
             if call.match is not Match.MEMORY:
                 guards = record_guards([*call.sources.values(), *call.outs.values()])
-                comparable = guards is not None and len(call.outs) == len(call.targets)
-                self._guards = None
-                if guards is not None and comparable:
-                    names, ties = (list(call.tensors), list(call.targets)), _ties(call.sources, call.outs)
-                    layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
-                    self._guards = StateGuards(names, layouts, guards, ties, call.atomic)
+                self._guards = guards if len(call.outs) == len(call.targets) else None
+                layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
+                self._seen = (list(call.tensors), list(call.targets)), layouts, call.atomic
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             arriving.fill(self.plan.fills, call.outs)
@@ -303,6 +304,32 @@ class StateDictResharder(NotPicklable):
             result = write_outputs(here, arriving, call.targets, call.outs)
         result.plan = self.plan
         return result
+
+
+class SyncEnd:
+    """An end of a sync between jobs: it drops its resharder, and leaves the group, after a failed exchange."""
+
+    resharder: StateDictResharder | None = None
+
+    def exchange(self, *given: Any, **options: Any) -> None:
+        """Call the resharder.
+
+        Raises:
+            RuntimeError: A peer died. gloo tells the neighbours of a dead rank alone; the others would wait for these
+                until the timeout, but fail once the last reference to the group is gone, and its connections with it.
+        """
+        assert self.resharder is not None
+        failure = ""  # the text alone: an error's traceback holds the group
+        try:
+            self.resharder(*given, **options)
+        except RuntimeError as error:
+            failure = str(error)
+        if failure:
+            memo.pop(self.resharder._members.group, None)
+            unregister_group(self.resharder._members.group)
+            self.resharder = None
+            gc.collect()  # movers and their transposed ones hold each other, and the group
+            raise RuntimeError(f"{failure}; this end has left the group, initialize it again")
 
 
 class _OneShot(StateDictResharder):
@@ -329,40 +356,7 @@ class PreparedState(NamedTuple):
     problems: list[Problem]
 
 
-class StateGuards(NamedTuple):
-    """Guards on the tensors of both sides of a call."""
-
-    names: tuple[list[str], list[str]]
-    layouts: list[object]  # declared ones
-    tensors: TensorGuards  # on local tensors
-    ties: list[int]
-    atomic: bool
-
-
-def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
-    """Return the first tensor in the same memory, for each tensor of either side."""
-    first_places: list[int] = []
-    for side in (sources, outs):
-        first: dict[int, int] = {}
-        first_places += [first.setdefault(pointer, at) for at, pointer in enumerate(pointers(list(side.values())))]
-    return first_places
-
-
 # ---- one-shot calls -------------------------------------------------------------------------------------------
-
-
-def _recent_resharder(
-    members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
-) -> tuple[StateDictResharder, Compared] | None:
-    """Return the resharder of an earlier one-shot call of the same arguments, metadata and ties."""
-    for resharder in reversed(list(memo.get(members.group, {}).get("state dict", {}).values())):
-        guards = resharder._guards
-        if resharder._asked == asked and guards is not None:
-            with torch.no_grad():  # as when they were recorded
-                sources, outs, match = compared = resharder._matched(tensors, targets)
-            if match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties):
-                return resharder, compared
-    return None
 
 
 _SERIALS = count(1)

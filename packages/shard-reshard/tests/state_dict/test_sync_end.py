@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from shard_reshard import StateDictResharder
 from shard_reshard._torch_compat import register_group
-from shard_reshard.engines.leave import SyncEnd
+from shard_reshard.state_dict.resharder import SyncEnd
 
 RANKS, TIMEOUT = 4, 40
 
