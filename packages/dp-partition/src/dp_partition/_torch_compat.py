@@ -276,8 +276,21 @@ def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:
 def reset_fsdp(units: Iterable[Any]) -> None:
     """Make FSDP2's modules ready for the next forward, after an error in a step."""
     for unit in units:
-        with contextlib.suppress(RuntimeError):  # only a root accepts it, for all modules below
-            getattr(unit, "reset_iter_state", unit.reshard)()  # torch 2.11 has none
+        state = unit._get_fsdp_state()
+        if hasattr(unit, "reset_iter_state"):
+            with contextlib.suppress(RuntimeError):  # only a root accepts it, for all modules below
+                unit.reset_iter_state()
+        elif state._is_root is not None:  # torch 2.11, which has no method for it: a module that has run
+            group, idle = state._fsdp_param_group, type(state._training_state).IDLE
+            state._modules_to_run_forward.clear()
+            state._comm_ctx.post_forward_order.clear()
+            state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+            state._training_state = idle
+            if group is not None:
+                group.finalize_backward()  # waits for what is on its way
+                group._partial_reduce_output, group._training_state = None, idle
+            unit.reshard()
+            state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
 
 
 def is_backward_unfinished(units: Iterable[Any]) -> bool:
