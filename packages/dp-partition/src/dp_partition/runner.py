@@ -28,12 +28,18 @@ from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule
 from dp_partition.eager.step import EagerStep
 from dp_partition.mesh import num_replicas, shard_world
-from dp_partition.ops import is_collective
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import DataParallelStyle
 from dp_partition.plan.plan import ParamPlan, PartitionPlan, TensorInfo, check_plan, plan_placements
 from dp_partition.plan.settings import Settings
-from dp_partition.runtime.consensus import agree_on, announce, are_all_announced, batch_text, collectives_digest
+from dp_partition.runtime.consensus import (
+    agree_on,
+    announce,
+    are_all_announced,
+    batch_text,
+    collectives_digest,
+    largest_of,
+)
 from dp_partition.runtime.io import bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.rollback import guarded
@@ -202,14 +208,20 @@ class Runner:
         if binding is None:
             call = read_arguments(self.name, args, kwargs)
             call.marked = self.marked
-            binding, program, optimizers = self.first_call(call)
+            binding, program, facts = agree_on(self.mesh, self.name, lambda: self.prepare(call))
+            if self.share is None:  # only after success on every rank
+                binding.place()
+            else:
+                binding.hold_storages()
+            self.binding = binding
+            self.agreed.append(facts)  # later traces of one rank alone must equal it
+            optimizers = reconcile(binding)
+            self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
+            self.latest = program
         else:
-            call, program, optimizers = self.later_call(binding, args, kwargs)
-            if program.is_new:
-                program.is_new = False
-                alone = not any(map(is_collective, program.module.graph.nodes))  # its check does not communicate
-                is_checked = is_checked or (self.settings.check != "never" and (self.has_agreed or alone))
-            self.has_agreed = False  # errors of its run may be this rank's alone
+            call, program, optimizers, is_new = self.later_call(binding, args, kwargs)
+            is_checked = is_checked or (is_new and self.settings.check != "never")
+            self.has_agreed = program.is_new = False  # errors of its run may be this rank's alone
         if is_checked:
             return CheckedCall(self, binding, program, call).run()
         return self.run(binding, program, call, optimizers)
@@ -291,20 +303,6 @@ class Runner:
 
     # ---- the first call ---------------------------------------------------------------------------------------------
 
-    def first_call(self, call: CallArguments) -> tuple[Binding, Program, OptimizerReads]:
-        """Plan, trace and partition; place the tensors only after success on every rank."""
-        binding, program, facts = agree_on(self.mesh, self.name, lambda: self.prepare(call))
-        if self.share is None:
-            binding.place()
-        else:
-            binding.hold_storages()
-        self.binding = binding
-        self.agreed.append(facts)  # later traces of one rank alone must equal it
-        optimizers = reconcile(binding)
-        self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
-        self.latest = program
-        return binding, program, optimizers
-
     def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; return metadata to compare between ranks too."""
         if self.settings.backend == "inductor":
@@ -315,9 +313,13 @@ class Runner:
             check_traceable(step_state)
             plan = self.plan_for(step_state, shard_world(self.mesh))
         else:
-            self.check_shared(base, step_state)
+            placed = {id(param) for param in base.params.values()}
+            foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
+            if foreign or step_state.optimizers:
+                hint = "pass the model of the step it shares with, and no optimizer"
+                reason = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
+                raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
             plan = base.plan
-        self.note_values(call)
         program = self.build_compiled(step_state, plan, call)
         check_no_gradients(step_state, program.capture.cleared)
         facts = self.facts(plan, program, call.leaves)
@@ -355,6 +357,7 @@ class Runner:
 
     def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
         """Return a traced, partitioned and compiled program."""
+        self.note_values(call)
         program = self.build(step_state, plan, call)
         if self.settings.backend == "inductor":
             module = program.with_local_values()
@@ -440,12 +443,13 @@ class Runner:
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program with valid guards for these arguments; trace one if there is none."""
         for program in self.programs.get(self.key_of(binding.step_state, call, optimizers), []):
-            has_numbers = program.capture.numbers or program.capture.sizes
-            if program.guards_hold(optimizers.values, program.numbers_of(call.leaves) if has_numbers else ()):
+            numbers: tuple[float, ...] = ()
+            if program.capture.numbers or program.capture.sizes:
+                numbers = (*program.numbers_of(call.leaves), *program.sizes_of(call.leaves).values())
+            if program.guards_hold(optimizers.values, numbers):
                 self.latest = program
                 return program
         announce(self.trace_label, dist.get_rank())
-        self.note_values(call)
         program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
         program.is_new = True
         # The key is computed here: a trace with symbols may have been replaced by one without.
@@ -481,28 +485,52 @@ class Runner:
 
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[CallArguments, Program, OptimizerReads]:
+    ) -> tuple[CallArguments, Program, OptimizerReads, bool]:
         """Return program and inputs; ranks that all trace in this call compare, or raise together.
 
         A rank may trace alone, for a last batch of its own, as long as its collectives stay the agreed ones:
-        other ranks run an existing graph, without any notice. An error of such a rank is its own.
+        other ranks run an existing graph, without any notice. An error of such a rank is its own. With `mark_dynamic`
+        no rank is alone: all ranks compare, or raise together, if one traces.
+
+        Returns:
+            Arguments, program, optimizers, and True if the call must be checked for a graph or a length that is new.
         """
 
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
             call = read_arguments(self.name, args, kwargs)
             call.live, call.marked = self.live.get(call.spec) or frozenset(), self.marked
-            self.check_step_state(binding, call.leaves)
+            passed = {id(leaf) for leaf in call.leaves if isinstance(leaf, nn.Module | Optimizer)}
+            if not passed <= binding.owner_ids:  # a call that evaluates may leave the optimizer out
+                reason = "called with another model or optimizer"
+                hint = "call release() on the step first, or compile a step of its own"
+                raise PlanError(Problem("model-mismatch", self.name, found=reason, hint=hint))
+            binding.check_in_place()
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
 
         attempted, error = capture_errors(attempt)
-        if attempted is not None and not attempted[1].is_new:
-            return attempted
-        self.has_agreed = self.mesh.size() == 1
+        is_traced = attempted is None or attempted[1].is_new
+        is_alone = self.mesh.size() == 1
+        communicates = not is_alone and self.latest is not None and self.latest.communicates
+        if self.settings.dynamic and self.settings.check != "never":
+            is_new = is_traced or (attempted is not None and attempted[1].has_new_size(attempted[0].leaves))
+            # A graph may be wrong for a length that it meets first, at any call and on any rank, and a check
+            # communicates: all ranks or none. So one number a call is exchanged, and of marked steps alone.
+            news = is_new + is_traced
+            news = largest_of(self.mesh, news) if communicates else news
+            is_new, self.has_agreed = news > 0, news > 1 and (communicates or is_alone)
+            is_traced = is_traced or self.has_agreed
+        elif is_traced:
+            self.has_agreed = is_alone
+            if not is_alone:
+                announce(self.trace_label, dist.get_rank())
+                self.has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
+            is_new = self.has_agreed or not communicates
+        else:
+            is_new = False
+        if attempted is not None and not is_traced:
+            return *attempted, is_new
         facts = {} if attempted is None else self.facts(binding.plan, attempted[1], attempted[0].leaves)
-        if not self.has_agreed:
-            announce(self.trace_label, dist.get_rank())
-            self.has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
         if self.has_agreed or self.settings.semantics == "global" or (facts and facts not in self.agreed):
 
             def outcome() -> tuple[None, Mapping[str, str]]:
@@ -519,33 +547,12 @@ class Runner:
         if attempted is None:
             assert error is not None
             raise error
-        return attempted
+        return *attempted, is_new
 
     @property
     def trace_label(self) -> str:
         """Text for a trace in this call, common to all ranks; empty if they have none."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
-
-    # ---- ownership of the model -------------------------------------------------------------------------------------
-
-    def check_shared(self, base: Binding, step_state: StepState) -> None:
-        """Raise unless a sharing step gets the other step's model, and no optimizer."""
-        placed = {id(param) for param in base.params.values()}
-        foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
-        if foreign or step_state.optimizers:
-            hint = "pass the model of the step it shares with, and no optimizer"
-            reason = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
-            raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
-
-    def check_step_state(self, binding: Binding, leaves: list[Any]) -> None:
-        """Raise if this step was placed for another model or optimizer."""
-        passed = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)}
-        if not passed <= binding.owner_ids:  # a call that evaluates may leave the optimizer out
-            hint = "call release() on the step first, or compile a step of its own"
-            raise PlanError(
-                Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)
-            )
-        binding.check_in_place()
 
 
 def eager_plan(eager: EagerStep, style: DataParallelStyle) -> PartitionPlan:

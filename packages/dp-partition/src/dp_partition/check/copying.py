@@ -181,12 +181,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is types.FunctionType:
-            self.copier.shared_ids.add(id(obj.__globals__))
             own = self.copier.owned_globals(obj)
             names = (obj.__module__, obj.__qualname__, obj.__doc__)
             state = (obj.__defaults__, obj.__kwdefaults__, vars(obj), *names, own)
-            arguments = (obj.__code__, obj.__globals__, obj.__name__, obj.__closure__, bool(own))
-            return _make_function, arguments, state, None, None, _fill_function
+            table = dict(obj.__globals__) if own else obj.__globals__
+            self.copier.shared_ids.add(id(table))
+            arguments = (obj.__code__, table, obj.__name__, None, obj.__closure__)
+            return types.FunctionType, arguments, state, None, None, _fill_function
         if kind is types.MethodType:
             return types.MethodType, (obj.__func__, obj.__self__)
         if isinstance(obj, weakref.ref) and not isinstance(obj, weakref.WeakMethod):
@@ -194,7 +195,7 @@ class _Pickler(pickle.Pickler):
             return weakref.ref, (_Nothing if target is None else target,)
         # These drop attributes when pickled (hooks, the scale of a running step), or refuse (parametrizations).
         if isinstance(obj, torch.nn.Module | Optimizer | torch.amp.GradScaler):
-            return object.__new__, (kind,), vars(obj), None, None, _fill_object
+            return object.__new__, (kind,), vars(obj), None, None, lambda new, own: new.__dict__.update(own)
         return NotImplemented
 
 
@@ -219,17 +220,8 @@ def is_importable(function: types.FunctionType) -> bool:
     return target is function or (function.__closure__ is None and not function.__defaults__ and not vars(function))
 
 
-def _make_function(code: Any, table: Any, name: str, cells: Any, has_own: bool) -> types.FunctionType:
-    return types.FunctionType(code, dict(table) if has_own else table, name, None, cells)
-
-
 def _fill_function(function: Any, state: tuple[Any, ...]) -> None:
     function.__defaults__, function.__kwdefaults__, attributes = state[:3]
     function.__module__, function.__qualname__, function.__doc__ = state[3:6]
-    if state[6]:
-        function.__globals__.update(state[6])
+    function.__globals__.update(state[6])  # empty for a table that is shared
     vars(function).update(attributes)
-
-
-def _fill_object(made: Any, attributes: dict[str, Any]) -> None:
-    vars(made).update(attributes)

@@ -43,7 +43,12 @@ class Difference:
 def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
     """Return values with differences beyond usual rounding; results first."""
     mismatches = _result_differences(graph, reference)
-    largest = _largest_changes(reference)
+    largest: dict[str, float] = {}  # root mean square of the step's changes, by the name of the state entry
+    for name, value in reference.tensors.items():
+        start = reference.before.get(name)
+        if value.numel() and value.is_floating_point() and start is not None and start.shape == value.shape:
+            change = (value.double() - start.double()).nan_to_num(0.0, 0.0, 0.0)
+            largest[_kind(name)] = max(largest.get(_kind(name), 0.0), float(change.square().mean().sqrt()))
     for name, want in reference.tensors.items():
         if name not in graph.tensors:
             mismatches.append(Difference(name, math.inf, "the graph makes no such state"))
@@ -63,17 +68,6 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
 def _kind(name: str) -> str:
     """Return the key of a state entry; empty for parameters and buffers."""
     return name.partition(" ")[2]
-
-
-def _largest_changes(reference: Outcome) -> dict[str, float]:
-    """Return for each kind of tensor the largest root mean square of the step's changes."""
-    largest: dict[str, float] = {}  # by the name of the state entry
-    for name, value in reference.tensors.items():
-        before = reference.before.get(name)
-        if value.numel() and value.is_floating_point() and before is not None and before.shape == value.shape:
-            change = (value.double() - before.double()).nan_to_num(0.0, 0.0, 0.0)
-            largest[_kind(name)] = max(largest.get(_kind(name), 0.0), float(change.square().mean().sqrt()))
-    return largest
 
 
 def _result_differences(graph: Outcome, reference: Outcome) -> list[Difference]:

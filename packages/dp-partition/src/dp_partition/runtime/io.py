@@ -185,7 +185,10 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
         binding.params[name].requires_grad_(trained)
     for value, entry, placement in zip(values, program.capture.outputs, program.output_placements, strict=True):
         if entry.kind == "buffer":
-            replace_buffer(binding, entry.name, value)
+            for _, module, attribute, name in binding.buffer_slots:  # under all of its names
+                if name == entry.name:
+                    module._buffers[attribute] = value
+            binding.step_state.buffers[entry.name] = value
         elif entry.kind == "state":
             param = binding.params[entry.name]
             new, shape = value, getattr(value, "shape", ())  # a count has none
@@ -202,11 +205,3 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             tensor = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][int(entry.name)]
             # Not in place: after a mismatch the check puts the old gradient back.
             tensor.requires_grad_().grad = value if tensor.grad is None else tensor.grad + value
-
-
-def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:
-    """Replace a buffer by a new tensor, under all of its names."""
-    for fqn, module, attribute, is_param in binding.slots:
-        if not is_param and binding.step_state.aliases.get(fqn, fqn) == name:
-            module._buffers[attribute] = value
-    binding.step_state.buffers[name] = value

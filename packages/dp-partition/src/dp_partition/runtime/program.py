@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class Program:
         lowered: The partitioned graph with compiled compute; None if it runs as it is.
         bound: The partitioned graph as it runs otherwise; made at its first run.
         guard_values: Hyperparameters and numbers of the last guard check without a violation.
-        checked_numbers: Numbers and sizes of its checked calls.
+        checked_numbers: Numbers of its checked calls.
+        checked_sizes: Sizes of its checked calls, with tensor and dim.
         is_checked: A check by execution has run it.
         is_new: The tracing call has not run it yet.
         labelled: Inputs by their kinds, as cached by `labels`.
@@ -46,6 +48,7 @@ class Program:
     local_fakes: list[Any] | None = None
     guard_values: tuple[float, ...] = ()
     checked_numbers: set[tuple[float, ...]] = field(default_factory=set)
+    checked_sizes: set[tuple[tuple[int, int], int]] = field(default_factory=set)
     is_checked: bool = False
     is_new: bool = False
     lowered: Lowered | None = None
@@ -91,6 +94,11 @@ class Program:
         values, gradients = self.execute(fx.GraphModule(self.module, graph), inputs)
         return values, dict(zip(noted, gradients, strict=True))
 
+    @cached_property
+    def communicates(self) -> bool:
+        """Return True if the graph has collectives, of which no rank alone may run one."""
+        return any(map(is_collective, self.module.graph.nodes))
+
     def gradient_placements(self) -> dict[str, Placement]:
         """Return the placement of each gradient of `run_noting_gradients`."""
         rows = [row for node in self.module.graph.nodes for row in meta_of(node).get("reads", ())]
@@ -123,16 +131,24 @@ class Program:
             self.local_fakes = None  # computed once
         return self.module
 
-    def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
-        """Return the live numbers and the marked sizes among a call's arguments."""
+    def sizes_of(self, leaves: list[Any]) -> dict[tuple[int, int], int]:
+        """Return the marked sizes among a call's arguments, by tensor and dim."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        sizes = [tensors[index].shape[dim] for index, dim in self.capture.sizes]
-        return (*(leaves[position] for position in self.capture.numbers), *sizes)
+        return {(index, dim): tensors[index].shape[dim] for index, dim in self.capture.sizes}
+
+    def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
+        """Return the live numbers among a call's arguments."""
+        return tuple([leaves[position] for position in self.capture.numbers])
+
+    def has_new_size(self, leaves: list[Any]) -> bool:
+        """Return True if no check has seen one of the call's sizes."""
+        return not self.checked_sizes.issuperset(self.sizes_of(leaves).items())
 
     def note_checked(self, leaves: list[Any]) -> None:
-        """Count a check: a graph with live numbers or sizes is checked once two values of them were."""
+        """Count a check: a graph with live numbers is checked once two values of them were."""
+        self.checked_sizes.update(self.sizes_of(leaves).items())
         self.checked_numbers.add(self.numbers_of(leaves))
-        self.is_checked = len(self.checked_numbers) > 1 or not (self.capture.numbers or self.capture.sizes)
+        self.is_checked = len(self.checked_numbers) > 1 or not self.capture.numbers
 
     def guards_hold(self, values: dict[tuple[Any, ...], float], numbers: tuple[float, ...] = ()) -> bool:
         """Return True if these hyperparameters and numbers allow each decision of the trace."""

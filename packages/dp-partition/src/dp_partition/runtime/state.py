@@ -91,7 +91,13 @@ class Binding:
 
     def place(self) -> None:
         """Make every rank's tensors equal to rank 0's, place them, and rebind the optimizers."""
-        values = self.first_rank_values()
+        # Rank 0's values of parameters, buffers and existing state, which has names distinct from those of parameters.
+        values: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
+        values |= {name: b.detach() for name, b in self.step_state.buffers.items()}
+        for number, fqn, state in self.step_state.states():
+            entries = {f"{fqn}\0{number}\0{key}": value for key, value in state.items()}
+            values |= {name: value.detach() for name, value in entries.items() if isinstance(value, torch.Tensor)}
+        values = values if self.mesh.size() == 1 else broadcast_from_first(values, self.mesh)
         placed: dict[str, nn.Parameter] = {}
         for fqn, param in self.step_state.params.items():
             placement = self.plan[fqn].param
@@ -105,15 +111,6 @@ class Binding:
         for _, root in self.step_state.modules:
             self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
             self.hints += [one.register_load_state_dict_pre_hook(place_loaded) for one in root.modules()]
-
-    def first_rank_values(self) -> dict[str, torch.Tensor]:
-        """Return rank 0's values of parameters, buffers and existing state."""
-        tensors: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
-        tensors |= {name: b.detach() for name, b in self.step_state.buffers.items()}
-        for number, fqn, state in self.step_state.states():  # under names distinct from those of parameters
-            values = {f"{fqn}\0{number}\0{key}": value for key, value in state.items()}
-            tensors |= {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return tensors if self.mesh.size() == 1 else broadcast_from_first(tensors, self.mesh)
 
     def placed_states(
         self, placed: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
@@ -138,15 +135,10 @@ class Binding:
 
     def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
         """Return the state at the start of the optimizer's first step, for a placed parameter."""
-        fresh = initial_state(optimizer, group, nn.Parameter(self.state_like(fqn, param), True))
+        plan, local = self.plan[fqn], local_tensor(param.data)
+        like = local if plan.state == plan.param else local_shard(local, plan.state, self.world, self.rank)
+        fresh = initial_state(optimizer, group, nn.Parameter(like, True))
         return {key: self.place_state(fqn, value, full=False) for key, value in fresh.items()}
-
-    def state_like(self, fqn: str, param: nn.Parameter) -> torch.Tensor:
-        """Return a local tensor with the local shape of this parameter's state."""
-        plan = self.plan[fqn]
-        if plan.state == plan.param:
-            return local_tensor(param.data)
-        return local_shard(local_tensor(param.data), plan.state, self.world, self.rank)
 
     def place_state(self, fqn: str, value: Any, *, full: bool) -> Any:
         """Return a state entry: in its parameter's state placement if it has the parameter's shape."""
@@ -175,7 +167,9 @@ class Binding:
             for group in optimizer.param_groups:
                 group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
             optimizer.state = state  # keyed by the new parameters
-        self.install_modules(params)
+        for _, module, attribute, name in self.param_slots:
+            if name in params:  # under every name
+                module._parameters[attribute] = params[name]
         reason = "another parameter has replaced it in the model: no gradient reaches this one"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
         for fqn, old in self.step_state.params.items():
@@ -184,13 +178,6 @@ class Binding:
         self.params = dict(params)
         self.names = {id(param): fqn for fqn, param in params.items()}
         self.hold_storages()
-
-    def install_modules(self, params: dict[str, nn.Parameter]) -> None:
-        """Install parameters in the modules, under every name."""
-        for fqn, module, attribute, is_param in self.slots:
-            name = self.step_state.aliases.get(fqn, fqn)
-            if is_param and name in params:
-                module._parameters[attribute] = params[name]
 
     def check_in_place(self) -> None:
         """Raise for replaced parameters of the module, and for new hooks or memory."""
