@@ -40,7 +40,6 @@ from dp_partition.sharding.propagate import (
     StoragePlacements,
     gradient_name,
     is_gradient,
-    mark_types,
     propagate,
 )
 
@@ -63,7 +62,8 @@ def build_program(
     values: Any = output.args[0]
     returned = [plans[output].inputs.get(value) if isinstance(value, fx.Node) else None for value in values]
     rank = shard_rank(mesh)
-    mark_types(plans)
+    for node, planned in plans.items():
+        meta_of(node)["node_type"] = planned.node_type
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
     graph, groups = capture.module.graph, (shard_group(mesh).group_name, replica_group_name(mesh))
@@ -91,8 +91,11 @@ def capture_single_device(
     scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
     capture = trace_step(function, call, step_state, scale, device)
-    if accumulate > 1:
-        capture.drop_argument_gradients()
+    if accumulate > 1:  # micro-batches are the graph's own tensors: arguments get no gradients (the last outputs)
+        (output,) = [node for node in capture.module.graph.nodes if node.op == "output"]
+        num_outputs = sum(entry.kind != "argument" for entry in capture.outputs)
+        output.args = (list(output.args[0])[:num_outputs],)
+        del capture.outputs[num_outputs:]
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
     normalize(capture)
     capture.gradients.update(gradient_name(node) for node in capture.module.graph.nodes if is_gradient(node))

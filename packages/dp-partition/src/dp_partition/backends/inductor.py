@@ -74,7 +74,14 @@ def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
     Raises:
         PlanError: Inductor cannot compile a piece (code ``compile-failed``).
     """
-    _bring_items_home(graph)
+    # What is taken out of an operator's several results stands right behind it: no list leaves a piece.
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            after = node.all_input_nodes[0]
+            while after.next.target is operator.getitem and after.next.args[0] is node.args[0]:
+                after = after.next
+            if after is not node:
+                after.append(node)
     pieces = number_pieces(graph)
     compiled = {f"submod_{number}" for number in pieces.values() if number % 2}
     plain = [node for node, number in pieces.items() if not number % 2 and is_op(node) and not is_collective(node)]
@@ -86,17 +93,6 @@ def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
             node.op, node.target = "call_function", _compile(piece, name) if node.target in compiled else _plain(piece)
     whole.recompile()
     return Lowered(whole, len(compiled), sum(number % 2 for number in pieces.values()), kept)
-
-
-def _bring_items_home(graph: fx.Graph) -> None:
-    """Let what is taken out of an operator's several results stand right behind it: no list leaves a piece."""
-    for node in list(graph.nodes):
-        if node.target is operator.getitem:
-            after = node.all_input_nodes[0]
-            while after.next.target is operator.getitem and after.next.args[0] is node.args[0]:
-                after = after.next
-            if after is not node:
-                after.append(node)
 
 
 def number_pieces(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -127,14 +123,12 @@ def is_compiled(node: fx.Node) -> bool:
     if is_collective(node) or is_wait(node) or is_random(node) or target.namespace not in ("aten", "prims"):
         return False
     # Numbers change from step to step (a learning rate, a size): compiled code would hold the first one.
-    return not any(map(_is_number, (node, *node.all_input_nodes)))
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Return whether the node's value is a Python number."""
-    if node.op == "placeholder":
-        return kind_of(node) in ("hyper", "number")
-    return node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
+    return not any(
+        kind_of(one) in ("hyper", "number")
+        if one.op == "placeholder"
+        else one.op == "call_function" and isinstance(one.meta.get("val"), _NUMBERS)
+        for one in (node, *node.all_input_nodes)
+    )
 
 
 def _plain(piece: fx.GraphModule) -> Callable[..., Any]:

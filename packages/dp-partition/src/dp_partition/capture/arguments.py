@@ -42,13 +42,6 @@ class Opened:
     def __init__(self, shell: _Shell, values: list[Any]) -> None:
         self.shell, self.values = shell, values
 
-    def close(self) -> Any:
-        """Return the object, with the present values."""
-        value = copy.copy(self.shell.empty)
-        for key, one in zip(self.shell.keys, self.values, strict=True):
-            _put(value, key, close_arguments(one))
-        return value
-
 
 pytree.register_pytree_node(
     Opened, lambda one: (one.values, one.shell), lambda values, shell: Opened(shell, list(values))
@@ -151,7 +144,15 @@ def close_arguments(arguments: Any) -> Any:
     def is_opened(value: Any) -> bool:
         return isinstance(value, Opened)
 
-    return pytree.tree_map(lambda one: one.close() if is_opened(one) else one, arguments, is_leaf=is_opened)
+    def close(value: Any) -> Any:
+        if not is_opened(value):
+            return value
+        closed = copy.copy(value.shell.empty)
+        for key, one in zip(value.shell.keys, value.values, strict=True):
+            _put(closed, key, close_arguments(one))
+        return closed
+
+    return pytree.tree_map(close, arguments, is_leaf=is_opened)
 
 
 def closing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -157,7 +157,11 @@ def installed(step_state: StepState, fakes: Fakes) -> Iterator[dict[Hyperparamet
         The symbol of each hyperparameter.
     """
     with contextlib.ExitStack() as stack:
-        _install_modules(stack, step_state, fakes)
+        for fqn, module, attribute, is_param in list(step_state.slots()):
+            name = step_state.aliases.get(fqn, fqn)
+            table: dict[str, Any] = module._parameters if is_param else module._buffers
+            stack.callback(table.__setitem__, attribute, table[attribute])  # undone at the end of the trace
+            table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
         stack.enter_context(_untraced(step_state.params.items()))
         symbols: dict[Hyperparameter, Any] = {}
         for number, optimizer in enumerate(step_state.optimizers):
@@ -177,14 +181,6 @@ def _untraced(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
     finally:
         for _, parameter in marked:
             mark_current(parameter)
-
-
-def _install_modules(stack: contextlib.ExitStack, step_state: StepState, fakes: Fakes) -> None:
-    for fqn, module, attribute, is_param in list(step_state.slots()):
-        name = step_state.aliases.get(fqn, fqn)
-        table: dict[str, Any] = module._parameters if is_param else module._buffers
-        stack.callback(table.__setitem__, attribute, table[attribute])  # undone at the end of the trace
-        table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
 
 
 def _install_optimizer(
@@ -219,12 +215,10 @@ def _install_optimizer(
             if hyper.param is not None:
                 entries = fakes.states[number, names[hyper.param]]  # the step's values are compared with these
                 state[group["params"][hyper.param]][hyper.key] = entries[hyper.key] = value
+            elif hyper.element is None:
+                group[hyper.key] = value
             else:
-                group[hyper.key] = value if hyper.element is None else _replaced(group[hyper.key], hyper.element, value)
-
-
-def _replaced(values: Any, index: int, value: Any) -> tuple[Any, ...]:
-    return tuple(value if i == index else old for i, old in enumerate(values))
+                group[hyper.key] = tuple(value if i == hyper.element else old for i, old in enumerate(group[hyper.key]))
 
 
 def check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[tuple[Any, int]]) -> None:

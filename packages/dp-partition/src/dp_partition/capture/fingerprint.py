@@ -295,7 +295,8 @@ class ModuleReads:
             (vars(module), key)
             for module in self.modules
             for key, value in vars(module).items()
-            if key not in _OF_TORCH and self._is_read(module, key, value)
+            if key not in _OF_TORCH and not isinstance(value, nn.Module) and _counts(value)
+            if type(value) in PLAIN_TYPES or key == "forward" or key in names_in_forward(type(module))
         ]
         own = dict.fromkeys(k for module in self.modules for k in type(module).__mro__ if issubclass(k, nn.Module))
         self._places += [  # class attributes read by forward
@@ -308,11 +309,6 @@ class ModuleReads:
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         tables = [getattr(module, name) for module in self.modules for name in hooks]
         self._hooks = [FunctionReads(hook) for table in tables for hook in table.values()]
-
-    def _is_read(self, module: nn.Module, key: str, value: Any) -> bool:
-        if isinstance(value, nn.Module) or not _counts(value):
-            return False
-        return type(value) in PLAIN_TYPES or key == "forward" or key in names_in_forward(type(module))
 
     def read(self) -> tuple[Any, ...]:
         """Return the structure of the last `look`, and a fingerprint of the present attributes."""

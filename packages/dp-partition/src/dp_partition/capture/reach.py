@@ -129,7 +129,11 @@ class Reach:
         if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
             return [value.__self__]
         if isinstance(value, types.FunctionType):
-            return self._read_by(value)
+            if (value.__module__ or "").partition(".")[0] in _LIBRARIES:
+                return []  # not the step's own code
+            used = [value.__globals__[name] for name in sorted(names_used(value)) if name in value.__globals__]
+            cells, defaults = map(contents, value.__closure__ or ()), value.__defaults__ or ()
+            return [*used, *cells, *defaults, *vars(value).values()]
         if isinstance(value, functools._lru_cache_wrapper):
             return [value.__wrapped__]
         if isinstance(value, nn.Module):
@@ -161,18 +165,6 @@ class Reach:
             self.tables.append(vars(value))
             inside += vars(value).values()
         return inside
-
-    def _read_by(self, function: types.FunctionType) -> list[Any]:
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
-            return []  # not the step's own code
-        table = function.__globals__
-        used = [name for name in sorted(names_used(function)) if name in table]
-        return [
-            *(table[name] for name in used),
-            *map(contents, function.__closure__ or ()),
-            *(function.__defaults__ or ()),
-            *vars(function).values(),
-        ]
 
 
 def _with_parameters(module: nn.Module) -> list[nn.Module]:

@@ -173,13 +173,9 @@ def keyless_state(optimizers: list[Optimizer]) -> list[Problem]:
     return [
         Problem("python-state", f"optimizer {number}", found=f"{type(optimizer).__name__}.state[{key!r}]", hint=hint)
         for number, optimizer in enumerate(optimizers)
-        for key in map(_any, optimizer.state)
+        for key in list[Any](optimizer.state)  # torch types keys as tensors; others use strings and indices
         if not isinstance(key, torch.Tensor)
     ]
-
-
-def _any(key: Any) -> Any:
-    return key  # torch types keys as tensors; custom optimizers use strings and indices
 
 
 def has_state(state: dict[Any, Any] | None) -> TypeGuard[dict[Any, Any]]:
@@ -200,7 +196,9 @@ def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tens
         its own graph.
     """
     if isinstance(optimizer, torch.optim.SGD):
-        return _momentum_buffer(group, param)
+        # Its first buffer is the gradient itself; without dampening zeros give the same.
+        has_buffer = group["momentum"] != 0 and group["dampening"] == 0
+        return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)} if has_buffer else {}
     init = getattr(optimizer, "_init_group", None)
     if init is None:
         return {}
@@ -213,13 +211,6 @@ def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tens
         return dict(optimizer.state[param])
     finally:
         optimizer.state, param.grad = saved_state, saved_grad
-
-
-def _momentum_buffer(group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return zeros for SGD's first buffer, the gradient itself: without dampening they give the same."""
-    if group["momentum"] != 0 and group["dampening"] == 0:
-        return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
-    return {}
 
 
 def check_traceable(step_state: StepState) -> None:

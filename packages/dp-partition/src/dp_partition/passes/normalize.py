@@ -7,8 +7,6 @@ memory is never dead, even without users.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -30,20 +28,16 @@ _VIEWS = {
 def normalize(capture: Capture) -> None:
     """Bring a captured graph into canonical form, in place."""
     graph = capture.module.graph
-    connect_hyperparameters(graph)
-    connect_fused_hyperparameters(graph, capture.groups)
-    erase_profiler(graph)
-    merge_aliases(graph)
-    name_views(graph)
-    eliminate_dead(graph)
-
-
-def connect_hyperparameters(graph: fx.Graph) -> None:
-    """Read a hyperparameter or an argument from its placeholder, a Python number at run time."""
-    for node in list(graph.nodes):
+    for node in list(graph.nodes):  # a hyperparameter's or argument's placeholder is a Python number at run time
         if node.target is aten._local_scalar_dense.default and kind_of(node.args[0]) in ("hyper", "number"):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+    connect_fused_hyperparameters(graph, capture.groups)
+    erase_profiler(graph)
+    merge_aliases(graph)
+    for node in graph.nodes:
+        node.target = _VIEWS.get(node.target, node.target)
+    eliminate_dead(graph)
 
 
 def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, int]]) -> None:
@@ -65,12 +59,6 @@ def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, 
                 source = hyperparameters.get(Hyperparameter(*group, *key))
                 if source is not None:
                     set_argument(node, argument.name, source)
-
-
-def name_views(graph: fx.Graph) -> None:
-    """Replace unsafe splits by operators declared as views."""
-    for node in graph.nodes:
-        node.target = _VIEWS.get(node.target, node.target)
 
 
 def erase_profiler(graph: fx.Graph) -> None:
@@ -113,14 +101,10 @@ def make_contiguous_for_fused(graph: fx.Graph) -> None:
     """Give every fused optimizer kernel of a rank's graph contiguous tensors. It goes by memory, not by strides."""
     for node in list(graph.nodes):
         if is_op(node) and node.target._schema.name.startswith("aten::_fused_"):
-            strided = [index for index, param in enumerate(node.args[0]) if _is_strided(param)]
+            values = [param.meta.get("val") if isinstance(param, fx.Node) else None for param in node.args[0]]
+            strided = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor) and not x.is_contiguous()]
             if strided:
                 _use_copies(graph, node, strided)
-
-
-def _is_strided(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, torch.Tensor) and not value.is_contiguous()
 
 
 def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:

@@ -136,32 +136,19 @@ def move_cost(source: Placement, target: Placement, num_bytes: int) -> float:
         return float("inf")
     if isinstance(source, Replicate):
         return 0.0  # a slice
-    if isinstance(source, Shard):
-        return (
-            float(num_bytes)
-            if isinstance(target, Replicate)
-            else (2.0 * num_bytes if isinstance(target, Shard) else float("inf"))
-        )
+    is_sharded = isinstance(source, Shard)  # else partial
     if isinstance(target, Replicate):
-        return 2.0 * num_bytes  # an all-reduce
-    return 1.0 * num_bytes if isinstance(target, Shard) else float("inf")  # a reduce-scatter
-
-
-def cost_of(call: Call, candidate: Candidate, nodes: Iterable[fx.Node] | None = None) -> float:
-    """Return the bytes moved for a candidate's input placements, of the given nodes or of all."""
-    total = 0.0
-    for node in call.tensors() if nodes is None else nodes:
-        value = node.meta["val"]
-        num_bytes = value.numel() * value.element_size() + 1  # never 0
-        total += move_cost(call.placement_of(node), candidate.inputs.get(node, R), num_bytes)
-    return total
+        return (1.0 if is_sharded else 2.0) * num_bytes  # an all-gather, or an all-reduce
+    return (2.0 if is_sharded else 1.0) * num_bytes if isinstance(target, Shard) else float("inf")
 
 
 def cheapest(call: Call, candidates: Iterable[Candidate], nodes: Sequence[fx.Node] | None = None) -> Candidate | None:
     """Return the first candidate with the fewest moved bytes, of the given nodes or of all."""
     best, best_cost = None, float("inf")
+    values = [(node, node.meta["val"]) for node in (call.tensors() if nodes is None else nodes)]
+    sizes = [(node, value.numel() * value.element_size() + 1) for node, value in values]  # never 0
     for candidate in candidates:
-        cost = cost_of(call, candidate, nodes)
+        cost = sum(move_cost(call.placement_of(n), candidate.inputs.get(n, R), size) for n, size in sizes)
         if cost < best_cost:
             best, best_cost = candidate, cost
     return best
