@@ -41,7 +41,6 @@ def is_gloo(group: c10d.ProcessGroup, device_type: str) -> bool:
 
 
 def global_hooks() -> tuple[Any, ...]:
-    """Return the global hooks of all modules and optimizers."""
     return (
         *modules._global_forward_hooks.values(),
         *modules._global_forward_pre_hooks.values(),
@@ -207,7 +206,6 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return `storage_key` of each tensor."""
     keys = []
     for tensor in tensors:
         keys.append(tensor.untyped_storage()._cdata)
@@ -306,7 +304,6 @@ def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if hooks run on a leaf's gradient before it is accumulated."""
     return bool(tensor._backward_hooks)
 
 

@@ -15,17 +15,14 @@ from torch.distributed.tensor import Placement, Replicate
 
 
 def shard_world(mesh: DeviceMesh) -> int:
-    """Return the number of ranks on the parameters' axis."""
     return mesh.size(mesh.ndim - 1)
 
 
 def shard_rank(mesh: DeviceMesh) -> int:
-    """Return this rank's place on that axis."""
     return mesh.get_local_rank(mesh.ndim - 1)
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of that axis."""
     return mesh.get_group(mesh.ndim - 1)  # shards are on the last axis
 
 

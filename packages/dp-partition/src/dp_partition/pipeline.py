@@ -35,13 +35,7 @@ from dp_partition.plan.placements import NodeType, RankLocal
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.plan.settings import CommConfig, Settings
 from dp_partition.runtime.program import Program
-from dp_partition.sharding.propagate import (
-    NodePlan,
-    StoragePlacements,
-    gradient_name,
-    is_gradient,
-    propagate,
-)
+from dp_partition.sharding.propagate import NodePlan, StoragePlacements, gradient_name, is_gradient, propagate
 
 _TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.STATE, "arg": NodeType.ACT}
 
@@ -139,12 +133,6 @@ def partition_for_rank(
     """Turn a planned graph into the graph of the mover's rank, in place.
 
     The module's code stays unchanged: recompile it before it runs or is handed out.
-
-    Args:
-        module: The graph; its nodes have their types.
-        plans: Placements of every value, and of each node's inputs.
-        mover: The rank and its groups.
-        comm: How communication is arranged.
     """
     graph = module.graph
     # Brings each input where its node wants it, one collective a tensor.

@@ -90,11 +90,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        mesh: DeviceMesh,
-        settings: Settings,
-        share: Runner | None = None,
+        self, function: Callable[..., Any], mesh: DeviceMesh, settings: Settings, share: Runner | None = None
     ) -> None:
         self.original, self.mesh, self.settings = function, mesh, settings
         self.function = closing(function)
@@ -165,7 +161,6 @@ class Runner:
         return self.may_switch and self.settings.capture == "auto"
 
     def gather(self, value: str) -> list[str]:
-        """Return every rank's value."""
         return all_gather_objects(self.mesh, value, self.name) if self.mesh.size() > 1 else [value]
 
     def untraceable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -202,7 +197,6 @@ class Runner:
                 self.eager = eager
 
     def call_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graph of a call."""
         is_checked = self.schedule.is_due()
         self.before_trace, binding = None, self.binding
         if binding is None:
@@ -356,7 +350,6 @@ class Runner:
         return plan
 
     def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
-        """Return a traced, partitioned and compiled program."""
         self.note_values(call)
         program = self.build(step_state, plan, call)
         if self.settings.backend == "inductor":
@@ -404,7 +397,6 @@ class Runner:
     def trace(
         self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
     ) -> Program:
-        """Trace and partition once."""
         check_arguments(self.name, step_state.optimizers, call.leaves)
         self.num_traces += 1
         before = self.python_state(step_state, call)

@@ -47,7 +47,6 @@ class Memory:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Live bytes while each node runs."""
         return tuple(map(sum, self.live))
 
     @property
@@ -58,7 +57,6 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of live bytes."""
         return max(self.totals, default=sum(self.resident))
 
     @property
@@ -75,8 +73,6 @@ class Memory:
 
 @dataclass(eq=False)
 class _Block:
-    """One block of memory."""
-
     kind: str
     size: int
     born: int

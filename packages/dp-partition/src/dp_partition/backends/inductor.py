@@ -39,11 +39,9 @@ class Lowered:
         self.module, self.num_compiled, self.num_nodes, self.kept = module, num_compiled, num_nodes, kept
 
     def __call__(self, *values: Any) -> Any:
-        """Run on local inputs; returns what the graph returns."""
         return self.module.forward(*values)
 
     def explain(self) -> str:
-        """Return a line on compiled operators and others."""
         eager_ops = ", ".join(f"{count} {name}" for name, count in sorted(self.kept.items())) or "nothing"
         return (
             f"inductor: {self.num_nodes} operators compiled in {self.num_compiled} pieces between collectives; "

@@ -38,7 +38,6 @@ class Input:
 
     @property
     def label(self) -> str:
-        """Readable placeholder name."""
         if self.kind == "hyper":
             return self.name
         tail = "" if self.key is None else f"_{self.key}"
@@ -47,8 +46,6 @@ class Input:
 
 @dataclass
 class Fakes:
-    """Fakes of all tensors read by the step."""
-
     params: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     states: dict[tuple[int, str], dict[Any, Any]]

@@ -333,20 +333,8 @@ def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     return type(leaf), leaf  # a generator, a fraction: held by the key
 
 
-def program_key(
-    step_state: StepState,
-    call: CallArguments,
-    reads: FunctionReads,
-    optimizers: OptimizerReads,
-) -> Any:
-    """Return all dependencies of a trace, hashable.
-
-    Args:
-        step_state: The modules and optimizers among the arguments.
-        call: The step's arguments.
-        reads: Values read by its function from elsewhere.
-        optimizers: Values read from its optimizers.
-    """
+def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads, optimizers: OptimizerReads) -> Any:
+    """Return all dependencies of a trace, hashable."""
     training = tuple([module.training for module in step_state.reads.modules])
     params = step_state.params.values()
     trained = tuple(map(operator.attrgetter("requires_grad"), params))

@@ -41,7 +41,6 @@ class Hyperparameter(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name of the graph input."""
         tail = "" if self.element is None else str(self.element)
         owner = "" if self.param is None else f"_param{self.param}"
         return f"optim{self.optimizer}_group{self.group}{owner}_{self.key}{tail}"
@@ -64,7 +63,6 @@ class OptimizerReads:
 
 
 def states_by_id(optimizers: list[Optimizer]) -> list[dict[int, Any]]:
-    """Return the state of every parameter by its ``id``, for each optimizer."""
     by_id = []
     for optimizer in optimizers:
         states = {}

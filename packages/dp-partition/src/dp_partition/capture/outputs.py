@@ -55,7 +55,6 @@ class Returned:
     user_spec: Any
 
     def result(self, values: tuple[Any, ...]) -> Any:
-        """Return the step's result, from the graph's values."""
         leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
         return pytree.tree_unflatten(leaves, self.user_spec)
 

@@ -31,7 +31,6 @@ class RandomReplay(TorchDispatchMode):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Refuse within the block."""
         with ExitStack() as stack:
             for module in (torch, torch.cuda):
                 stack.enter_context(patch.object(module, "set_rng_state", self._put(module.set_rng_state)))

@@ -65,7 +65,6 @@ class Reach:
 
     @property
     def states(self) -> list[torch.Tensor]:
-        """Return tensors of optimizers' states."""
         entries = [x for o in self.optimizers for state in o.state.values() for x in state.values()]
         return [x for x in entries if isinstance(x, torch.Tensor)]
 

@@ -240,7 +240,6 @@ def wrapped(modules: Iterable[tuple[str, nn.Module]], params: Mapping[str, nn.Pa
 
 
 def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:
-    """Return a problem for each parameter with gradient hooks."""
     hint = "remove the hook, and change p.grad in the step, between backward() and optim.step()"
     reason = "has a gradient hook, which no trace sees"
     return [

@@ -79,7 +79,6 @@ class Capture:
 
     @property
     def outputs(self) -> list[Output]:
-        """Kinds of the returned values."""
         return self.returned.outputs
 
 
@@ -121,11 +120,9 @@ class _Tracing:
 
     @property
     def name(self) -> str:
-        """Name of the step."""
         return getattr(self.function, "__name__", "train_step")
 
     def record(self) -> fx.GraphModule:
-        """Run the step on the fakes, and record it."""
         # oneDNN's recurrent layers keep a workspace that no graph can hold: torch's own operators are traced.
         is_recurrent = any(isinstance(m, nn.RNNBase) for _, root in self.step_state.modules for m in root.modules())
         kernels = without_onednn() if is_recurrent else contextlib.nullcontext()
@@ -182,7 +179,6 @@ class _WrittenTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def restore(self) -> None:
-        """Restore the written tensors."""
         with without_modes(), torch.no_grad():
             for tensor, value in self.values.values():
                 tensor.detach().copy_(value)
@@ -303,7 +299,6 @@ def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> Non
 
 
 def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
-    """Return the problem of a failed trace."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()
     if "Multiple dispatch failed" in text[0]:  # a parameter among fakes; the trace would burn its value in
         reason, hint = REACHED
@@ -320,15 +315,7 @@ def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
 
 def asks_for_values(error: Exception) -> bool:
     """Return True if a trace failed for lack of a value."""
-    words = (
-        "data-dependent",
-        "DataDependent",
-        "DynamicOutputShape",
-        "unbacked",
-        "Tensor-likes",
-        "FakeTensor",
-        "symbolic",
-    )
+    words = ("data-dependent", "DataDependent", "DynamicOutputShape", "unbacked", "Tensor-likes", "FakeTensor", "symbolic")
     return any(word in f"{type(error).__name__}: {error}" for word in words)
 
 

@@ -58,14 +58,7 @@ class CheckMismatch(PlanError):
 
 
 class CheckedCall:
-    """State of one checked call.
-
-    Args:
-        runner: The step.
-        binding: Its placed model and optimizers.
-        program: The graph of the call.
-        call: Its arguments.
-    """
+    """State of one checked call."""
 
     def __init__(self, runner: Runner, binding: Binding, program: Program, call: CallArguments) -> None:
         self.runner, self.binding, self.program, self.call = runner, binding, program, call
@@ -79,7 +72,6 @@ class CheckedCall:
     # ---- the recipe -------------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """Run the call and check it."""
         reason = self.not_checkable()
         if reason:
             return self.unchecked(reason)
@@ -256,7 +248,6 @@ class CheckedCall:
         return copied
 
     def reference(self, copied: StepCopy) -> Ended:
-        """Run a copy of the step."""
         settings = self.runner.settings
         wanted = {} if self.program.lowered is not None else self.program.gradient_placements()
         averages = bool(self.program.capture.gradients)
@@ -300,11 +291,9 @@ class CheckedCall:
         return [local_tensor(tensor.detach())._version for tensor in self.live()]
 
     def live(self) -> list[torch.Tensor]:
-        """Return all live tensors that the step may write."""
         return [tensor for *_, tensor in live_tensors(self.binding.step_state, self.arguments)]
 
     def random_state(self) -> RandomState:
-        """Return the state of all generators within the step's reach."""
         return RandomState(g for g in pytree.tree_leaves(self.arguments) if isinstance(g, torch.Generator))
 
     def advance(self, *, again: bool = False, unseen: bool = False) -> None:

@@ -125,11 +125,7 @@ def full_copy(placed: torch.Tensor) -> torch.Tensor:
 
 
 def run_reference(
-    copied: StepCopy,
-    binding: Binding,
-    settings: Settings,
-    averages: bool,
-    wanted: dict[str, Placement] | None = None,
+    copied: StepCopy, binding: Binding, settings: Settings, averages: bool, wanted: dict[str, Placement] | None = None
 ) -> Ended:
     """Run a copy to its end, on all ranks alike. Random numbers come from the generators' present state.
 
@@ -308,14 +304,7 @@ def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.T
 def live_outcome(
     binding: Binding, arguments: Any, result: Any, before: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Outcome:
-    """Return the outcome of the graph.
-
-    Args:
-        binding: The placed model and optimizers.
-        arguments: The step's arguments.
-        result: The step's result.
-        before: Returns a tensor's local value from before the call.
-    """
+    """Return the outcome of the graph."""
     leaves, spec = pytree.tree_flatten(result)
     tensors: dict[str, torch.Tensor] = {}
     old: dict[str, torch.Tensor] = {}

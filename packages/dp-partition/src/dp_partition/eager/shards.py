@@ -66,14 +66,7 @@ def together(
 
 
 def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, reasons: dict[str, str]) -> Units:
-    """Plan units: repeated blocks and modules around the rest, each with all uses of its parameters.
-
-    Args:
-        reach: Models and optimizers.
-        parameters: Name -> parameter.
-        watch: Record of the first call.
-        reasons: Name -> reason to stay full, the same on all ranks.
-    """
+    """Plan units: repeated blocks and modules around the rest, each with all uses of its parameters."""
     full = together(reasons, reach, parameters, sorted(map(sorted, watch.combined)))
     names = {id(p): name for name, p in parameters.items()}
     units: list[nn.Module] = []

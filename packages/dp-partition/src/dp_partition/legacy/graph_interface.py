@@ -221,11 +221,7 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
 
 
 def build_data_parallel_strategies(
-    train_step_graph: GraphModule,
-    num_params: int,
-    num_states: int,
-    mesh: DeviceMesh,
-    batch_dim: int = 0,
+    train_step_graph: GraphModule, num_params: int, num_states: int, mesh: DeviceMesh, batch_dim: int = 0
 ) -> dict[fx.Node, StrategyType]:
     """Find all strategies for every node of a train step.
 

@@ -62,7 +62,6 @@ def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, 
 
 
 def erase_profiler(graph: fx.Graph) -> None:
-    """Drop the profiler ranges around optimizer steps."""
     for node in reversed(list(graph.nodes)):
         if is_op(node) and node.target.namespace == "profiler":
             graph.erase_node(node)

@@ -30,7 +30,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -234,6 +233,5 @@ def _home_by_style(
 
 
 def check_plan(plan: PartitionPlan) -> None:
-    """Raise all problems of a plan at once."""
     if plan.problems:
         raise PlanError(plan.problems, "the placements cannot be planned")

@@ -42,7 +42,6 @@ def collectives_digest(graph: fx.Graph) -> str:
 
 
 def batch_text(leaves: list[Any]) -> str:
-    """Return shapes and dtypes of tensors among arguments."""
     return ", ".join(f"{list(one.shape)} {one.dtype}" for one in leaves if isinstance(one, torch.Tensor))
 
 

@@ -127,10 +127,6 @@ def _reconcile_buffers(binding: Binding) -> None:
 def check_no_gradients(step_state: StepState, cleared: bool) -> None:
     """Refuse gradients on parameters that the step would add to.
 
-    Args:
-        step_state: The model and its optimizers.
-        cleared: The step clears gradients before its first backward.
-
     Raises:
         PlanError: ``python-state`` for each such parameter.
     """
@@ -148,14 +144,7 @@ def check_no_gradients(step_state: StepState, cleared: bool) -> None:
 
 
 def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizers: OptimizerReads) -> list[Any]:
-    """Return local tensors and numbers for the placeholders, in order.
-
-    Args:
-        binding: The placed model and optimizers.
-        program: The graph to run.
-        leaves: The step's arguments, flattened.
-        optimizers: The optimizers' contents at this call.
-    """
+    """Return local tensors and numbers for the placeholders, in order."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     params, buffers = binding.params, binding.step_state.buffers
     values: list[Any] = []

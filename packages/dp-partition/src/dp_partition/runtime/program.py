@@ -57,11 +57,9 @@ class Program:
 
     @property
     def module(self) -> fx.GraphModule:
-        """The partitioned graph."""
         return self.capture.module
 
     def run(self, inputs: list[Any]) -> Any:
-        """Return the graph's values for this rank's inputs."""
         if self.lowered is not None:
             return self.lowered(*inputs)
         if self.bound is None:
@@ -137,7 +135,6 @@ class Program:
         return {(index, dim): tensors[index].shape[dim] for index, dim in self.capture.sizes}
 
     def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
-        """Return the live numbers among a call's arguments."""
         return tuple([leaves[position] for position in self.capture.numbers])
 
     def has_new_size(self, leaves: list[Any]) -> bool:

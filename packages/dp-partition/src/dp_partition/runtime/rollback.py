@@ -43,7 +43,6 @@ class Snapshot:
         return self.found.get(id(tensor))
 
     def restore(self) -> None:
-        """Put tensors and values back."""
         for table, before in (*self.states, self.buffers):
             table.clear()
             table.update(before)  # the same dict: others hold it
@@ -78,7 +77,6 @@ def live_tensors(step_state: StepState, arguments: Any = ()) -> Iterator[tuple[s
 
 
 def state_name(optimizer: int, fqn: str, key: Any) -> str:
-    """Return the name of an optimizer's state entry for errors."""
     return f"{fqn} {key}" if optimizer == 0 else f"{fqn} {key} of optimizer {optimizer}"
 
 

@@ -29,7 +29,6 @@ from dp_partition.runtime.consensus import broadcast_from_first
 
 
 def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
-    """Return a rank's shard of a full tensor; a real shard has its own memory."""
     if not isinstance(placement, Shard):
         return tensor
     start, end = chunk_bounds(tensor.shape[placement.dim], world, rank)
@@ -43,7 +42,6 @@ def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placem
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -83,7 +81,6 @@ class Binding:
         self.storage_keys = storage_keys(self.params.values())
 
     def index_slots(self) -> None:
-        """Index the registrations of all tensors."""
         self.slots = list(self.step_state.slots())
         aliases = self.step_state.aliases
         self.param_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if p]
@@ -152,12 +149,10 @@ class Binding:
         return as_dtensor(local, like, self.mesh, plan.state)
 
     def local_state_shape(self, fqn: str) -> tuple[int, ...]:
-        """Return the local shape of state with the parameter's shape."""
         plan = self.plan[fqn]
         return local_shape(plan.info.shape, plan.state, self.world, self.rank)
 
     def install(self, params: dict[str, nn.Parameter], states: list[dict[str, dict[Any, Any]]]) -> None:
-        """Install parameters and state in module and optimizers."""
         fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
         for number, optimizer in enumerate(self.step_state.optimizers):
             state: defaultdict[torch.Tensor, Any] = defaultdict(dict)

@@ -138,7 +138,6 @@ class _Walk:
         self.plans[node] = NodePlan(output, inputs, kind if kind is not None else NodeType.NON_TENSOR)
 
     def spread(self, node: fx.Node, placement: Placement) -> OutputPlacement:
-        """Return the same placement for each of the node's outputs."""
         value = node.meta.get("val")
         if isinstance(value, tuple | list):
             return tuple(placement for _ in value)
@@ -302,7 +301,6 @@ def is_gradient(node: fx.Node) -> bool:
 
 
 def gradient_name(node: fx.Node) -> str:
-    """Return the name of the gradient's parameter."""
     if node.target is TAG_GRAD:
         return str(node.args[1]) if len(node.args) > 1 else ""
     return str(meta_of(node)["gradient"])

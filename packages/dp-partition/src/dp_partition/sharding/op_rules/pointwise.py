@@ -19,37 +19,12 @@ LINEAR_IN_ALL = frozenset(["add", "sub"])
 KEEPS_NORMS = frozenset(["clone", "_to_copy", "alias", "detach"])
 
 # Elementwise, but without torch's tag for it.
-EXTRA_POINTWISE = frozenset(
-    [
-        "_to_copy",
-        "native_dropout",
-        "copy",
-        "fill",
-        "zero",
-        "lift_fresh_copy",
-        "tag_grad",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "bernoulli",
-        "masked_fill",
-        "where",
-        "detach",
-        "hardtanh_backward",
-        "elu_backward",
-        "leaky_relu_backward",
-        "softplus_backward",
-        "alias",
-        "uniform",
-        "normal",
-        "exponential",
-        "hardswish_backward",
-        "hardsigmoid_backward",
-    ]
-)
+EXTRA_POINTWISE = frozenset([
+    "_to_copy", "native_dropout", "copy", "fill", "zero", "lift_fresh_copy", "tag_grad", "zeros_like", "ones_like",
+    "full_like", "empty_like", "rand_like", "randn_like", "bernoulli", "masked_fill", "where", "detach",
+    "hardtanh_backward", "elu_backward", "leaky_relu_backward", "softplus_backward", "alias", "uniform", "normal",
+    "exponential", "hardswish_backward", "hardsigmoid_backward",
+])  # fmt: skip
 _FACTORY_LIKE = frozenset(["zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"])
 
 

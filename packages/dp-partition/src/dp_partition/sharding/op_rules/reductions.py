@@ -60,7 +60,6 @@ def vector_norm(call: Call) -> Iterator[Candidate]:
 
 
 def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
-    """Yield candidates for the full norm of one tensor."""
     # The reduction of the shards' p-norms to the full one.
     partial: Placement = Partial("max" if order == math.inf else "min" if order == -math.inf else f"norm{order}")
     if call.placement_of(source) == partial:
@@ -73,7 +72,6 @@ def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
 
 @rule("_foreach_norm")
 def foreach_norm(call: Call) -> Iterator[Candidate]:
-    """A norm per tensor of a list."""
     order = float(call.arg(1, 2.0))
     inputs: dict[fx.Node, Placement] = {}
     outputs: list[OutputPlacement] = []
@@ -98,17 +96,9 @@ def stack_scalars(call: Call) -> Iterator[Candidate]:
 
 
 _ALONG = (
-    "_softmax",
-    "_log_softmax",
-    "_softmax_backward_data",
-    "_log_softmax_backward_data",
-    "sort",
-    "topk",
-    "cumsum",
-    "gather",
-    "scatter",
-    "scatter_add",
-)
+    "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "sort", "topk", "cumsum",
+    "gather", "scatter", "scatter_add",
+)  # fmt: skip
 
 
 @rule(*_ALONG)

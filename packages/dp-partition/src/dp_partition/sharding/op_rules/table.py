@@ -52,7 +52,6 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The operator's name without overload and in-place underscore."""
         return base_name(self.node)
 
     def arg(self, position: int, default: Any = None) -> Any:
@@ -70,12 +69,10 @@ class Call:
         return default
 
     def placement_of(self, node: Any) -> Placement:
-        """Return the placement of an input tensor."""
         state = self.states.get(node)
         return state if isinstance(state, Placement) else R
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the global shape of a node's tensor."""
         value = node.meta.get("val")
         return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
 
