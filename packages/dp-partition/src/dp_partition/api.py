@@ -183,8 +183,8 @@ class Step:
         if self._runner.eager is not None:
             hint = "capture='always' raises what keeps it from being traced"
             raise PlanError(Problem("not-traceable", self.name, found="the step runs eagerly", hint=hint))
-        if self._runner.latest is None:
-            raise self._runner.not_started()
+        self._runner.bound()  # not before the first call
+        assert self._runner.latest is not None
         module = self._runner.latest.with_local_values()
         module.recompile()  # passes change the graph, not its code
         return module

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +75,7 @@ class Runner:
         binding: The placed model and optimizers; None before the first call.
         eager: The step if it runs eagerly; None if it runs as a graph.
         may_switch: No choice of the caller needs a graph.
+        switches: The step runs eagerly where it cannot be a graph.
         before_trace: Python values from before a trace in the present call.
         has_agreed: Errors of the present call are raised on all ranks.
         values: Python values among the arguments of the last trace, by structure of the arguments and position.
@@ -99,6 +99,7 @@ class Runner:
         self.before_trace: PythonState | None = None
         self.has_agreed = False
         self.may_switch = share is None and not settings.needs_graph()
+        self.switches = self.may_switch and settings.capture == "auto"
         self.share = share
         self.reads = FunctionReads(function)
         self.binding: Binding | None = None
@@ -134,9 +135,10 @@ class Runner:
         is_first = self.has_agreed = self.binding is None
         if is_first and self.switches:
             # What only this rank sees (an iterator in its arguments) must move all ranks, before any of them traces.
-            reasons = [reason for reason in self.gather(self.untraceable(args, kwargs)) if reason]
-            if reasons:
-                return self.call_eagerly(reasons[0], args, kwargs)
+            reasons = [self.untraceable(args, kwargs)]
+            reasons = all_gather_objects(self.mesh, reasons[0], self.name) if self.mesh.size() > 1 else reasons
+            if any(reasons):
+                return self.call_eagerly(next(filter(None, reasons)), args, kwargs)
         try:
             result = self.call_graph(args, kwargs)
             self.before_trace = None  # it holds the step's objects
@@ -154,14 +156,6 @@ class Runner:
                 self.before_trace.restore(is_placed=True)  # this rank has traced: the call starts again
         # Outside of the handler: the error's frames hold parameters that are about to be replaced.
         return self.call_eagerly(reason, args, kwargs)
-
-    @property
-    def switches(self) -> bool:
-        """Return whether the step runs eagerly where it cannot be a graph."""
-        return self.may_switch and self.settings.capture == "auto"
-
-    def gather(self, value: str) -> list[str]:
-        return all_gather_objects(self.mesh, value, self.name) if self.mesh.size() > 1 else [value]
 
     def untraceable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the reason against a trace, known before anything runs; empty if there is none."""
@@ -235,7 +229,9 @@ class Runner:
             # Traced with another number of rows, so on a contiguous tensor; views of a strided one may not exist.
             leaves = [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs = bind_inputs(binding, program, leaves, optimizers)
-        with self.guarded(program, inputs):
+        originals = {label: inputs[position] for label, position in program.labels(("param", "state"))}
+        buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
+        with torch.no_grad(), without_autocast(), guarded(self.subject, originals, buffers):
             if gradients is None:
                 values = program.run(inputs)
             else:
@@ -243,14 +239,6 @@ class Runner:
                 gradients.update(noted)
         store_outputs(binding, program, values, call.leaves)
         return program.capture.returned.result(values)
-
-    @contextmanager
-    def guarded(self, program: Program, inputs: list[Any]) -> Iterator[None]:
-        """Run the block without autograd and autocast; undo the writes of a failure."""
-        originals = {label: inputs[position] for label, position in program.labels(("param", "state"))}
-        buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
-        with torch.no_grad(), without_autocast(), guarded(self.subject, originals, buffers):
-            yield
 
     @property
     def subject(self) -> str:
@@ -263,18 +251,11 @@ class Runner:
         return self if self.share is None else self.share.owner
 
     def bound(self) -> Binding:
-        """Return the placed model and optimizers.
-
-        Raises:
-            PlanError: Before the first call (code ``not-sharded``).
-        """
+        """Return the placed model and optimizers; raise ``not-sharded`` before the first call."""
         if self.binding is None:
-            raise self.not_started()
+            reason, hint = "nothing is placed yet", "call the step once"
+            raise PlanError(Problem("not-sharded", self.name, found=reason, hint=hint))
         return self.binding
-
-    def not_started(self) -> PlanError:
-        """Return the error for a use before the first call."""
-        return PlanError(Problem("not-sharded", self.name, found="nothing is placed yet", hint="call the step once"))
 
     def release(self) -> None:
         """Restore model and optimizer, and drop all programs.
@@ -366,19 +347,17 @@ class Runner:
         Raises:
             PlanError: ``python-state`` if a run of the step changed Python values it reads: its graph would not.
         """
-        if call.marked:
+        while call.marked or call.live:
             try:
                 return self.trace(step_state, plan, call, device)
-            except Exception as error:  # of any rule or kernel in need of a number
-                self.marked = call.marked = ()
-                reason = str(error).strip().splitlines()[-1]
-                text = f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}"
-                warnings.warn(text, stacklevel=2)
-        if call.live:
-            try:
-                return self.trace(step_state, plan, call, device)
-            except Exception:  # of any code in need of a constant: the trace without symbols names what is wrong
-                self.live[call.spec], call.live = None, frozenset()
+            except Exception as error:  # of any rule, kernel or code in need of a number: the next trace has one
+                if call.marked:
+                    self.marked = call.marked = ()
+                    reason = str(error).strip().splitlines()[-1]
+                    text = f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}"
+                    warnings.warn(text, stacklevel=2)
+                else:
+                    self.live[call.spec], call.live = None, frozenset()
         try:
             return self.trace(step_state, plan, call, device)
         except PlanError as error:
@@ -399,13 +378,13 @@ class Runner:
     ) -> Program:
         check_arguments(self.name, step_state.optimizers, call.leaves)
         self.num_traces += 1
-        before = self.python_state(step_state, call)
+        before = self.key_of(step_state, call)
         contents = PythonState(self.function, call.args, call.kwargs)
         try:
             program = build_program(self.function, call, step_state, plan, self.mesh, self.settings, device)
             changes = contents.changes()
             contents.restore_modules()  # before the key is computed again: a cache in an attribute is no state
-            self.check_python_state(before, self.python_state(step_state, call), changes)
+            self.check_python_state(before, self.key_of(step_state, call), changes)
         except Exception as error:
             contents.restore()
             if isinstance(error, PlanError) or not asks_for_values(error):
@@ -414,13 +393,9 @@ class Runner:
         self.before_trace = contents
         return program
 
-    def python_state(self, step_state: StepState, call: CallArguments) -> Any:
-        """Return a fingerprint of the step's inputs beside tensors, as they are now."""
-        return self.key_of(step_state, call, read_optimizers(step_state.optimizers))
-
-    def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads) -> Any:
-        """Return everything that a trace for this call depends on."""
-        return program_key(step_state, call, self.reads, optimizers)
+    def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads | None = None) -> Any:
+        """Return everything that a trace for this call depends on, as it is now."""
+        return program_key(step_state, call, self.reads, optimizers or read_optimizers(step_state.optimizers))
 
     def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
         """Raise if running the step changed what it reads, or a counter of an object. Its graph would not."""

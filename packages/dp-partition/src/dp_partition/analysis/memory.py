@@ -52,8 +52,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """Position of the node with the most live memory."""
-        totals = self.totals
-        return max(range(len(totals)), key=totals.__getitem__) if totals else 0
+        return max(range(len(self.live)), key=self.totals.__getitem__, default=0)
 
     @property
     def peak_bytes(self) -> int:

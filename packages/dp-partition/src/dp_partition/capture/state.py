@@ -142,17 +142,13 @@ def _check_optimizers(step_state: StepState) -> None:
             reason = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
             hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
             problems.append(Problem("not-traceable", f"optimizer {number}", found=reason, hint=hint))
+        hint = "pass the module that holds it as an argument of the train step"
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if id(param) not in in_models:
-                    problems.append(
-                        Problem(
-                            "parameter-not-in-module",
-                            f"optimizer {number} group {group_index} parameter {index}",
-                            found=f"tensor of shape {tuple(param.shape)} that no module argument holds",
-                            hint="pass the module that holds it as an argument of the train step",
-                        )
-                    )
+                    name = f"optimizer {number} group {group_index} parameter {index}"
+                    reason = f"tensor of shape {tuple(param.shape)} that no module argument holds"
+                    problems.append(Problem("parameter-not-in-module", name, found=reason, hint=hint))
     if problems:
         raise PlanError(problems)
 

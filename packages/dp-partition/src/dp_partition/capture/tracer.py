@@ -315,8 +315,9 @@ def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
 
 def asks_for_values(error: Exception) -> bool:
     """Return True if a trace failed for lack of a value."""
-    words = ("data-dependent", "DataDependent", "DynamicOutputShape", "unbacked", "Tensor-likes", "FakeTensor", "symbolic")
-    return any(word in f"{type(error).__name__}: {error}" for word in words)
+    text = f"{type(error).__name__}: {error}"
+    words = ("data-dependent", "DataDependent", "DynamicOutputShape", "unbacked", "Tensor-likes", "FakeTensor")
+    return any(word in text for word in (*words, "symbolic"))
 
 
 def user_line(error: BaseException) -> str:

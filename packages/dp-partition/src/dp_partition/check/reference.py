@@ -306,13 +306,9 @@ def live_outcome(
 ) -> Outcome:
     """Return the outcome of the graph."""
     leaves, spec = pytree.tree_flatten(result)
-    tensors: dict[str, torch.Tensor] = {}
-    old: dict[str, torch.Tensor] = {}
-    for name, _, _, tensor in live_tensors(binding.step_state, arguments):
-        tensors[name] = local_tensor(tensor.detach())
-        value = before(tensor)
-        if value is not None:
-            old[name] = value
+    live = {name: tensor for name, _, _, tensor in live_tensors(binding.step_state, arguments)}
+    old = {name: value for name, tensor in live.items() if (value := before(tensor)) is not None}
+    tensors = {name: local_tensor(tensor.detach()) for name, tensor in live.items()}
     outcome = Outcome(leaves, spec, tensors, old, numbers_of(binding.step_state))
     outcome.add_gradients(argument_gradients(arguments, torch.Tensor.detach))
     return outcome

@@ -42,7 +42,18 @@ class Difference:
 
 def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
     """Return values with differences beyond usual rounding; results first."""
-    mismatches = _result_differences(graph, reference)
+    mismatches: list[Difference] = []
+    if len(graph.leaves) != len(reference.leaves):
+        counts = f"{len(graph.leaves)} values, expected {len(reference.leaves)}"
+        mismatches.append(Difference("result", math.inf, counts))
+    for index, (got, want) in enumerate(zip(graph.leaves, reference.leaves, strict=False)):
+        name = "result" if len(graph.leaves) == 1 else f"result {index}"
+        if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
+            error = relative_error(got, want)
+            if error > tolerance(want):
+                mismatches.append(Difference(name, error, first_difference(got, want)))
+        elif not _equal(got, want):
+            mismatches.append(Difference(name, _number_error(got, want), f"{got!r:.80}, expected {want!r:.80}"))
     largest: dict[str, float] = {}  # root mean square of the step's changes, by the name of the state entry
     for name, value in reference.tensors.items():
         start = reference.before.get(name)
@@ -68,22 +79,6 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
 def _kind(name: str) -> str:
     """Return the key of a state entry; empty for parameters and buffers."""
     return name.partition(" ")[2]
-
-
-def _result_differences(graph: Outcome, reference: Outcome) -> list[Difference]:
-    if len(graph.leaves) != len(reference.leaves):
-        counts = f"{len(graph.leaves)} values, expected {len(reference.leaves)}"
-        return [Difference("result", math.inf, counts)]
-    mismatches = []
-    for index, (got, want) in enumerate(zip(graph.leaves, reference.leaves, strict=True)):
-        name = "result" if len(graph.leaves) == 1 else f"result {index}"
-        if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
-            error = relative_error(got, want)
-            if error > tolerance(want):
-                mismatches.append(Difference(name, error, first_difference(got, want)))
-        elif not _equal(got, want):
-            mismatches.append(Difference(name, _number_error(got, want), f"{got!r:.80}, expected {want!r:.80}"))
-    return mismatches
 
 
 def measure(name: str, one: Outcome, reference: Outcome) -> float:

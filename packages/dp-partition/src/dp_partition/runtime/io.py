@@ -33,7 +33,20 @@ def reconcile(binding: Binding) -> OptimizerReads:
             names of a buffer stands for another one now.
     """
     _check_structure(binding)
-    _reconcile_buffers(binding)
+    step_state = binding.step_state
+    for fqn, module, attribute, name in binding.buffer_slots:
+        now, hint = module._buffers.get(attribute), "call release() on the step first"
+        if now is None:
+            reason = "is None, and was a tensor when the step was placed"
+            raise PlanError(Problem("model-changed", fqn, found=reason, hint=hint))
+        if now is step_state.buffers[name]:
+            continue
+        if fqn != name:
+            reason = f"is no longer the buffer that {name} is"
+            raise PlanError(Problem("tied-weights", fqn, found=reason, hint=hint))
+        step_state.buffers[name] = now
+        if overlaps := shared_memory(step_state.buffers):
+            raise PlanError(overlaps)
     problems: list[Problem] = []
     index = states_by_id(binding.step_state.optimizers)
     for number, optimizer in enumerate(binding.step_state.optimizers):
@@ -103,25 +116,6 @@ def _check_structure(binding: Binding) -> None:
         raise PlanError([Problem("model-changed", name, found=change, hint=hint) for name, change in changes])
     binding.index_slots()
     binding.built = binding.step_state.reads.structure
-
-
-def _reconcile_buffers(binding: Binding) -> None:
-    step_state = binding.step_state
-    for fqn, module, attribute, name in binding.buffer_slots:
-        now = module._buffers.get(attribute)
-        if now is None:
-            hint = "call release() on the step first"
-            reason = "is None, and was a tensor when the step was placed"
-            raise PlanError(Problem("model-changed", fqn, found=reason, hint=hint))
-        if now is step_state.buffers[name]:
-            continue
-        if fqn != name:
-            reason, hint = f"is no longer the buffer that {name} is", "call release() on the step first"
-            raise PlanError(Problem("tied-weights", fqn, found=reason, hint=hint))
-        step_state.buffers[name] = now
-        problems = shared_memory(step_state.buffers)
-        if problems:
-            raise PlanError(problems)
 
 
 def check_no_gradients(step_state: StepState, cleared: bool) -> None:

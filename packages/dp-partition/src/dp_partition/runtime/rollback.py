@@ -24,8 +24,7 @@ class Snapshot:
     def __init__(self, binding: Binding, arguments: Any) -> None:
         self.entries: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
         self.states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        for name, container, key, tensor in live_tensors(binding.step_state, arguments):
-            del name
+        for _, container, key, tensor in live_tensors(binding.step_state, arguments):
             self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
         for optimizer in binding.step_state.optimizers:
             self.states += [(state, dict(state)) for state in optimizer.state.values()]
