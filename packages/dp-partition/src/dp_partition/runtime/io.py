@@ -34,16 +34,16 @@ def reconcile(binding: Binding) -> OptimizerReads:
     """
     _check_structure(binding)
     step_state = binding.step_state
-    for fqn, module, attribute, name in binding.buffer_slots:
+    for slot, module, attribute, name in binding.buffer_slots:
         now, hint = module._buffers.get(attribute), "call release() on the step first"
         if now is None:
             reason = "is None, and was a tensor when the step was placed"
-            raise PlanError(Problem("model-changed", fqn, found=reason, hint=hint))
+            raise PlanError(Problem("model-changed", slot, found=reason, hint=hint))
         if now is step_state.buffers[name]:
             continue
-        if fqn != name:
+        if slot != name:
             reason = f"is no longer the buffer that {name} is"
-            raise PlanError(Problem("tied-weights", fqn, found=reason, hint=hint))
+            raise PlanError(Problem("tied-weights", slot, found=reason, hint=hint))
         step_state.buffers[name] = now
         if overlaps := shared_memory(step_state.buffers):
             raise PlanError(overlaps)
