@@ -195,7 +195,7 @@ class _Pickler(pickle.Pickler):
             return weakref.ref, (_Nothing if target is None else target,)
         # These drop attributes when pickled (hooks, the scale of a running step), or refuse (parametrizations).
         if isinstance(obj, torch.nn.Module | Optimizer | torch.amp.GradScaler):
-            return object.__new__, (kind,), vars(obj), None, None, lambda new, own: new.__dict__.update(own)
+            return object.__new__, (kind,), vars(obj), None, None, _fill_object
         return NotImplemented
 
 
@@ -218,6 +218,10 @@ def is_importable(function: types.FunctionType) -> bool:
     for part in function.__qualname__.split("."):
         target = getattr(target, part, None)
     return target is function or (function.__closure__ is None and not function.__defaults__ and not vars(function))
+
+
+def _fill_object(new: Any, attributes: dict[str, Any]) -> None:
+    vars(new).update(attributes)
 
 
 def _fill_function(function: Any, state: tuple[Any, ...]) -> None:

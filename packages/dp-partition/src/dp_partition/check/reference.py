@@ -28,7 +28,7 @@ from dp_partition.check.gradients import (
     NotComparableError,
     PeerStoppedError,
 )
-from dp_partition.mesh import shard_group, shard_rank, shard_world
+from dp_partition.mesh import shard_group, shard_world
 from dp_partition.plan.placements import chunk_bounds
 from dp_partition.plan.settings import Settings
 from dp_partition.runtime.rollback import live_tensors, state_name
@@ -297,7 +297,7 @@ def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.T
     if not isinstance(placement, Shard):
         return tensor
     size = tensor.shape[placement.dim]
-    start, end = chunk_bounds(size, shard_world(binding.mesh), shard_rank(binding.mesh))
+    start, end = chunk_bounds(size, binding.world, binding.rank)
     return tensor.narrow(placement.dim, start, end - start)
 
 

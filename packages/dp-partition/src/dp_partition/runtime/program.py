@@ -36,6 +36,7 @@ class Program:
         guard_values: Hyperparameters and numbers of the last guard check without a violation.
         checked_numbers: Numbers of its checked calls.
         checked_sizes: Sizes of its checked calls, with tensor and dim.
+        noting: The same graph, with copies of its gradients and their names; made at the first check.
         is_checked: A check by execution has run it.
         is_new: The tracing call has not run it yet.
         labelled: Inputs by their kinds, as cached by `labels`.
@@ -53,6 +54,7 @@ class Program:
     is_new: bool = False
     lowered: Lowered | None = None
     bound: fx.GraphModule | None = None
+    noting: tuple[fx.GraphModule, list[str]] | None = None
     labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
 
     @property
@@ -80,17 +82,20 @@ class Program:
         """Return the graph's values, and copies of gradients by name, as seen by their first reader."""
         if self.lowered is not None:
             return self.lowered(*inputs), {}  # values between its compiled pieces are not accessible
-        graph = self.for_backend()
-        noted: dict[str, fx.Node] = {}
-        for node in list(graph.nodes):
-            leaves = pytree.tree_leaves((node.args, node.kwargs))
-            for place, name, _ in meta_of(node).get("reads", ()):
-                with graph.inserting_before(node):  # clipping writes them in place
-                    noted[name] = graph.call_function(torch.ops.aten.clone.default, (leaves[place],))
-        output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        output.args = ((output.args[0], list(noted.values())),)
-        values, gradients = self.execute(fx.GraphModule(self.module, graph), inputs)
-        return values, dict(zip(noted, gradients, strict=True))
+        if self.noting is None:  # its code takes longer to make than a checked call
+            graph = self.for_backend()
+            noted: dict[str, fx.Node] = {}
+            for node in [node for node in graph.nodes if "reads" in meta_of(node)]:
+                leaves = pytree.tree_leaves((node.args, node.kwargs))
+                for place, name, _ in meta_of(node)["reads"]:
+                    with graph.inserting_before(node):  # clipping writes them in place
+                        noted[name] = graph.call_function(torch.ops.aten.clone.default, (leaves[place],))
+            output = next(node for node in reversed(graph.nodes) if node.op == "output")
+            output.args = ((output.args[0], list(noted.values())),)
+            self.noting = fx.GraphModule(self.module, graph), list(noted)
+        module, names = self.noting
+        values, gradients = self.execute(module, inputs)
+        return values, dict(zip(names, gradients, strict=True))
 
     @cached_property
     def communicates(self) -> bool:
