@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.arguments import CallArguments
-from dp_partition.capture.fakes import Input
 from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
@@ -87,9 +86,9 @@ def capture_single_device(
     capture = trace_step(function, call, step_state, scale, device)
     if accumulate > 1:  # micro-batches are the graph's own tensors: arguments get no gradients (the last outputs)
         (output,) = [node for node in capture.module.graph.nodes if node.op == "output"]
-        num_outputs = sum(entry.kind != "argument" for entry in capture.outputs)
+        num_outputs = sum(entry.kind != "argument" for entry in capture.returned.outputs)
         output.args = (list(output.args[0])[:num_outputs],)
-        del capture.outputs[num_outputs:]
+        del capture.returned.outputs[num_outputs:]
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
     normalize(capture)
     capture.gradients.update(gradient_name(node) for node in capture.module.graph.nodes if is_gradient(node))
@@ -180,7 +179,14 @@ def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> 
         if node.op != "placeholder":
             continue
         entry = meta_of(node)["input"]
-        homes.placements[node] = _home(node, entry, plan, batch)
+        home: Placement = Replicate()
+        if entry.kind == "param":
+            home = plan[entry.name].param
+        elif entry.kind == "state" and tuple(node.meta["val"].shape) == plan[entry.name].info.shape:
+            home = plan[entry.name].state
+        elif entry.kind == "arg" and (isinstance(batch, RankLocal) or node.meta["val"].ndim > 0):
+            home = batch
+        homes.placements[node] = home
         if entry.kind in _TYPES:
             homes.types[node] = _TYPES[entry.kind]
         if entry.kind in ("hyper", "number") and isinstance(node.meta["val"], torch.Tensor):
@@ -188,17 +194,6 @@ def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> 
     grads = {param.info.name: param.grad for param in plan.params}
     homes.grad_home = lambda name, shape: grads[name]
     return homes
-
-
-def _home(node: fx.Node, entry: Input, plan: PartitionPlan, batch: Placement) -> Placement:
-    if entry.kind == "param":
-        return plan[entry.name].param
-    if entry.kind == "state":
-        like = plan[entry.name]
-        return like.state if tuple(node.meta["val"].shape) == like.info.shape else Replicate()
-    if entry.kind == "arg" and (isinstance(batch, RankLocal) or node.meta["val"].ndim > 0):
-        return batch
-    return Replicate()
 
 
 def place_new_values(
@@ -209,7 +204,7 @@ def place_new_values(
     arguments = {meta_of(node)["input"].name: node for node in homes.placements if kind_of(node) == "arg"}
     values = output.args[0]
     assert isinstance(values, list | tuple)
-    for value, entry in zip(values, capture.outputs, strict=True):
+    for value, entry in zip(values, capture.returned.outputs, strict=True):
         if entry.kind == "state" and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor):
             like = plan[entry.name]
             same = tuple(value.meta["val"].shape) == like.info.shape

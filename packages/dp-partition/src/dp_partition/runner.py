@@ -17,7 +17,7 @@ from dp_partition._shared.consensus import all_gather_objects, capture_errors, r
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree, without_autocast
 from dp_partition.backends.inductor import check_inductor, lower
-from dp_partition.capture.arguments import CallArguments, check_arguments, closing, read_arguments
+from dp_partition.capture.arguments import CallArguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.python_state import PythonState
@@ -29,7 +29,7 @@ from dp_partition.eager.step import EagerStep
 from dp_partition.mesh import num_replicas, shard_world
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import DataParallelStyle
-from dp_partition.plan.plan import ParamPlan, PartitionPlan, TensorInfo, check_plan, plan_placements
+from dp_partition.plan.plan import ParamPlan, PartitionPlan, TensorInfo, plan_placements
 from dp_partition.plan.settings import Settings
 from dp_partition.runtime.consensus import (
     agree_on,
@@ -327,7 +327,8 @@ class Runner:
             replicas=num_replicas(self.mesh),
             reduction=self.settings.reduction(),
         )
-        check_plan(plan)
+        if plan.problems:
+            raise PlanError(plan.problems, "the placements cannot be planned")
         return plan
 
     def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
@@ -376,7 +377,10 @@ class Runner:
     def trace(
         self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
     ) -> Program:
-        check_arguments(self.name, step_state.optimizers, call.leaves)
+        if step_state.optimizers and any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in call.leaves):
+            reason = "a tensor with a grad_fn: its backward pass would leave the step"
+            hint = "pass tensor.detach(), or run what makes it in the step"
+            raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint))
         self.num_traces += 1
         before = self.key_of(step_state, call)
         contents = PythonState(self.function, call.args, call.kwargs)

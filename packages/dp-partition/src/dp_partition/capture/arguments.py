@@ -91,17 +91,6 @@ def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return CallArguments(args, kwargs, leaves, spec)
 
 
-def check_arguments(name: str, optimizers: list[Optimizer], leaves: list[Any]) -> None:
-    """Refuse tensors from a module outside: no gradient of the graph continues into it.
-
-    Raises:
-        PlanError: ``unsupported-argument``, if the step trains.
-    """
-    if optimizers and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
-        reason = "a tensor with a grad_fn: its backward pass would leave the step"
-        raise _refused(name, reason, "pass tensor.detach(), or run what makes it in the step")
-
-
 def _open_leaves(name: str, leaves: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten([_open(name, leaf) for leaf in leaves], spec)
 

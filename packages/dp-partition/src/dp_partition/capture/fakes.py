@@ -122,28 +122,15 @@ def make_fakes(
 
 
 def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
-    inputs: list[Input] = []
-    flat: list[torch.Tensor] = []
-
-    def add(entry: Input, tensor: torch.Tensor) -> None:
-        inputs.append(entry)
-        flat.append(tensor)
-
-    for fqn, param in fakes.params.items():
-        add(Input("param", fqn), param)
-    for fqn, buffer in fakes.buffers.items():
-        add(Input("buffer", fqn), buffer)
+    pairs: list[tuple[Input, torch.Tensor]] = [(Input("param", fqn), param) for fqn, param in fakes.params.items()]
+    pairs += [(Input("buffer", fqn), buffer) for fqn, buffer in fakes.buffers.items()]
     for (number, fqn), state in fakes.states.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                add(Input("state", fqn, key, number), value)
-    for hyper, scalar in fakes.hyperparameters.items():
-        add(Input("hyper", hyper.label, hyper=hyper), scalar)
-    for position, scalar in fakes.given.items():
-        add(Input("number", str(position)), scalar)
-    for index, tensor in enumerate(fakes.args):
-        add(Input("arg", str(index)), tensor)
-    return inputs, flat
+        entries = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+        pairs += [(Input("state", fqn, key, number), value) for key, value in entries]
+    pairs += [(Input("hyper", hyper.label, hyper=hyper), scalar) for hyper, scalar in fakes.hyperparameters.items()]
+    pairs += [(Input("number", str(position)), scalar) for position, scalar in fakes.given.items()]
+    pairs += [(Input("arg", str(index)), tensor) for index, tensor in enumerate(fakes.args)]
+    return [entry for entry, _ in pairs], [tensor for _, tensor in pairs]
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from dp_partition.capture.fakes import REACHED, Input, check_memory, flatten_inp
 from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
 from dp_partition.capture.lengths import Sizes, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
-from dp_partition.capture.outputs import Output, Returned, collect_outputs
+from dp_partition.capture.outputs import Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
 from dp_partition.capture.state import StepState, keyless_state
@@ -76,10 +76,6 @@ class Capture:
     trained: dict[str, bool] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def outputs(self) -> list[Output]:
-        return self.returned.outputs
 
 
 class _Tracing:

@@ -56,19 +56,22 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
             mismatches.append(Difference(name, _number_error(got, want), f"{got!r:.80}, expected {want!r:.80}"))
     # Most tensors are equal to the last bit, which one kernel tells.
     unequal = {name: want for name, want in reference.tensors.items() if not _is_same(graph.tensors.get(name), want)}
-    largest: dict[str, float] = {}  # root mean square of the step's changes, by the name of the state entry
+    largest: dict[
+        str, float
+    ] = {}  # root mean square of the step's changes, by the key of a state entry; "" for parameters
     for name, value in reference.tensors.items() if unequal else ():
         start = reference.before.get(name)
         if value.numel() and value.is_floating_point() and start is not None and start.shape == value.shape:
-            change = (value.double() - start.double()).nan_to_num(0.0, 0.0, 0.0)
-            largest[_kind(name)] = max(largest.get(_kind(name), 0.0), float(change.square().mean().sqrt()))
+            change, kind = (value.double() - start.double()).nan_to_num(0.0, 0.0, 0.0), name.partition(" ")[2]
+            largest[kind] = max(largest.get(kind, 0.0), float(change.square().mean().sqrt()))
     for name, want in unequal.items():
         if name not in graph.tensors:
             mismatches.append(Difference(name, math.inf, "the graph makes no such state"))
             continue
         got, before = graph.tensors[name], reference.before.get(name)
         # Rounding of other values that cancel to (nearly) nothing here, for example in the gradient of a centred bias.
-        floor = _ROUNDING.get(want.dtype, 1.2e-7) * largest.get(_kind(name), 0.0) * math.sqrt(want.numel())
+        typical = largest.get(name.partition(" ")[2], 0.0)
+        floor = _ROUNDING.get(want.dtype, 1.2e-7) * typical * math.sqrt(want.numel())
         error = relative_error(got, want, before=before, noise=floor)
         if error > tolerance(want):
             mismatches.append(Difference(name, error, first_difference(got, want)))
@@ -81,11 +84,6 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
 def _is_same(got: torch.Tensor | None, want: torch.Tensor) -> bool:
     is_like = got is not None and (got.dtype, got.device, got.shape) == (want.dtype, want.device, want.shape)
     return is_like and torch.equal(got, want)  # type: ignore[arg-type]
-
-
-def _kind(name: str) -> str:
-    """Return the key of a state entry; empty for parameters and buffers."""
-    return name.partition(" ")[2]
 
 
 def measure(name: str, one: Outcome, reference: Outcome) -> float:

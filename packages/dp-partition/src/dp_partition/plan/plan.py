@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dp_partition._shared.page import human_bytes
-from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._shared.problems import Problem
 from dp_partition.plan.placements import DataParallelStyle, describe, local_shape
 
 FORMAT = 1
@@ -230,8 +230,3 @@ def _home_by_style(
         return full, full, full, f"dim 0 of size {info.shape[0]} does not divide by {world}"
     uneven = "" if info.shape[0] % world == 0 else f", padded: dim 0 of size {info.shape[0]}"
     return shard, shard, shard, f"style{uneven}"
-
-
-def check_plan(plan: PartitionPlan) -> None:
-    if plan.problems:
-        raise PlanError(plan.problems, "the placements cannot be planned")

@@ -32,8 +32,17 @@ def reconcile(binding: Binding) -> OptimizerReads:
             other placements, ``shape-mismatch`` for state of another shape than before, ``tied-weights`` if one of two
             names of a buffer stands for another one now.
     """
-    _check_structure(binding)
     step_state = binding.step_state
+    # The model's tensors are compared with the placed ones, by name. After other changes they are indexed again.
+    if step_state.reads.look() or binding.built is not step_state.reads.structure:
+        before, after = ({fqn for fqn, *_ in slots} for slots in (binding.slots, step_state.slots()))
+        if after != before:
+            hint = "call release() on the step first"
+            changes = [(name, "was not there when the step was placed") for name in sorted(after - before)]
+            changes += [(name, "is not there any more") for name in sorted(before - after)]
+            raise PlanError([Problem("model-changed", name, found=change, hint=hint) for name, change in changes])
+        binding.index_slots()
+        binding.built = step_state.reads.structure
     for slot, module, attribute, name in binding.buffer_slots:
         now, hint = module._buffers.get(attribute), "call release() on the step first"
         if now is None:
@@ -104,20 +113,6 @@ def _reconcile_state(
     return problems
 
 
-def _check_structure(binding: Binding) -> None:
-    """Compare the model's tensors with the placed ones, by name. After other changes index them again."""
-    if not binding.step_state.reads.look() and binding.built is binding.step_state.reads.structure:
-        return
-    before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.step_state.slots()))
-    if now != before:
-        hint = "call release() on the step first"
-        changes = [(name, "was not there when the step was placed") for name in sorted(now - before)]
-        changes += [(name, "is not there any more") for name in sorted(before - now)]
-        raise PlanError([Problem("model-changed", name, found=change, hint=hint) for name, change in changes])
-    binding.index_slots()
-    binding.built = binding.step_state.reads.structure
-
-
 def check_no_gradients(step_state: StepState, cleared: bool) -> None:
     """Refuse gradients on parameters that the step would add to.
 
@@ -166,7 +161,9 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
         module.training = mode
     for name, trained in program.capture.trained.items():
         binding.params[name].requires_grad_(trained)
-    for value, entry, placement in zip(values, program.capture.outputs, program.output_placements, strict=True):
+    for value, entry, placement in zip(
+        values, program.capture.returned.outputs, program.output_placements, strict=True
+    ):
         if entry.kind == "buffer":
             for _, module, attribute, name in binding.buffer_slots:  # under all of its names
                 if name == entry.name:
