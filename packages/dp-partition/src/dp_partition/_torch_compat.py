@@ -103,7 +103,7 @@ def without_looks_at_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def symbolic_math() -> Iterator[None]:
-    """Let functions of ``math`` take symbols, and a symbol's text be its value's, by a guard.
+    """Let functions of ``math`` take symbols, and give a symbol its value's text, by a guard.
 
     For other code they compute what they did: symbols exist in the tracing thread alone.
     """
@@ -194,7 +194,7 @@ def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
 
 
 def trace_options() -> dict[str, Any]:
-    """Return options of make_fx: no names of torch functions on nodes, as they need a mode."""
+    """Return options of make_fx: no torch functions on nodes, as they need a mode."""
     name = "_disable_torch_fn_metadata_mode"
     return {name: True} if name in inspect.signature(make_fx).parameters else {}
 
@@ -234,7 +234,7 @@ def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
 
 @contextlib.contextmanager
 def without_hooks_of(root: torch.nn.Module, *sources: str) -> Iterator[None]:
-    """Remove hooks of some packages from modules for the block, and restore them in their order."""
+    """Remove hooks of some packages for the block, and restore them in their order."""
     tables = [t for m in root.modules() for key, t in vars(m).items() if "_hooks" in key and isinstance(t, dict)]
     before = [(table, dict(table)) for table in tables if any(_is_from(hook, sources) for hook in table.values())]
     for table, hooks in before:

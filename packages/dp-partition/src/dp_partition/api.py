@@ -1,4 +1,4 @@
-"""The front end: `compile` makes a data-parallel step of a train step written for one device."""
+"""The front end: `compile` makes a train step for one device data-parallel."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Estimate:
         return json.dumps(data, sort_keys=True)
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Write live memory over the graph's nodes as an SVG picture, coloured by kind of tensor."""
+        """Write live memory over the graph's nodes as an SVG picture, by kind of tensor."""
         wide, high, peak = 960.0, 320.0, max(self.peak_bytes, 1)  # no division by zero
         step, below = wide / max(len(self.memory.live), 1), [0] * len(self.memory.live)
         shapes = [f'<text y="14">{escape(self.name)}, rank {self.rank}: peak {human_bytes(peak)}</text>']

@@ -89,7 +89,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return True if the node writes memory, draws numbers or communicates, and so is never dead."""
+    """Return True if the node writes, draws or communicates, and so is never dead."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":

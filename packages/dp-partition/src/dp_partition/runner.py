@@ -1,4 +1,4 @@
-"""Behind a `Step`: the first call plans, traces and places; later calls find their program, or trace another."""
+"""Behind a `Step`: the first call traces and places; later ones find their program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from dp_partition.runtime.consensus import (
     agree_on,
     announce,
     are_all_announced,
-    batch_text,
     collectives_digest,
     largest_of,
 )
@@ -308,7 +307,7 @@ class Runner:
             "collectives": collectives_digest(program.module.graph),
         }
         if self.settings.semantics == "global":
-            facts["batch"] = batch_text(leaves)
+            facts["batch"] = ", ".join(f"{list(x.shape)} {x.dtype}" for x in leaves if isinstance(x, torch.Tensor))
         return facts
 
     def plan_for(self, step_state: StepState, world: int) -> PartitionPlan:
@@ -484,7 +483,8 @@ class Runner:
         is_alone = self.mesh.size() == 1
         communicates = not is_alone and self.latest is not None and self.latest.communicates
         if self.settings.dynamic and self.settings.check != "never":
-            is_new = is_traced or (attempted is not None and attempted[1].has_new_size(attempted[0].leaves))
+            sizes = {} if attempted is None else attempted[1].sizes_of(attempted[0].leaves)
+            is_new = is_traced or (attempted is not None and not attempted[1].checked_sizes.issuperset(sizes.items()))
             # A graph may be wrong for a length that it meets first, at any call and on any rank, and a check
             # communicates: all ranks or none. So one number a call is exchanged, and of marked steps alone.
             news = is_new + is_traced
@@ -522,7 +522,7 @@ class Runner:
 
     @property
     def trace_label(self) -> str:
-        """Text for a trace in this call, common to all ranks; empty if they have none."""
+        """Text for a trace in this call, common to all ranks; empty without one."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
 
 

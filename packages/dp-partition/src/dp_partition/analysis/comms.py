@@ -116,7 +116,7 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def explain_sums(messages: tuple[Message, ...]) -> list[str]:
-    """One line for each kind of collective: how many a step issues, and the bytes that a rank sends by them."""
+    """Return a line for each kind of collective: number and bytes sent by a rank."""
     lines = []
     for kind in dict.fromkeys(message.kind for message in messages):
         sizes = [message.sent_bytes for message in messages if message.kind == kind]

@@ -1,4 +1,4 @@
-"""Inductor: what a rank's graph computes between collectives is compiled, everything else runs as it is.
+"""Inductor: compute between a graph's collectives is compiled, everything else runs as it is.
 
 Pieces stand in the order of the graph, so collectives, random numbers and writes keep theirs. Views pass from piece to
 piece: torch's standalone compile knows which of its inputs share memory. The optimizer runs as it is, and so does what

@@ -1,4 +1,4 @@
-"""Arguments that are objects: dataclasses and mappings are opened, so their tensors are inputs of the graph.
+"""Objects as arguments: tensors in dataclasses and mappings become inputs of the graph.
 
 Pytree opens registered types only (lists, dicts, named tuples, Hugging Face's outputs). A dataclass, a
 ``UserDict`` or a ``BatchEncoding`` is a leaf to it, and would be a constant of the trace. Such a leaf is replaced by an

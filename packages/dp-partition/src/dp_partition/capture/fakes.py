@@ -1,4 +1,4 @@
-"""Fakes in place of a step's tensors while it is traced; the tensors are restored afterwards."""
+"""Fakes in place of a step's tensors during a trace; the tensors are restored afterwards."""
 
 from __future__ import annotations
 

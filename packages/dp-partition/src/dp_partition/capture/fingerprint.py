@@ -1,4 +1,4 @@
-"""Fingerprints of the Python values read by a step beside tensors: part of a trace's key.
+"""Fingerprints of the Python values read by a step: part of a trace's key.
 
 A trace burns these values in, so a call finds its trace only if all of them are unchanged. Covered are
 the step's arguments, attributes of modules, and values read by the step's function and the functions it names: cells,
@@ -62,7 +62,7 @@ class ById:
 def fingerprint(
     values: Iterable[Any], names: Collection[str] | None = None, placed: Collection[int] = ()
 ) -> tuple[Any, ...]:
-    """Return a flat, hashable picture of values: types, plain values, and the members of containers and settings.
+    """Return a flat, hashable picture of values: types, plain values, members of containers and settings.
 
     Args:
         values: Any objects; each is entered once, so that a config which many modules share costs once.
@@ -120,7 +120,7 @@ def _key_token(key: Any) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Return True for an array of NumPy, or of a library with the same memory interface."""
+    """Return True for an array of NumPy, or of one with its memory interface."""
     return hasattr(type(value), "__array_interface__")
 
 
@@ -233,7 +233,7 @@ def names_used(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
-    """Return the names in a module's `forward` and in the methods and functions called by it."""
+    """Return the names in a module's `forward` and in what is called by it."""
     if owner not in _forward_names:
         _forward_names[owner] = frozenset(FunctionReads(owner.forward, owner).names)
     return _forward_names[owner]

@@ -1,4 +1,4 @@
-"""Outputs of a step's graph: its results, and new tensors in the place of old ones."""
+"""Outputs of a step's graph: its results, and new tensors for old ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walk over all objects within reach of a step: arguments, bound objects, closures, globals in its code.
+"""Walk over all objects within reach of a step: arguments, bound objects, closures, globals.
 
 A step may keep its model and optimizers in its arguments, in ``self``, a closure or a global.
 """
@@ -31,7 +31,7 @@ _DEPTH = 8
 
 
 class Reach:
-    """Objects within reach of a step, in one order on all ranks with the same script.
+    """Objects within reach of a step, in the same order on all ranks.
 
     Args:
         roots: The step's function and its arguments.

@@ -99,7 +99,24 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         modules = [("", modules[0][1])]
     step_state = StepState(modules, optimizers, is_reached=is_reached)
     index_tensors(step_state)
-    _check_optimizers(step_state)
+    in_models = {id(param) for param in step_state.params.values()}
+    problems = keyless_state(step_state.optimizers)
+    for number, optimizer in enumerate(step_state.optimizers):
+        inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+        if inner:
+            # Its state would be rebound to no placed parameter, and start again in each call.
+            reason = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
+            hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
+            problems.append(Problem("not-traceable", f"optimizer {number}", found=reason, hint=hint))
+        hint = "pass the module that holds it as an argument of the train step"
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if id(param) not in in_models:
+                    name = f"optimizer {number} group {group_index} parameter {index}"
+                    reason = f"tensor of shape {tuple(param.shape)} that no module argument holds"
+                    problems.append(Problem("parameter-not-in-module", name, found=reason, hint=hint))
+    if problems:
+        raise PlanError(problems)
     return step_state
 
 
@@ -132,29 +149,8 @@ def index_tensors(step_state: StepState) -> None:
             step_state.buffers[fqn] = tensor
 
 
-def _check_optimizers(step_state: StepState) -> None:
-    in_models = {id(param) for param in step_state.params.values()}
-    problems = keyless_state(step_state.optimizers)
-    for number, optimizer in enumerate(step_state.optimizers):
-        inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
-        if inner:
-            # Its state would be rebound to no placed parameter, and start again in each call.
-            reason = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
-            hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
-            problems.append(Problem("not-traceable", f"optimizer {number}", found=reason, hint=hint))
-        hint = "pass the module that holds it as an argument of the train step"
-        for group_index, group in enumerate(optimizer.param_groups):
-            for index, param in enumerate(group["params"]):
-                if id(param) not in in_models:
-                    name = f"optimizer {number} group {group_index} parameter {index}"
-                    reason = f"tensor of shape {tuple(param.shape)} that no module argument holds"
-                    problems.append(Problem("parameter-not-in-module", name, found=reason, hint=hint))
-    if problems:
-        raise PlanError(problems)
-
-
 def choose_foreach(optimizer: Optimizer) -> None:
-    """Update all parameters of a group at once, unless the caller has chosen: half the nodes of a loop."""
+    """Update a group's parameters at once, unless the caller has chosen: half a loop's nodes."""
     for group in optimizer.param_groups:
         # A parameter thawed by the step gets its state inside the trace: its count is a constant there, and
         # multi-tensor updates leave it at zero.

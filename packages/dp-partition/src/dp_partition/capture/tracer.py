@@ -317,7 +317,7 @@ def asks_for_values(error: Exception) -> bool:
 
 
 def user_line(error: BaseException) -> str:
-    """Return the innermost line of an error's traceback outside of torch and this package, as text."""
+    """Return an error's innermost line outside of torch and this package, as text."""
     between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
     lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
     lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
@@ -326,7 +326,7 @@ def user_line(error: BaseException) -> str:
 
 
 def _check_tensors(module: fx.GraphModule) -> None:
-    """Refuse gradients that no bucket can hold, and parameters as constants: they would never be trained."""
+    """Refuse gradients beyond buckets, and parameters as constants: they would never be trained."""
     problems = []
     for node in module.graph.nodes:
         value = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")

@@ -1,4 +1,4 @@
-"""One checked call: copy, run the graph, run the reference, compare, and undo everything on a mismatch.
+"""One checked call: copy, run graph and reference, compare, and undo everything on a mismatch.
 
 The steps (all ranks alike, since the copy and the averages communicate):
 
@@ -29,6 +29,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, global_modes, pytree
 from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.hyperparameters import read_optimizers
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.check.copying import CannotCopyError, Transform, check_bytes
 from dp_partition.check.reference import (
     Ended,
@@ -77,7 +78,10 @@ class CheckedCall:
             return self.unchecked(reason)
         try:
             self.before = Snapshot(self.binding, self.arguments)
-            self.constants = [(t, t.detach().clone()) for t in self.program.constants()]
+            # Tensors from outside of the step's arguments; the graph may write them.
+            module = self.program.module
+            tensors = [getattr(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
+            self.constants = [(t, t.detach().clone()) for t in tensors if isinstance(t, torch.Tensor)]
             self.random = self.random_state()
             copied, reason = self.copy(), ""
         except CannotCopyError as error:
@@ -249,7 +253,8 @@ class CheckedCall:
 
     def reference(self, copied: StepCopy) -> Ended:
         settings = self.runner.settings
-        wanted = {} if self.program.lowered is not None else self.program.gradient_placements()
+        nodes = () if self.program.lowered is not None else self.program.module.graph.nodes
+        wanted = {name: lies for node in nodes for _, name, lies in meta_of(node).get("reads", ())}
         averages = bool(self.program.capture.gradients)
         return run_reference(copied, self.binding, settings, averages, wanted)
 
@@ -297,7 +302,7 @@ class CheckedCall:
         return RandomState(g for g in pytree.tree_leaves(self.arguments) if isinstance(g, torch.Generator))
 
     def advance(self, *, again: bool = False, unseen: bool = False) -> None:
-        """Choose the next call to check, unless this rank alone checks one that is not due."""
+        """Choose the next call to check, unless this rank alone checks without need."""
         if self.is_shared or 0 < self.runner.schedule.next <= self.runner.schedule.calls:
             self.runner.schedule.advance(again=again, unseen=unseen)
 

@@ -54,7 +54,7 @@ _SHARED = (
 
 
 def check_bytes(full: int, local: int) -> int:
-    """Return the bytes of a checked call: a copy, its gradients, a snapshot of the live shards."""
+    """Return the bytes of a checked call: copy, gradients, snapshot of the live shards."""
     return 2 * full + local
 
 
@@ -137,8 +137,14 @@ class Copier:
             if held is not _Nothing:
                 self.later.append((lambda: (held,), functools.partial(setattr, cell, "cell_contents")))
             return self.hand(value, cell)
-        if kind is types.FunctionType and is_importable(value) and not self.owned_globals(value):
-            return self.hand(value, value)
+        if kind is types.FunctionType and not self.owned_globals(value):
+            target: Any = sys.modules.get(value.__module__ or "")
+            for part in value.__qualname__.split("."):
+                target = getattr(target, part, None)
+            # Importable under its name, or without state.
+            is_bare = value.__closure__ is None and not value.__defaults__ and not vars(value)
+            if target is value or is_bare:
+                return self.hand(value, value)
         if isinstance(value, _CALLS) and isinstance(getattr(value, "__self__", None), types.ModuleType | None):
             return self.hand(value, value)
         return None
@@ -210,14 +216,6 @@ class _Unpickler(pickle.Unpickler):
 
 class _Nothing:
     """Target of dead weak references."""
-
-
-def is_importable(function: types.FunctionType) -> bool:
-    """Return True for a function under its name in a module, or without state."""
-    target: Any = sys.modules.get(function.__module__ or "")
-    for part in function.__qualname__.split("."):
-        target = getattr(target, part, None)
-    return target is function or (function.__closure__ is None and not function.__defaults__ and not vars(function))
 
 
 def _fill_object(new: Any, attributes: dict[str, Any]) -> None:

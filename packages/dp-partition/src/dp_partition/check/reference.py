@@ -1,4 +1,4 @@
-"""The reference: the step's own Python, run eagerly on a copy, with the semantics of the graph.
+"""The reference: the step's own Python on a copy, with the graph's semantics.
 
 Local semantics: on this rank's batch, gradients averaged over the ranks. Global semantics: on all ranks' rows.
 """
@@ -64,7 +64,7 @@ class Outcome:
     numbers: dict[str, Any]
 
     def value(self, name: str) -> Any:
-        """Return a tensor by its name, or a leaf of the result: ``result``, or ``result N`` of several."""
+        """Return a tensor, or a leaf of the result, by name: ``result``, or ``result N``."""
         if name in self.tensors or not name.startswith("result"):
             return self.tensors.get(name)
         index = int(name.removeprefix("result") or 0)
@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclass
 class Ended:
-    """End of a reference run: an outcome, an error, the step's own or about it, or not comparable."""
+    """End of a reference run: an outcome, an error (the step's or about it), or neither."""
 
     outcome: Outcome | None = None
     error: BaseException | None = None

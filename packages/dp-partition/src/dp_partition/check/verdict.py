@@ -136,7 +136,7 @@ def _equal(got: Any, want: Any) -> bool:
 
 
 def perturbation(eps: float, seed: int) -> Transform:
-    """A change of each tensor by one rounding of a run's coarsest dtype, up or down."""
+    """Return a change of tensors by one rounding of the coarsest dtype, up or down."""
     generator = torch.Generator().manual_seed(seed)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:

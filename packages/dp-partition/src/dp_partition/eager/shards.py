@@ -1,4 +1,4 @@
-"""Shard the parameters of a watched step by FSDP2, as far as FSDP2 supports it; the rest stays full.
+"""Shard the parameters of a watched step by FSDP2; what it cannot hold stays full.
 
 Plan first, on values equal on all ranks (`plan_units`), then act (`shard`). Parameters of one optimizer or one
 model stay of one kind: norms and multi-tensor updates over both kinds would fail.
@@ -66,7 +66,7 @@ def together(
 
 
 def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, reasons: dict[str, str]) -> Units:
-    """Plan units: repeated blocks and modules around the rest, each with all uses of its parameters."""
+    """Plan units, repeated blocks and modules around the rest, with all uses of their parameters."""
     full = together(reasons, reach, parameters, sorted(map(sorted, watch.combined)))
     names = {id(p): name for name, p in parameters.items()}
     units: list[nn.Module] = []
@@ -113,7 +113,7 @@ def _places(root: nn.Module) -> collections.Counter[int]:
 
 
 def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
-    """Return the reason to give an optimizer full parameters, or an empty text: compares full and sharded copies."""
+    """Return why an optimizer needs full parameters, by comparing two copies; empty if it does not."""
     updates: list[list[torch.Tensor]] = []
     for sharded in (False, True):
         try:

@@ -1,4 +1,4 @@
-"""A step that runs eagerly on every rank: its own Python; gradients averaged by hooks, or FSDP2's shards.
+"""A step that runs eagerly: its own Python, with gradients averaged or FSDP2's shards.
 
 Replicated, nothing is replaced: any optimizer, hook, branch or Python state works as on one device. Sharded, call 1
 runs on full parameters and is watched; then FSDP2 shards all it can, the rest stays full and is reported. A step may

@@ -1,4 +1,4 @@
-"""Watch one call of a step: parameters unfit for FSDP2's shards, and modules that use the others.
+"""Watch one call of a step for parameters unfit for FSDP2, and users of others.
 
 FSDP2 gathers a module's parameters for its forward and frees them after it. Code that reads a parameter elsewhere,
 writes it in a forward, or takes second derivatives would see a shard, or be lost.

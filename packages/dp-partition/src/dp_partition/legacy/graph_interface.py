@@ -47,7 +47,7 @@ def partition_data_parallel(
     parallel_style: DataParallelStyle,
     input_batch_dim: int,
 ) -> GraphModule:
-    """Partition a train step traced at the batch of all ranks together, and place its tensors.
+    """Partition a train step traced at all ranks' batch together, and place its tensors.
 
     The model's parameters and the optimizer's state become DTensors, in ``optimizer.param_groups`` too;
     ``params_buffers`` and ``named_states`` hold the local tensors afterwards, in the order of the graph's placeholders.

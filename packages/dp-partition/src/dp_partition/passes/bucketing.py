@@ -1,4 +1,4 @@
-"""Bucket and schedule: few large collectives instead of many small ones, issued early and awaited late.
+"""Bucket and schedule: few large collectives for many small ones, issued early, awaited late.
 
 Gradients are collected in buckets in the order of backward; a bucket is reduced as soon as its last gradient is
 there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of
@@ -78,7 +78,7 @@ def _is_gather(move: Move) -> bool:
 
 
 class _Timing:
-    """Last writes and first uses of values, as positions in the graph before it is rearranged."""
+    """Last writes and first uses of values, as positions in the graph so far."""
 
     def __init__(self, nodes: list[fx.Node], positions: dict[fx.Node, int]) -> None:
         self.nodes, self.positions = nodes, positions
@@ -173,7 +173,7 @@ StagedEmission = Generator[None, None, list[fx.Node]]
 
 
 def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None) -> StagedEmission:
-    """Reduce the gradients of one bucket over the ranks: to full ones, or to this rank's shards."""
+    """Reduce a bucket's gradients over the ranks: to full ones, or to shards."""
     kind = moves[0].origin
     assert isinstance(kind, Partial)
     if isinstance(moves[0].wanted, Replicate):
@@ -230,7 +230,7 @@ def _reduced_flat(
 
 
 def division(ranks: int) -> tuple[float, float]:
-    """Return the divisors before and after a sum over ``ranks``: a power of two, and the rest."""
+    """Return the divisors before and after a sum: a power of two, the rest."""
     before = 1.0
     while ranks % before == 0 and ranks / before > before:
         before *= 2

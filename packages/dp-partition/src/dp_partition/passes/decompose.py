@@ -108,7 +108,7 @@ def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
 def _var_mean(
     source: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean from sums: over a sharded batch these are partial sums, with global counts."""
+    """Return variance and mean from sums: over a sharded batch partial ones, with global counts."""
     dims = list(dim) if dim else list(range(source.ndim))
     count = 1
     for d in dims:

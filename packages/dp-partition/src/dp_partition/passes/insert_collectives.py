@@ -129,7 +129,7 @@ class Inserter:
             node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
 
     def lower_rows(self, node: fx.Node) -> None:
-        """Lower ZeRO's markers: the rank's rows as a view of the parameter, and all rows copied back into it."""
+        """Lower ZeRO's markers: the rank's rows as a view, and all rows copied back."""
         param = node.args[0]
         assert isinstance(param, fx.Node)
         shape = tuple(param.meta["val"].shape)

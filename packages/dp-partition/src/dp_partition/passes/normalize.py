@@ -1,4 +1,4 @@
-"""Canonical form of a captured graph: one node per tensor, live inputs connected, nothing dead, nothing lost.
+"""Canonical form of a graph: one node per tensor, live inputs, nothing dead or lost.
 
 Contract: afterwards every in-place operator is used for its effect alone (later uses take the written tensor), no
 alias without a change of shape is left, hyperparameters are inputs, and dead nodes are gone. An operator that writes

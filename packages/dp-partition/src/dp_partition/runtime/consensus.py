@@ -1,4 +1,4 @@
-"""Consensus: ranks adopt a program together, or all refuse it, after a failed or a different trace.
+"""Consensus: ranks adopt a program together, or all refuse a failed or different one.
 
 A rank that raised alone would leave the others in their first collective until the group's timeout; ranks with
 different collectives could fill each other's tensors with values for others.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,6 @@ def collectives_digest(graph: fx.Graph) -> str:
         if is_collective(node)
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def batch_text(leaves: list[Any]) -> str:
-    return ", ".join(f"{list(one.shape)} {one.dtype}" for one in leaves if isinstance(one, torch.Tensor))
 
 
 def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping[str, str]]]) -> T:

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a graph, and reconciliation with a caller's changes since the last call.
+"""Inputs and outputs of a graph, and reconciliation with a caller's changes between calls.
 
 A change is adopted if its meaning is clear, and refused by name if not.
 
@@ -156,7 +156,7 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
 
 
 def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], leaves: list[Any]) -> None:
-    """Store buffers, state, hyperparameters and gradients of arguments, and set the modes set by the step."""
+    """Store buffers, state, hyperparameters and gradients of arguments, and set the step's modes."""
     for module, mode in program.capture.modes:
         module.training = mode
     for name, trained in program.capture.trained.items():

@@ -79,7 +79,7 @@ class Program:
             raise
 
     def run_noting_gradients(self, inputs: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the graph's values, and copies of gradients by name, as seen by their first reader."""
+        """Return the graph's values, and copies of gradients by name for their first reader."""
         if self.lowered is not None:
             return self.lowered(*inputs), {}  # values between its compiled pieces are not accessible
         if self.noting is None:  # its code takes longer to make than a checked call
@@ -101,17 +101,6 @@ class Program:
     def communicates(self) -> bool:
         """Return True if the graph has collectives, of which no rank alone may run one."""
         return any(map(is_collective, self.module.graph.nodes))
-
-    def gradient_placements(self) -> dict[str, Placement]:
-        """Return the placement of each gradient of `run_noting_gradients`."""
-        rows = [row for node in self.module.graph.nodes for row in meta_of(node).get("reads", ())]
-        return {name: placement for _, name, placement in rows}
-
-    def constants(self) -> list[torch.Tensor]:
-        """Return the step's tensors from outside of its arguments; the graph may write them."""
-        names = [str(node.target) for node in self.module.graph.nodes if node.op == "get_attr"]
-        values = [getattr(self.module, name) for name in names]
-        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def for_backend(self) -> fx.Graph:
         """Return a copy of the partitioned graph with the best collectives for the backend."""
@@ -142,12 +131,8 @@ class Program:
     def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
         return tuple([leaves[position] for position in self.capture.numbers])
 
-    def has_new_size(self, leaves: list[Any]) -> bool:
-        """Return True if no check has seen one of the call's sizes."""
-        return not self.checked_sizes.issuperset(self.sizes_of(leaves).items())
-
     def note_checked(self, leaves: list[Any]) -> None:
-        """Count a check: a graph with live numbers is checked once two values of them were."""
+        """Count a check; live numbers need two of them, with different values."""
         self.checked_sizes.update(self.sizes_of(leaves).items())
         self.checked_numbers.add(self.numbers_of(leaves))
         self.is_checked = len(self.checked_numbers) > 1 or not self.capture.numbers

@@ -100,7 +100,19 @@ class Binding:
             placement = self.plan[fqn].param
             local = local_shard(values.pop(fqn), placement, self.world, self.rank)  # frees the full copy
             placed[fqn] = parameter_like(as_dtensor(local, param, self.mesh, placement), param)
-        states = self.placed_states(placed, values)
+        # Existing state, or that of the first step's start.
+        states: list[dict[str, dict[Any, Any]]] = [{} for _ in self.step_state.optimizers]
+        existing = {(number, fqn): state for number, fqn, state in self.step_state.states()}
+        fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
+        for number, optimizer in enumerate(self.step_state.optimizers):
+            for group, param in [(one, param) for one in optimizer.param_groups for param in one["params"]]:
+                fqn = fqn_of[id(param)]
+                moved = existing.get((number, fqn))
+                if has_state(moved):
+                    full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in moved.items()}
+                    states[number][fqn] = {k: self.place_state(fqn, v, full=True) for k, v in full.items()}
+                elif param.requires_grad:
+                    states[number][fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
         for fqn, value in values.items():
             if fqn in self.step_state.buffers:
                 self.step_state.buffers[fqn].copy_(value)  # in place: graphs read them
@@ -108,27 +120,6 @@ class Binding:
         for _, root in self.step_state.modules:
             self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
             self.hints += [one.register_load_state_dict_pre_hook(place_loaded) for one in root.modules()]
-
-    def placed_states(
-        self, placed: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
-    ) -> list[dict[str, dict[Any, Any]]]:
-        """Return every optimizer's state by parameter name: existing state, or that of the first step's start."""
-        result: list[dict[str, dict[Any, Any]]] = []
-        existing = {(number, fqn): state for number, fqn, state in self.step_state.states()}
-        for number, optimizer in enumerate(self.step_state.optimizers):
-            states: dict[str, dict[Any, Any]] = {}
-            fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    fqn = fqn_of[id(param)]
-                    moved = existing.get((number, fqn))
-                    if has_state(moved):
-                        full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in moved.items()}
-                        states[fqn] = {k: self.place_state(fqn, v, full=True) for k, v in full.items()}
-                    elif param.requires_grad:
-                        states[fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
-            result.append(states)
-        return result
 
     def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
         """Return the state at the start of the optimizer's first step, for a placed parameter."""
@@ -281,7 +272,7 @@ def release(binding: Binding) -> None:
 
 
 def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of a placed model, run also after an error in forward: add advice to torch's error."""
+    """Add advice to torch's error in a placed model's forward; a hook, run after errors too."""
     error = sys.exc_info()[1]
     if error is not None and "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(

@@ -258,7 +258,7 @@ class _Walk:
                 self.plans[node].reduce_whole |= self.plans[source].reduce_whole
 
     def may_write(self, node: fx.Node, candidate: Candidate, back: bool = False) -> bool:
-        """Return True if all writes keep placements: inputs of the graph at home, views with their base.
+        """Return True if writes keep placements: inputs of the graph, views with their base.
 
         Args:
             node: The writing call.

@@ -1,4 +1,4 @@
-"""Matrix products: rows follow the left operand, columns the right, and a sharded contraction leaves a partial sum."""
+"""Matrix products: rows follow the left operand, columns the right; sharded contractions leave partial sums."""
 
 from __future__ import annotations
 

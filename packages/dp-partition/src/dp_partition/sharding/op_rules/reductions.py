@@ -1,4 +1,4 @@
-"""Reductions: over a sharded dim they leave a partial value, over other dims a smaller shard."""
+"""Reductions: over a sharded dim to a partial value, otherwise to a smaller shard."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SUM = Partial("sum")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy of a call: placements of its input nodes (default: replicated) and of the output."""
+    """One strategy of a call: placements of inputs (default: replicated) and of the output."""
 
     inputs: dict[fx.Node, Placement]
     output: OutputPlacement
@@ -140,7 +140,7 @@ def move_cost(source: Placement, target: Placement, num_bytes: int) -> float:
 
 
 def cheapest(call: Call, candidates: Iterable[Candidate], nodes: Sequence[fx.Node] | None = None) -> Candidate | None:
-    """Return the first candidate with the fewest moved bytes, of the given nodes or of all."""
+    """Return the first candidate with the fewest moved bytes, of given nodes or all."""
     best, best_cost = None, float("inf")
     values = [(node, node.meta["val"]) for node in (call.tensors() if nodes is None else nodes)]
     sizes = [(node, value.numel() * value.element_size() + 1) for node, value in values]  # never 0
