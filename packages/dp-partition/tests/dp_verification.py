@@ -18,13 +18,13 @@ from dp_partition._torch_compat import pytree
 from dp_partition.api import Step, runner_of
 from dp_partition.capture.arguments import CallArguments, read_arguments
 from dp_partition.capture.hyperparameters import read_optimizers
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.capture.tracer import Capture
 from dp_partition.pipeline import capture_single_device, plan_nodes
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runner import Runner
 from dp_partition.runtime.state import full_tensor
-from dp_partition.sharding.propagate import mark_types
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def verify_capture(step: Runner, capture: Capture, plan: PartitionPlan, values: 
         values: For every rank the values of all placeholders, parameters and state full.
     """
     homes, plans = plan_nodes(capture, plan, step.settings)
-    mark_types(plans)
+    for node, planned in plans.items():
+        meta_of(node)["node_type"] = planned.node_type
     for double in (True, False):
         trial = NodeComparison(step, capture, plan, homes, plans, double)
         try:

@@ -1,16 +1,16 @@
-"""Steps off the beaten track: right in every style or refused by name. All steps in all styles: ODD_ALL=1."""
+"""Steps off the beaten track: right in every style or refused by name. All steps in all styles: ALL_STYLES=1."""
 
 from __future__ import annotations
 
 import os
 
 import dp_models as models
-import dp_odd
-import dp_odd_steps
 import dp_partition as dp
+import dp_plain_step
+import dp_step_table
 import pytest
 import torch
-from dp_odd import ALSO_REFUSED, ODD
+from dp_step_table import ALSO_REFUSED, STEP_ROWS
 from ranktest import Ranks
 from torch import nn
 
@@ -18,12 +18,12 @@ STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
 
 
 def chosen(style: str) -> list[str]:
-    """Each step in one style, in turn; what depends on where parameters lie, or with ODD_ALL set each, in all."""
-    names = list(ODD)
-    if os.environ.get("ODD_ALL"):
+    """Each step in one style, in turn; what depends on where parameters lie, or with ALL_STYLES set each, in all."""
+    names = list(STEP_ROWS)
+    if os.environ.get("ALL_STYLES"):
         return names
     turn = STYLES.index(style)
-    return [n for index, n in enumerate(names) if index % len(STYLES) == turn or ODD[n].every]
+    return [n for index, n in enumerate(names) if index % len(STYLES) == turn or STEP_ROWS[n].every]
 
 
 @pytest.mark.ranks(2, timeout=300)
@@ -32,9 +32,9 @@ def test_right_or_refused(ranks: Ranks, style: str) -> None:
     results = {}
     for name in chosen(style):
         with models.case(name):
-            results[name] = dp_odd.run_odd(ranks, ODD[name], style)
+            results[name] = dp_step_table.run_row(ranks, STEP_ROWS[name], style)
     for name, result in results.items():
-        wanted = ODD[name].refused or ALSO_REFUSED.get((name, style))
+        wanted = STEP_ROWS[name].refused or ALSO_REFUSED.get((name, style))
         if wanted:
             assert result == f"refused: {wanted}", name
         else:
@@ -62,7 +62,7 @@ def test_a_number_in_an_attribute_is_part_of_the_trace(ranks: Ranks) -> None:
     torch.manual_seed(0)
     model = Warm().to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = dp.compile(dp_odd_steps.plain, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(dp_plain_step.plain, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     x, y = torch.ones(4, 8, device=ranks.device), torch.zeros(4, 8, device=ranks.device)
     losses = []
     for temperature, traces in [(1.0, 1), (2.0, 2), (1.0, 2)]:
@@ -76,15 +76,15 @@ def test_a_number_in_an_attribute_is_part_of_the_trace(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_a_model_that_is_distributed_already_is_refused(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
-    model = dp_odd_steps.mlp().to(ranks.device)
+    model = dp_plain_step.mlp().to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(4, 8, device=ranks.device)
-    dp.compile(dp_odd_steps.plain, capture="always", mesh=mesh, style="fully_shard")(model, optim, x, x)
+    dp.compile(dp_plain_step.plain, capture="always", mesh=mesh, style="fully_shard")(model, optim, x, x)
     with pytest.raises(dp.PlanError, match="already-applied") as caught:
-        dp.compile(dp_odd_steps.plain, capture="always", mesh=mesh)(model, optim, x, x)
+        dp.compile(dp_plain_step.plain, capture="always", mesh=mesh)(model, optim, x, x)
     assert len(caught.value.problems) == 4
-    wrapped = nn.parallel.DistributedDataParallel(dp_odd_steps.mlp().to(ranks.device))
+    wrapped = nn.parallel.DistributedDataParallel(dp_plain_step.mlp().to(ranks.device))
     with pytest.raises(dp.PlanError, match="already-applied"):
-        dp.compile(dp_odd_steps.plain, capture="always", mesh=mesh)(
+        dp.compile(dp_plain_step.plain, capture="always", mesh=mesh)(
             wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), x, x
         )

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from dp_cells import OPTIMIZERS
-from dp_odd import ALSO_REFUSED, ODD
+from dp_step_table import ALSO_REFUSED, STEP_ROWS
 from python_effects import REFUSED
 
 PAGE = Path(__file__).parents[1] / "SUPPORT.md"
@@ -19,11 +19,11 @@ MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
 
 def table() -> str:
     """A row for what is refused, one cell for all that is right."""
-    right = [name for name, odd in ODD.items() if not odd.refused]
+    right = [name for name, row in STEP_ROWS.items() if not row.refused]
     lines = ["| a step, a model or an optimizer with | outcome |", "|---|---|"]
-    for name, odd in ODD.items():
-        if odd.refused:
-            lines.append(f"| {name} | refused: `{odd.refused}` |")
+    for name, row in STEP_ROWS.items():
+        if row.refused:
+            lines.append(f"| {name} | refused: `{row.refused}` |")
     for name, (_, code, _) in REFUSED.items():
         lines.append(f"| {name} | refused: `{code}` |")
     for name in right:

@@ -41,7 +41,6 @@ def is_gloo(group: c10d.ProcessGroup, device_type: str) -> bool:
 
 
 def global_hooks() -> tuple[Any, ...]:
-    """Return the global hooks of all modules and optimizers."""
     return (
         *modules._global_forward_hooks.values(),
         *modules._global_forward_pre_hooks.values(),
@@ -104,7 +103,7 @@ def without_looks_at_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def symbolic_math() -> Iterator[None]:
-    """Let functions of ``math`` take symbols, and a symbol's text be its value's, by a guard.
+    """Let functions of ``math`` take symbols, and give a symbol its value's text, by a guard.
 
     For other code they compute what they did: symbols exist in the tracing thread alone.
     """
@@ -195,7 +194,7 @@ def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
 
 
 def trace_options() -> dict[str, Any]:
-    """Return options of make_fx: no names of torch functions on nodes, as they need a mode."""
+    """Return options of make_fx: no torch functions on nodes, as they need a mode."""
     name = "_disable_torch_fn_metadata_mode"
     return {name: True} if name in inspect.signature(make_fx).parameters else {}
 
@@ -207,7 +206,6 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return `storage_key` of each tensor."""
     keys = []
     for tensor in tensors:
         keys.append(tensor.untyped_storage()._cdata)
@@ -236,7 +234,7 @@ def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
 
 @contextlib.contextmanager
 def without_hooks_of(root: torch.nn.Module, *sources: str) -> Iterator[None]:
-    """Remove hooks of some packages from modules for the block, and restore them in their order."""
+    """Remove hooks of some packages for the block, and restore them in their order."""
     tables = [t for m in root.modules() for key, t in vars(m).items() if "_hooks" in key and isinstance(t, dict)]
     before = [(table, dict(table)) for table in tables if any(_is_from(hook, sources) for hook in table.values())]
     for table, hooks in before:
@@ -276,8 +274,21 @@ def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:
 def reset_fsdp(units: Iterable[Any]) -> None:
     """Make FSDP2's modules ready for the next forward, after an error in a step."""
     for unit in units:
-        with contextlib.suppress(RuntimeError):  # only a root accepts it, for all modules below
-            getattr(unit, "reset_iter_state", unit.reshard)()  # torch 2.11 has none
+        state = unit._get_fsdp_state()
+        if hasattr(unit, "reset_iter_state"):
+            with contextlib.suppress(RuntimeError):  # only a root accepts it, for all modules below
+                unit.reset_iter_state()
+        elif state._is_root is not None:  # torch 2.11, which has no method for it: a module that has run
+            group, idle = state._fsdp_param_group, type(state._training_state).IDLE
+            state._modules_to_run_forward.clear()
+            state._comm_ctx.post_forward_order.clear()
+            state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+            state._training_state = idle
+            if group is not None:
+                group.finalize_backward()  # waits for what is on its way
+                group._partial_reduce_output, group._training_state = None, idle
+            unit.reshard()
+            state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
 
 
 def is_backward_unfinished(units: Iterable[Any]) -> bool:
@@ -293,7 +304,6 @@ def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if hooks run on a leaf's gradient before it is accumulated."""
     return bool(tensor._backward_hooks)
 
 

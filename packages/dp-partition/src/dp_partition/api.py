@@ -1,4 +1,4 @@
-"""The front end: `compile` makes a data-parallel step of a train step written for one device."""
+"""The front end: `compile` makes a train step for one device data-parallel."""
 
 from __future__ import annotations
 
@@ -125,28 +125,23 @@ def compile(
         observe,
     )
     problems += settings.problems()
-    problems += _mesh_problems(mesh, parsed)
+    axes = 2 if parsed is DataParallelStyle.HYBRID else 1
+    if mesh is None:
+        hint = "pass a one-dimensional mesh"
+        problems.append(Problem("missing-mesh", "mesh", found="neither mesh nor share", hint=hint))
+    elif not hasattr(mesh, "ndim"):  # a fake mesh is no DeviceMesh
+        hint = "pass a DeviceMesh, from init_device_mesh"
+        problems.append(Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint))
+    elif mesh.ndim != axes:
+        of_two = "pass a mesh of two axes: replicas along the first, shards along the second; or style='fully_shard'"
+        hint = of_two if axes == 2 else 'pass one axis of it, as mesh["dp"], or use style="hybrid"'
+        problems.append(Problem("invalid-mesh", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint))
     if isinstance(train_step, torch.nn.Module) or not callable(train_step):
         hint = "pass the function that trains, train_step(model, optimizer, batch); the model is its argument"
         problems.append(Problem("wrong-type", "train_step", found=type(train_step).__name__, hint=hint))
     if problems or mesh is None:  # all problems in one error
         raise PlanError(problems, "dp_partition.compile")
     return Step(Runner(train_step, mesh, settings, base))
-
-
-def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
-    if mesh is None:
-        return [Problem("missing-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
-    if not hasattr(mesh, "ndim"):  # a fake mesh is no DeviceMesh
-        hint = "pass a DeviceMesh, from init_device_mesh"
-        return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint)]
-    if style is DataParallelStyle.HYBRID and mesh.ndim != 2:
-        hint = "pass a mesh of two axes: replicas along the first, shards along the second; or use style='fully_shard'"
-        return [Problem("invalid-mesh", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
-    if style is not DataParallelStyle.HYBRID and mesh.ndim != 1:
-        hint = 'pass one axis of it, as mesh["dp"], or use style="hybrid"'
-        return [Problem("invalid-mesh", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
-    return []
 
 
 class Step:
@@ -188,8 +183,8 @@ class Step:
         if self._runner.eager is not None:
             hint = "capture='always' raises what keeps it from being traced"
             raise PlanError(Problem("not-traceable", self.name, found="the step runs eagerly", hint=hint))
-        if self._runner.latest is None:
-            raise self._runner.not_started()
+        self._runner.bound()  # not before the first call
+        assert self._runner.latest is not None
         module = self._runner.latest.with_local_values()
         module.recompile()  # passes change the graph, not its code
         return module

@@ -23,14 +23,6 @@ exit status: 0 good, 1 the step cannot be partitioned, 2 wrong usage"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    parser = _parser()
-    try:
-        return _estimate(parser, parser.parse_args(argv))
-    except SystemExit as stop:  # also of wrong usage
-        return int(stop.code or 0)
-
-
-def _parser() -> argparse.ArgumentParser:
     from dp_partition.__about__ import __version__
 
     parser = argparse.ArgumentParser(prog="dp-partition", description="Look at data-parallel train steps.")
@@ -51,7 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--name", help="explain one parameter, by its full name")
     estimate.add_argument("--json", action="store_true", help="machine-readable output")
     estimate.add_argument("--svg", metavar="FILE", help="also write a picture of live memory")
-    return parser
+    try:
+        return _estimate(parser, parser.parse_args(argv))
+    except SystemExit as stop:  # also of wrong usage
+        return int(stop.code or 0)
 
 
 def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

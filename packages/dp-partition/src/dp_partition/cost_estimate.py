@@ -132,7 +132,7 @@ class Estimate:
         return json.dumps(data, sort_keys=True)
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Write live memory over the graph's nodes as an SVG picture, coloured by kind of tensor."""
+        """Write live memory over the graph's nodes as an SVG picture, by kind of tensor."""
         wide, high, peak = 960.0, 320.0, max(self.peak_bytes, 1)  # no division by zero
         step, below = wide / max(len(self.memory.live), 1), [0] * len(self.memory.live)
         shapes = [f'<text y="14">{escape(self.name)}, rank {self.rank}: peak {human_bytes(peak)}</text>']
@@ -181,15 +181,33 @@ def estimate(
     Raises:
         PlanError: As by `compile` or its first call.
     """
-    _check_request(world, rank, device, settings)
+    problems = []
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError:
+        hint = "pass a device as torch names it, for example 'cuda'"
+        problems.append(Problem("invalid-argument", "device", found=repr(device), hint=hint))
+    ranks = (world,) if isinstance(world, int) else world  # hybrid: replicas, and ranks in each
+    if min(ranks) < 1 or not 0 <= rank < math.prod(ranks):
+        hint = "world is at least 1, rank from 0 to world - 1"
+        problems.append(Problem("invalid-argument", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
+    for given in ("mesh", "share", "backend"):  # they need placed parameters, or ranks
+        if given in settings:
+            hint = "an estimate places nothing; leave it out"
+            problems.append(Problem("conflicting-arguments", given, found="passed to estimate", hint=hint))
+    if problems:
+        raise PlanError(problems, "dp_partition.estimate")
     name = getattr(train_step, "__name__", "train_step")  # callables may have none
     call = read_arguments(name, args, {})
     step_state = find_step_state(train_step, call.args, {})
     check_traceable(step_state)  # as in a first call
     tensors = [*step_state.params.values(), *step_state.buffers.values()]
     on_meta = any(tensor.is_meta for tensor in tensors)
-    # Meta tensors are traced as the CPU's: every operator has rules for it.
-    traced_on = device if device is not None and _is_available(device) else ("cpu" if on_meta or device else None)
+    # A device can be traced if it is here: autograd needs it, or ends with an error. Meta tensors, and those of other
+    # devices, are traced as the CPU's: every operator has rules for it.
+    here = torch.accelerator.current_accelerator(check_available=True)
+    kinds = ("cpu",) if here is None else ("cpu", here.type)
+    traced_on = device if device is not None and device.split(":")[0] in kinds else "cpu" if on_meta or device else None
     kind = torch.device(traced_on or (tensors[0].device.type if tensors else "cpu")).type
     mesh = fake_mesh(world, rank, kind)  # it cannot communicate
     runner = runner_of(compile_step(train_step, mesh=mesh, style=style, **settings))
@@ -204,29 +222,3 @@ def estimate(
     held = StaticMemory(sizes["parameters"], grads, sizes["optimizer"], sizes["buffers"], sizes["batch"])
     check = check_bytes(full, memory.resident_bytes)
     return Estimate(name, plan, rank, held, messages_of(graph, plan.world), memory, check)
-
-
-def _check_request(world: int | tuple[int, int], rank: int, device: str | None, settings: dict[str, Any]) -> None:
-    problems = []
-    try:
-        torch.device(device or "cpu")
-    except RuntimeError:
-        hint = "pass a device as torch names it, for example 'cuda'"
-        problems.append(Problem("invalid-argument", "device", found=repr(device), hint=hint))
-    sizes = (world,) if isinstance(world, int) else world  # hybrid: replicas, and ranks in each
-    if min(sizes) < 1 or not 0 <= rank < math.prod(sizes):
-        hint = "world is at least 1, rank from 0 to world - 1"
-        problems.append(Problem("invalid-argument", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
-    for name in ("mesh", "share", "backend"):  # they need placed parameters, or ranks
-        if name in settings:
-            hint = "an estimate places nothing; leave it out"
-            problems.append(Problem("conflicting-arguments", name, found="passed to estimate", hint=hint))
-    if problems:
-        raise PlanError(problems, "dp_partition.estimate")
-
-
-def _is_available(device: str) -> bool:
-    """Return True if tensors on a device can be traced here: autograd needs the device, or ends with an error."""
-    kind = device.split(":")[0]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return kind == "cpu" or (accelerator is not None and accelerator.type == kind)

@@ -1,4 +1,4 @@
-"""Axes of a mesh: parameters are on the last axis; along the first of two axes are replicas of them.
+"""Axes of a mesh: parameters on the last one, replicas along the first of two.
 
 Messages to all ranks go over one axis after the other, the last one first.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import cast
 
 import torch.distributed as dist
@@ -15,17 +16,14 @@ from torch.distributed.tensor import Placement, Replicate
 
 
 def shard_world(mesh: DeviceMesh) -> int:
-    """Return the number of ranks on the parameters' axis."""
     return mesh.size(mesh.ndim - 1)
 
 
 def shard_rank(mesh: DeviceMesh) -> int:
-    """Return this rank's place on that axis."""
     return mesh.get_local_rank(mesh.ndim - 1)
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of that axis."""
     return mesh.get_group(mesh.ndim - 1)  # shards are on the last axis
 
 
@@ -50,11 +48,6 @@ def on_mesh(placement: Placement, mesh: DeviceMesh) -> list[Placement]:
 
 
 @dataclass(frozen=True)
-class _Group:
-    group_name: str
-
-
-@dataclass(frozen=True)
 class _Ranks:
     """Sizes of a mesh, and one rank of it."""
 
@@ -73,8 +66,8 @@ class _Ranks:
         below = math.prod(self.sizes[(axis or 0) + 1 :])  # ranks are row-major
         return self.rank // below % self.sizes[axis or 0]
 
-    def get_group(self, axis: int | None = None) -> _Group:
-        return _Group(f"fake{axis or ''}")  # only its name is used, in the graph
+    def get_group(self, axis: int | None = None) -> SimpleNamespace:
+        return SimpleNamespace(group_name=f"fake{axis or ''}")  # only its name is used, in the graph
 
 
 def fake_mesh(world: int | tuple[int, ...], rank: int, device: str) -> DeviceMesh:

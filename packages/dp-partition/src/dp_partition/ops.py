@@ -37,7 +37,6 @@ def arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
-    """Return the graph nodes in an argument: itself, or those in a list."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
 
 
@@ -90,7 +89,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return True if the node writes memory, draws numbers or communicates, and so is never dead."""
+    """Return True if the node writes, draws or communicates, and so is never dead."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":
@@ -135,12 +134,10 @@ def base_name(node: fx.Node) -> str:
 
 
 def value_of(node: fx.Node) -> Any:
-    """Return the fake value recorded for the node, or None."""
     return node.meta.get("val")
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Return True if the node's value is one tensor."""
     return isinstance(value_of(node), torch.Tensor)
 
 
@@ -155,7 +152,6 @@ def place_of(node: fx.Node) -> Any:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Return True if the node issues a collective."""
     if not is_op(node):
         return False
     target: Any = node.target
@@ -163,6 +159,5 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return True if the node waits for a collective."""
     target: Any = node.target
     return is_op(node) and target.namespace in _NAMESPACES and target._schema.name.endswith("::wait_tensor")

@@ -1,4 +1,4 @@
-"""The pipeline, from a train step to the graph of one rank: every pass of the package, in order.
+"""The pipeline from a train step to one rank's graph: every pass, in order.
 
 Each pass changes the graph in place, keeps the contract beside its call, and can run alone on a graph in that form.
 Nothing here communicates, and no object of the caller is changed.
@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.arguments import CallArguments
-from dp_partition.capture.fakes import Input
 from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
@@ -35,14 +34,7 @@ from dp_partition.plan.placements import NodeType, RankLocal
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.plan.settings import CommConfig, Settings
 from dp_partition.runtime.program import Program
-from dp_partition.sharding.propagate import (
-    NodePlan,
-    StoragePlacements,
-    gradient_name,
-    is_gradient,
-    mark_types,
-    propagate,
-)
+from dp_partition.sharding.propagate import NodePlan, StoragePlacements, gradient_name, is_gradient, propagate
 
 _TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.STATE, "arg": NodeType.ACT}
 
@@ -63,7 +55,8 @@ def build_program(
     values: Any = output.args[0]
     returned = [plans[output].inputs.get(value) if isinstance(value, fx.Node) else None for value in values]
     rank = shard_rank(mesh)
-    mark_types(plans)
+    for node, planned in plans.items():
+        meta_of(node)["node_type"] = planned.node_type
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
     graph, groups = capture.module.graph, (shard_group(mesh).group_name, replica_group_name(mesh))
@@ -91,8 +84,11 @@ def capture_single_device(
     scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
     capture = trace_step(function, call, step_state, scale, device)
-    if accumulate > 1:
-        capture.drop_argument_gradients()
+    if accumulate > 1:  # micro-batches are the graph's own tensors: arguments get no gradients (the last outputs)
+        (output,) = [node for node in capture.module.graph.nodes if node.op == "output"]
+        num_outputs = sum(entry.kind != "argument" for entry in capture.returned.outputs)
+        output.args = (list(output.args[0])[:num_outputs],)
+        del capture.returned.outputs[num_outputs:]
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
     normalize(capture)
     capture.gradients.update(gradient_name(node) for node in capture.module.graph.nodes if is_gradient(node))
@@ -117,13 +113,43 @@ def plan_nodes(
 ) -> tuple[StoragePlacements, dict[fx.Node, NodePlan]]:
     """Place every value of a single-device graph on ``plan.world`` ranks."""
     local = plan.semantics == "local"
-    homes = home_placements(capture, plan, RankLocal() if local else Shard(settings.batch_dim))
+    batch: Placement = RankLocal() if local else Shard(settings.batch_dim)
+    # Every placeholder has a placement between steps.
+    homes = StoragePlacements({}, {})
+    for node in capture.module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        entry = meta_of(node)["input"]
+        home: Placement = Replicate()
+        if entry.kind == "param":
+            home = plan[entry.name].param
+        elif entry.kind == "state" and tuple(node.meta["val"].shape) == plan[entry.name].info.shape:
+            home = plan[entry.name].state
+        elif entry.kind == "arg" and (isinstance(batch, RankLocal) or node.meta["val"].ndim > 0):
+            home = batch
+        homes.placements[node] = home
+        if entry.kind in _TYPES:
+            homes.types[node] = _TYPES[entry.kind]
+        if entry.kind in ("hyper", "number") and isinstance(node.meta["val"], torch.Tensor):
+            node.meta["val"] = 2 if node.meta["val"].dtype is torch.int64 else None  # a number at run time
+    grads = {param.info.name: param.grad for param in plan.params}
+    homes.grad_home = lambda name, shape: grads[name]
     # Needs phases. Marks parameters to gather again for backward, and gives backward its own views of them.
     reshard_after_forward(capture.module.graph, homes.placements, settings.reshard)
     # Gives a placement of each output, and of each input at its node.
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
     # New state and gradients of arguments are returned in their own placements.
-    place_new_values(capture, plan, homes, plans)
+    output = next(node for node in capture.module.graph.nodes if node.op == "output")
+    arguments = {meta_of(node)["input"].name: node for node in homes.placements if kind_of(node) == "arg"}
+    values = output.args[0]
+    assert isinstance(values, list | tuple)
+    for value, new in zip(values, capture.returned.outputs, strict=True):
+        if new.kind == "state" and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor):
+            like = plan[new.name]
+            same = tuple(value.meta["val"].shape) == like.info.shape
+            plans[output].inputs[value] = like.state if same else Replicate()
+        elif new.kind == "argument" and isinstance(value, fx.Node):
+            plans[output].inputs[value] = homes.placements[arguments[new.name]]
     return homes, plans
 
 
@@ -136,12 +162,6 @@ def partition_for_rank(
     """Turn a planned graph into the graph of the mover's rank, in place.
 
     The module's code stays unchanged: recompile it before it runs or is handed out.
-
-    Args:
-        module: The graph; its nodes have their types.
-        plans: Placements of every value, and of each node's inputs.
-        mover: The rank and its groups.
-        comm: How communication is arranged.
     """
     graph = module.graph
     # Brings each input where its node wants it, one collective a tensor.
@@ -163,7 +183,7 @@ def partition_for_rank(
 def batch_scale(
     plan: PartitionPlan, batch_dim: int, accumulate: int
 ) -> Callable[[torch.Tensor], tuple[int, ...]] | None:
-    """Return the traced shape of a batch tensor, of all ranks together or of one micro-batch; None: its own."""
+    """Return the traced shape of a batch tensor, of all ranks or one micro-batch, or None."""
     times, parts, dim = 1 if plan.semantics == "local" else plan.world, accumulate, batch_dim
     if times == parts == 1:
         return None
@@ -180,48 +200,3 @@ def batch_scale(
         return (*tensor.shape[:dim], size * times // parts, *tensor.shape[dim + 1 :])
 
     return shape_of
-
-
-def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> StoragePlacements:
-    """Return the placement of every placeholder between steps."""
-    homes = StoragePlacements({}, {})
-    for node in capture.module.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        entry = meta_of(node)["input"]
-        homes.placements[node] = _home(node, entry, plan, batch)
-        if entry.kind in _TYPES:
-            homes.types[node] = _TYPES[entry.kind]
-        if entry.kind in ("hyper", "number") and isinstance(node.meta["val"], torch.Tensor):
-            node.meta["val"] = 2 if node.meta["val"].dtype is torch.int64 else None  # a number at run time
-    grads = {param.info.name: param.grad for param in plan.params}
-    homes.grad_home = lambda name, shape: grads[name]
-    return homes
-
-
-def _home(node: fx.Node, entry: Input, plan: PartitionPlan, batch: Placement) -> Placement:
-    if entry.kind == "param":
-        return plan[entry.name].param
-    if entry.kind == "state":
-        like = plan[entry.name]
-        return like.state if tuple(node.meta["val"].shape) == like.info.shape else Replicate()
-    if entry.kind == "arg" and (isinstance(batch, RankLocal) or node.meta["val"].ndim > 0):
-        return batch
-    return Replicate()
-
-
-def place_new_values(
-    capture: Capture, plan: PartitionPlan, homes: StoragePlacements, plans: dict[fx.Node, NodePlan]
-) -> None:
-    """Return new state in the plan's placement, and an argument's gradient in the argument's."""
-    output = next(node for node in capture.module.graph.nodes if node.op == "output")
-    arguments = {meta_of(node)["input"].name: node for node in homes.placements if kind_of(node) == "arg"}
-    values = output.args[0]
-    assert isinstance(values, list | tuple)
-    for value, entry in zip(values, capture.outputs, strict=True):
-        if entry.kind == "state" and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor):
-            like = plan[entry.name]
-            same = tuple(value.meta["val"].shape) == like.info.shape
-            plans[output].inputs[value] = like.state if same else Replicate()
-        elif entry.kind == "argument" and isinstance(value, fx.Node):
-            plans[output].inputs[value] = homes.placements[arguments[entry.name]]

@@ -1,10 +1,9 @@
-"""Behind a `Step`: the first call plans, traces and places; later calls find their program, or trace another."""
+"""Behind a `Step`: the first call traces and places; later ones find their program."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from dp_partition._shared.consensus import all_gather_objects, capture_errors, r
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree, without_autocast
 from dp_partition.backends.inductor import check_inductor, lower
-from dp_partition.capture.arguments import CallArguments, check_arguments, closing, read_arguments
+from dp_partition.capture.arguments import CallArguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.python_state import PythonState
@@ -28,12 +27,17 @@ from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule
 from dp_partition.eager.step import EagerStep
 from dp_partition.mesh import num_replicas, shard_world
-from dp_partition.ops import is_collective
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import DataParallelStyle
-from dp_partition.plan.plan import ParamPlan, PartitionPlan, TensorInfo, check_plan, plan_placements
+from dp_partition.plan.plan import ParamPlan, PartitionPlan, TensorInfo, plan_placements
 from dp_partition.plan.settings import Settings
-from dp_partition.runtime.consensus import agree_on, announce, are_all_announced, batch_text, collectives_digest
+from dp_partition.runtime.consensus import (
+    agree_on,
+    announce,
+    are_all_announced,
+    collectives_digest,
+    largest_of,
+)
 from dp_partition.runtime.io import bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.rollback import guarded
@@ -70,6 +74,7 @@ class Runner:
         binding: The placed model and optimizers; None before the first call.
         eager: The step if it runs eagerly; None if it runs as a graph.
         may_switch: No choice of the caller needs a graph.
+        switches: The step runs eagerly where it cannot be a graph.
         before_trace: Python values from before a trace in the present call.
         has_agreed: Errors of the present call are raised on all ranks.
         values: Python values among the arguments of the last trace, by structure of the arguments and position.
@@ -84,11 +89,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        mesh: DeviceMesh,
-        settings: Settings,
-        share: Runner | None = None,
+        self, function: Callable[..., Any], mesh: DeviceMesh, settings: Settings, share: Runner | None = None
     ) -> None:
         self.original, self.mesh, self.settings = function, mesh, settings
         self.function = closing(function)
@@ -97,6 +98,7 @@ class Runner:
         self.before_trace: PythonState | None = None
         self.has_agreed = False
         self.may_switch = share is None and not settings.needs_graph()
+        self.switches = self.may_switch and settings.capture == "auto"
         self.share = share
         self.reads = FunctionReads(function)
         self.binding: Binding | None = None
@@ -132,9 +134,10 @@ class Runner:
         is_first = self.has_agreed = self.binding is None
         if is_first and self.switches:
             # What only this rank sees (an iterator in its arguments) must move all ranks, before any of them traces.
-            reasons = [reason for reason in self.gather(self.untraceable(args, kwargs)) if reason]
-            if reasons:
-                return self.call_eagerly(reasons[0], args, kwargs)
+            reasons = [self.untraceable(args, kwargs)]
+            reasons = all_gather_objects(self.mesh, reasons[0], self.name) if self.mesh.size() > 1 else reasons
+            if any(reasons):
+                return self.call_eagerly(next(filter(None, reasons)), args, kwargs)
         try:
             result = self.call_graph(args, kwargs)
             self.before_trace = None  # it holds the step's objects
@@ -152,15 +155,6 @@ class Runner:
                 self.before_trace.restore(is_placed=True)  # this rank has traced: the call starts again
         # Outside of the handler: the error's frames hold parameters that are about to be replaced.
         return self.call_eagerly(reason, args, kwargs)
-
-    @property
-    def switches(self) -> bool:
-        """Return whether the step runs eagerly where it cannot be a graph."""
-        return self.may_switch and self.settings.capture == "auto"
-
-    def gather(self, value: str) -> list[str]:
-        """Return every rank's value."""
-        return all_gather_objects(self.mesh, value, self.name) if self.mesh.size() > 1 else [value]
 
     def untraceable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the reason against a trace, known before anything runs; empty if there is none."""
@@ -196,20 +190,25 @@ class Runner:
                 self.eager = eager
 
     def call_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graph of a call."""
         is_checked = self.schedule.is_due()
         self.before_trace, binding = None, self.binding
         if binding is None:
             call = read_arguments(self.name, args, kwargs)
             call.marked = self.marked
-            binding, program, optimizers = self.first_call(call)
+            binding, program, facts = agree_on(self.mesh, self.name, lambda: self.prepare(call))
+            if self.share is None:  # only after success on every rank
+                binding.place()
+            else:
+                binding.hold_storages()
+            self.binding = binding
+            self.agreed.append(facts)  # later traces of one rank alone must equal it
+            optimizers = reconcile(binding)
+            self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
+            self.latest = program
         else:
-            call, program, optimizers = self.later_call(binding, args, kwargs)
-            if program.is_new:
-                program.is_new = False
-                alone = not any(map(is_collective, program.module.graph.nodes))  # its check does not communicate
-                is_checked = is_checked or (self.settings.check != "never" and (self.has_agreed or alone))
-            self.has_agreed = False  # errors of its run may be this rank's alone
+            call, program, optimizers, is_new = self.later_call(binding, args, kwargs)
+            is_checked = is_checked or (is_new and self.settings.check != "never")
+            self.has_agreed = program.is_new = False  # errors of its run may be this rank's alone
         if is_checked:
             return CheckedCall(self, binding, program, call).run()
         return self.run(binding, program, call, optimizers)
@@ -229,7 +228,9 @@ class Runner:
             # Traced with another number of rows, so on a contiguous tensor; views of a strided one may not exist.
             leaves = [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs = bind_inputs(binding, program, leaves, optimizers)
-        with self.guarded(program, inputs):
+        originals = {label: inputs[position] for label, position in program.labels(("param", "state"))}
+        buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
+        with torch.no_grad(), without_autocast(), guarded(self.subject, originals, buffers):
             if gradients is None:
                 values = program.run(inputs)
             else:
@@ -237,14 +238,6 @@ class Runner:
                 gradients.update(noted)
         store_outputs(binding, program, values, call.leaves)
         return program.capture.returned.result(values)
-
-    @contextmanager
-    def guarded(self, program: Program, inputs: list[Any]) -> Iterator[None]:
-        """Run the block without autograd and autocast; undo the writes of a failure."""
-        originals = {label: inputs[position] for label, position in program.labels(("param", "state"))}
-        buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
-        with torch.no_grad(), without_autocast(), guarded(self.subject, originals, buffers):
-            yield
 
     @property
     def subject(self) -> str:
@@ -257,18 +250,11 @@ class Runner:
         return self if self.share is None else self.share.owner
 
     def bound(self) -> Binding:
-        """Return the placed model and optimizers.
-
-        Raises:
-            PlanError: Before the first call (code ``not-sharded``).
-        """
+        """Return the placed model and optimizers; raise ``not-sharded`` before the first call."""
         if self.binding is None:
-            raise self.not_started()
+            reason, hint = "nothing is placed yet", "call the step once"
+            raise PlanError(Problem("not-sharded", self.name, found=reason, hint=hint))
         return self.binding
-
-    def not_started(self) -> PlanError:
-        """Return the error for a use before the first call."""
-        return PlanError(Problem("not-sharded", self.name, found="nothing is placed yet", hint="call the step once"))
 
     def release(self) -> None:
         """Restore model and optimizer, and drop all programs.
@@ -291,20 +277,6 @@ class Runner:
 
     # ---- the first call ---------------------------------------------------------------------------------------------
 
-    def first_call(self, call: CallArguments) -> tuple[Binding, Program, OptimizerReads]:
-        """Plan, trace and partition; place the tensors only after success on every rank."""
-        binding, program, facts = agree_on(self.mesh, self.name, lambda: self.prepare(call))
-        if self.share is None:
-            binding.place()
-        else:
-            binding.hold_storages()
-        self.binding = binding
-        self.agreed.append(facts)  # later traces of one rank alone must equal it
-        optimizers = reconcile(binding)
-        self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
-        self.latest = program
-        return binding, program, optimizers
-
     def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; return metadata to compare between ranks too."""
         if self.settings.backend == "inductor":
@@ -315,9 +287,13 @@ class Runner:
             check_traceable(step_state)
             plan = self.plan_for(step_state, shard_world(self.mesh))
         else:
-            self.check_shared(base, step_state)
+            placed = {id(param) for param in base.params.values()}
+            foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
+            if foreign or step_state.optimizers:
+                hint = "pass the model of the step it shares with, and no optimizer"
+                reason = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
+                raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
             plan = base.plan
-        self.note_values(call)
         program = self.build_compiled(step_state, plan, call)
         check_no_gradients(step_state, program.capture.cleared)
         facts = self.facts(plan, program, call.leaves)
@@ -331,7 +307,7 @@ class Runner:
             "collectives": collectives_digest(program.module.graph),
         }
         if self.settings.semantics == "global":
-            facts["batch"] = batch_text(leaves)
+            facts["batch"] = ", ".join(f"{list(x.shape)} {x.dtype}" for x in leaves if isinstance(x, torch.Tensor))
         return facts
 
     def plan_for(self, step_state: StepState, world: int) -> PartitionPlan:
@@ -350,11 +326,12 @@ class Runner:
             replicas=num_replicas(self.mesh),
             reduction=self.settings.reduction(),
         )
-        check_plan(plan)
+        if plan.problems:
+            raise PlanError(plan.problems, "the placements cannot be planned")
         return plan
 
     def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
-        """Return a traced, partitioned and compiled program."""
+        self.note_values(call)
         program = self.build(step_state, plan, call)
         if self.settings.backend == "inductor":
             module = program.with_local_values()
@@ -370,19 +347,17 @@ class Runner:
         Raises:
             PlanError: ``python-state`` if a run of the step changed Python values it reads: its graph would not.
         """
-        if call.marked:
+        while call.marked or call.live:
             try:
                 return self.trace(step_state, plan, call, device)
-            except Exception as error:  # of any rule or kernel in need of a number
-                self.marked = call.marked = ()
-                reason = str(error).strip().splitlines()[-1]
-                text = f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}"
-                warnings.warn(text, stacklevel=2)
-        if call.live:
-            try:
-                return self.trace(step_state, plan, call, device)
-            except Exception:  # of any code in need of a constant: the trace without symbols names what is wrong
-                self.live[call.spec], call.live = None, frozenset()
+            except Exception as error:  # of any rule, kernel or code in need of a number: the next trace has one
+                if call.marked:
+                    self.marked = call.marked = ()
+                    reason = str(error).strip().splitlines()[-1]
+                    text = f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}"
+                    warnings.warn(text, stacklevel=2)
+                else:
+                    self.live[call.spec], call.live = None, frozenset()
         try:
             return self.trace(step_state, plan, call, device)
         except PlanError as error:
@@ -401,16 +376,18 @@ class Runner:
     def trace(
         self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
     ) -> Program:
-        """Trace and partition once."""
-        check_arguments(self.name, step_state.optimizers, call.leaves)
+        if step_state.optimizers and any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in call.leaves):
+            reason = "a tensor with a grad_fn: its backward pass would leave the step"
+            hint = "pass tensor.detach(), or run what makes it in the step"
+            raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint))
         self.num_traces += 1
-        before = self.python_state(step_state, call)
+        before = self.key_of(step_state, call)
         contents = PythonState(self.function, call.args, call.kwargs)
         try:
             program = build_program(self.function, call, step_state, plan, self.mesh, self.settings, device)
             changes = contents.changes()
             contents.restore_modules()  # before the key is computed again: a cache in an attribute is no state
-            self.check_python_state(before, self.python_state(step_state, call), changes)
+            self.check_python_state(before, self.key_of(step_state, call), changes)
         except Exception as error:
             contents.restore()
             if isinstance(error, PlanError) or not asks_for_values(error):
@@ -419,13 +396,9 @@ class Runner:
         self.before_trace = contents
         return program
 
-    def python_state(self, step_state: StepState, call: CallArguments) -> Any:
-        """Return a fingerprint of the step's inputs beside tensors, as they are now."""
-        return self.key_of(step_state, call, read_optimizers(step_state.optimizers))
-
-    def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads) -> Any:
-        """Return everything that a trace for this call depends on."""
-        return program_key(step_state, call, self.reads, optimizers)
+    def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads | None = None) -> Any:
+        """Return everything that a trace for this call depends on, as it is now."""
+        return program_key(step_state, call, self.reads, optimizers or read_optimizers(step_state.optimizers))
 
     def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
         """Raise if running the step changed what it reads, or a counter of an object. Its graph would not."""
@@ -440,12 +413,13 @@ class Runner:
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program with valid guards for these arguments; trace one if there is none."""
         for program in self.programs.get(self.key_of(binding.step_state, call, optimizers), []):
-            has_numbers = program.capture.numbers or program.capture.sizes
-            if program.guards_hold(optimizers.values, program.numbers_of(call.leaves) if has_numbers else ()):
+            numbers: tuple[float, ...] = ()
+            if program.capture.numbers or program.capture.sizes:
+                numbers = (*program.numbers_of(call.leaves), *program.sizes_of(call.leaves).values())
+            if program.guards_hold(optimizers.values, numbers):
                 self.latest = program
                 return program
         announce(self.trace_label, dist.get_rank())
-        self.note_values(call)
         program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
         program.is_new = True
         # The key is computed here: a trace with symbols may have been replaced by one without.
@@ -481,28 +455,53 @@ class Runner:
 
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[CallArguments, Program, OptimizerReads]:
+    ) -> tuple[CallArguments, Program, OptimizerReads, bool]:
         """Return program and inputs; ranks that all trace in this call compare, or raise together.
 
         A rank may trace alone, for a last batch of its own, as long as its collectives stay the agreed ones:
-        other ranks run an existing graph, without any notice. An error of such a rank is its own.
+        other ranks run an existing graph, without any notice. An error of such a rank is its own. With `mark_dynamic`
+        no rank is alone: all ranks compare, or raise together, if one traces.
+
+        Returns:
+            Arguments, program, optimizers, and True if the call must be checked for a graph or a length that is new.
         """
 
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
             call = read_arguments(self.name, args, kwargs)
             call.live, call.marked = self.live.get(call.spec) or frozenset(), self.marked
-            self.check_step_state(binding, call.leaves)
+            passed = {id(leaf) for leaf in call.leaves if isinstance(leaf, nn.Module | Optimizer)}
+            if not passed <= binding.owner_ids:  # a call that evaluates may leave the optimizer out
+                reason = "called with another model or optimizer"
+                hint = "call release() on the step first, or compile a step of its own"
+                raise PlanError(Problem("model-mismatch", self.name, found=reason, hint=hint))
+            binding.check_in_place()
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
 
         attempted, error = capture_errors(attempt)
-        if attempted is not None and not attempted[1].is_new:
-            return attempted
-        self.has_agreed = self.mesh.size() == 1
+        is_traced = attempted is None or attempted[1].is_new
+        is_alone = self.mesh.size() == 1
+        communicates = not is_alone and self.latest is not None and self.latest.communicates
+        if self.settings.dynamic and self.settings.check != "never":
+            sizes = {} if attempted is None else attempted[1].sizes_of(attempted[0].leaves)
+            is_new = is_traced or (attempted is not None and not attempted[1].checked_sizes.issuperset(sizes.items()))
+            # A graph may be wrong for a length that it meets first, at any call and on any rank, and a check
+            # communicates: all ranks or none. So one number a call is exchanged, and of marked steps alone.
+            news = is_new + is_traced
+            news = largest_of(self.mesh, news) if communicates else news
+            is_new, self.has_agreed = news > 0, news > 1 and (communicates or is_alone)
+            is_traced = is_traced or self.has_agreed
+        elif is_traced:
+            self.has_agreed = is_alone
+            if not is_alone:
+                announce(self.trace_label, dist.get_rank())
+                self.has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
+            is_new = self.has_agreed or not communicates
+        else:
+            is_new = False
+        if attempted is not None and not is_traced:
+            return *attempted, is_new
         facts = {} if attempted is None else self.facts(binding.plan, attempted[1], attempted[0].leaves)
-        if not self.has_agreed:
-            announce(self.trace_label, dist.get_rank())
-            self.has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
         if self.has_agreed or self.settings.semantics == "global" or (facts and facts not in self.agreed):
 
             def outcome() -> tuple[None, Mapping[str, str]]:
@@ -519,33 +518,12 @@ class Runner:
         if attempted is None:
             assert error is not None
             raise error
-        return attempted
+        return *attempted, is_new
 
     @property
     def trace_label(self) -> str:
-        """Text for a trace in this call, common to all ranks; empty if they have none."""
+        """Text for a trace in this call, common to all ranks; empty without one."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
-
-    # ---- ownership of the model -------------------------------------------------------------------------------------
-
-    def check_shared(self, base: Binding, step_state: StepState) -> None:
-        """Raise unless a sharing step gets the other step's model, and no optimizer."""
-        placed = {id(param) for param in base.params.values()}
-        foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
-        if foreign or step_state.optimizers:
-            hint = "pass the model of the step it shares with, and no optimizer"
-            reason = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
-            raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
-
-    def check_step_state(self, binding: Binding, leaves: list[Any]) -> None:
-        """Raise if this step was placed for another model or optimizer."""
-        passed = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)}
-        if not passed <= binding.owner_ids:  # a call that evaluates may leave the optimizer out
-            hint = "call release() on the step first, or compile a step of its own"
-            raise PlanError(
-                Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)
-            )
-        binding.check_in_place()
 
 
 def eager_plan(eager: EagerStep, style: DataParallelStyle) -> PartitionPlan:

@@ -143,7 +143,8 @@ def test_compiled(ranks: Ranks) -> None:
     from torch._inductor import config
 
     expected, sent, _, _ = trained(ranks, "eager", *case, make=models.mlp)
-    with config.patch({"cpp.simdlen": 1}):  # no test programs for the processor's vectors
+    # No pool of processes that import torch, no header compiled first, no test programs for the processor's vectors.
+    with config.patch({"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
         found, own_sent, pieces, _ = trained(ranks, "inductor", *case, make=models.mlp)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert own_sent == sent

@@ -27,7 +27,9 @@ _DEATHS = {
 def test_a_rank_that_dies_is_reported_by_the_others(tmp_path: Path) -> None:
     # Worlds of their own, so that the deaths are this test's; not forked from here, where autograd may have threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "dp_partition.runner"])
+    # All that a first call imports is imported once, before ranks are forked.
+    libraries = ["torch._dynamo", "torch._functorch.partitioners", "torch.fx.experimental.symbolic_shapes"]
+    context.set_forkserver_preload([*libraries, "dp_partition.runner"])
     reports = context.SimpleQueue()
     for how in _DEATHS:
         arguments = str(tmp_path / how), how, reports

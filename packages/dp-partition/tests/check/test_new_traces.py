@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from dp_partition.api import runner_of
 from dp_partition.check.checked_call import IN_A_ROW
 from dp_partition.runtime import consensus
 from ranktest import Ranks
-from torch import fx
+from torch import fx, nn
 
 
 def update(model: Any, optim: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -157,3 +158,90 @@ def test_checked_calls_without_collectives_do_not_part_the_ranks(ranks: Ranks) -
             torch.testing.assert_close(*results)
         assert runner_of(step).num_checked >= 4
         step.release()
+
+
+class ScaledByLength(nn.Module):
+    """Rows scaled by a number made of their length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * (1 / x.shape[1])
+        return out
+
+
+def wrong_above_eight(module: fx.GraphModule) -> fx.GraphModule:
+    """A planted mistake, in lengths above eight only."""
+    scale = next(node for node in module.graph.nodes if node.target in (operator.truediv, torch.sym_float))
+    with module.graph.inserting_after(scale):
+        capped = module.graph.call_function(lambda number: max(number, 0.125), (scale,))
+    scale.replace_all_uses_with(capped, delete_user_cb=lambda user: user is not capped)
+    module.recompile()
+    return module
+
+
+def lengths_step(ranks: Ranks, **settings: Any) -> tuple[dp.Step, Any, Any]:
+    model = models.seeded(ScaledByLength).to(ranks.device)
+    mesh = ranks.mesh((ranks.world_size,), ("dp",))
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard", mark_dynamic=1, **settings)
+    return step, model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def rows(ranks: Ranks, call: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * call + ranks.rank)
+    return torch.randn(2, length, 4, generator=generator).to(ranks.device)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("capture", ["always", "auto"])
+def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: Ranks, capture: str) -> None:
+    step, model, optim = lengths_step(ranks, capture=capture)
+    planted.change_graphs(step, wrong_above_eight)
+    for call in range(19):
+        step(model, optim, rows(ranks, call, 8))
+    runner = runner_of(step)
+    checked = runner.num_checked
+    runner.schedule.next = 100  # none is due
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    late = rows(ranks, 19, 12 if ranks.rank else 8)
+    if capture == "always":
+        with pytest.raises(dp.PlanError, match="check-mismatch") as caught:
+            step(model, optim, late)
+        assert "call 20" in str(caught.value)
+        after = [p.full_tensor() for p in model.parameters()]
+        assert all(map(torch.equal, before, after)) and len(after) == 2
+        step(model, optim, rows(ranks, 20, 8))  # the next call works, on all ranks
+        assert runner.num_checked == checked + 1  # it follows a failed one
+    else:
+        with pytest.warns(UserWarning, match="check-mismatch"):
+            step(model, optim, late)
+        assert runner.eager is not None
+    step.release()
+
+
+@pytest.mark.ranks(2)
+def test_each_length_is_checked_once_on_all_ranks(ranks: Ranks) -> None:
+    step, model, optim = lengths_step(ranks, capture="always")
+    runner = runner_of(step)
+    counts = []
+    for call, lengths in enumerate([(8, 8), (8, 8), (8, 9), (9, 8), (8, 9), (5, 6), (1, 8), (8, 8)]):
+        runner.schedule.next = 100 if call else 1
+        step(model, optim, rows(ranks, call, lengths[ranks.rank]))
+        counts.append(runner.num_checked)
+    assert counts == [1, 1, 2, 3, 3, 4, 5, 5]
+    assert step.num_traces == 1 + (ranks.rank == 0)  # length 1 has a trace of its own
+    step.release()
+
+
+@pytest.mark.ranks(2)
+def test_an_error_before_a_call_with_lengths_reaches_all_ranks(ranks: Ranks) -> None:
+    step, model, optim = lengths_step(ranks, capture="always")
+    for call in range(3):
+        step(model, optim, rows(ranks, call, 8))
+    another = models.seeded(ScaledByLength).to(ranks.device) if ranks.rank else model
+    with pytest.raises(dp.PlanError, match="model-mismatch" if ranks.rank else "rank-failed|model-mismatch"):
+        step(another, optim, rows(ranks, 3, 8))
+    step(model, optim, rows(ranks, 4, 9))
+    step.release()

@@ -79,7 +79,6 @@ def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -96,22 +95,11 @@ def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
             yield from carried_names(source, depth - 1)
 
 
-_PACKING = frozenset(
-    {"wait_tensor", "reduce_scatter_tensor", "all_reduce_"}  # on the way to a second collective
-    | {
-        "cat",
-        "_chunk_cat",
-        "reshape",
-        "view",
-        "constant_pad_nd",
-        "contiguous",
-        "transpose",
-        "slice",
-        "clone",
-        "_to_copy",
-    }
-    | {"div", "add"}  # the average over micro-batches
-)
+_PACKING = frozenset([
+    "cat", "_chunk_cat", "reshape", "view", "constant_pad_nd", "contiguous", "transpose", "slice", "clone", "_to_copy",
+    "wait_tensor", "reduce_scatter_tensor", "all_reduce_",  # on the way to a second collective
+    "div", "add",  # the average over micro-batches
+])  # fmt: skip
 
 
 def name_of(node: fx.Node) -> str | None:
@@ -124,12 +112,11 @@ def name_of(node: fx.Node) -> str | None:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """Return the tensors in a node's value."""
     return [leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor)]
 
 
 def explain_sums(messages: tuple[Message, ...]) -> list[str]:
-    """One line for each kind of collective: how many a step issues, and the bytes that a rank sends by them."""
+    """Return a line for each kind of collective: number and bytes sent by a rank."""
     lines = []
     for kind in dict.fromkeys(message.kind for message in messages):
         sizes = [message.sent_bytes for message in messages if message.kind == kind]

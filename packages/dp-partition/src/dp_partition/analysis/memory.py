@@ -47,18 +47,15 @@ class Memory:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Live bytes while each node runs."""
         return tuple(map(sum, self.live))
 
     @property
     def peak(self) -> int:
         """Position of the node with the most live memory."""
-        totals = self.totals
-        return max(range(len(totals)), key=totals.__getitem__) if totals else 0
+        return max(range(len(self.live)), key=self.totals.__getitem__, default=0)
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of live bytes."""
         return max(self.totals, default=sum(self.resident))
 
     @property
@@ -75,8 +72,6 @@ class Memory:
 
 @dataclass(eq=False)
 class _Block:
-    """One block of memory."""
-
     kind: str
     size: int
     born: int
@@ -102,22 +97,14 @@ def live_memory(graph: fx.Graph, *, late: bool = False, on_cpu: bool = True) -> 
     columns = [list(accumulate(changes[kind]))[: len(nodes)] for kind in KINDS]
     for position, node in enumerate(nodes):
         if on_cpu and node.target is aten._chunk_cat.default:
-            columns[KINDS.index("collectives")][position] += _padded_bytes(node)
+            # Packing on the CPU copies and pads rows that do not divide.
+            values, world = [member.meta["val"] for member in node.args[0]], node.args[2]
+            padded = [x for x in values if x.device.type == "cpu" and x.shape[0] % world]
+            temporary = sum(-(-x.shape[0] // world) * world * num_bytes(x[0]) for x in padded)
+            columns[KINDS.index("collectives")][position] += temporary
     resident = [sum(b.size for b in set(blocks.values()) if b.resident and b.kind == kind) for kind in KINDS]
     live = tuple(zip(*columns, strict=True))
     return Memory(tuple(node.name for node in nodes), live, tuple(resident))
-
-
-def _padded_bytes(node: fx.Node) -> int:
-    """Return the temporary bytes of packing. On the CPU, rows that do not divide are copied and padded."""
-    members: Any = node.args[0]
-    world: Any = node.args[2]
-    total = 0
-    for member in members:
-        value = member.meta["val"]
-        if value.device.type == "cpu" and value.shape[0] % world:
-            total += -(-value.shape[0] // world) * world * num_bytes(value[0])
-    return total
 
 
 def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]:
@@ -139,24 +126,17 @@ def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]
             waited = max(wait_positions(node, positions))
             for source in node.all_input_nodes:
                 for tensor in tensors_of(source):
-                    sent = blocks[storage_key(tensor)]
-                    sent.last = max(sent.last, waited)
-            kind, copied = _copied_bytes(node)
-            if copied and on_cpu:
-                stays = late or kind == "reduce_scatter"
-                blocks[node] = _Block("collectives", copied, position, waited if stays else position)
+                    held = blocks[storage_key(tensor)]
+                    held.last = max(held.last, waited)
+            target: Any = node.target
+            name = target._schema.name.split("::")[-1]
+            sent = [x for source in node.all_input_nodes for x in tensors_of(source) if x.device.type == "cpu"]
+            if on_cpu and sent and name.startswith(_GLOO_COPIES):
+                is_gather = name.startswith("all_gather")
+                copied = sum(map(num_bytes, tensors_of(node) if is_gather else sent))
+                ends = waited if late or not is_gather else position
+                blocks[node] = _Block("collectives", copied, position, ends)
     return blocks
-
-
-def _copied_bytes(node: fx.Node) -> tuple[str, int]:
-    """Return the kind of a collective with extra memory in the backend, and its bytes."""
-    target: Any = node.target
-    name = target._schema.name.split("::")[-1]
-    kind = next((kind for kind in _GLOO_COPIES if name.startswith(kind)), None)
-    sent = [tensor for source in node.all_input_nodes for tensor in tensors_of(source) if tensor.device.type == "cpu"]
-    if kind is None or not sent:
-        return "", 0
-    return kind, sum(map(num_bytes, tensors_of(node) if kind == "all_gather" else sent))
 
 
 def _kind_of(node: fx.Node) -> str:

@@ -23,21 +23,17 @@ def reduce_scatter_as_all_to_all(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is collectives.reduce_scatter_tensor.default and node.args[1] in REDUCTIONS:
             users = list(node.users)
-            if len(users) == 1 and is_wait(users[0]):
-                _exchange(graph, node, users[0])
-
-
-def _exchange(graph: fx.Graph, node: fx.Node, wait: fx.Node) -> None:
-    """Replace a reduce_scatter by an all_to_all, and insert a sum behind its wait."""
-    sent, op, world, group = node.args
-    assert isinstance(sent, fx.Node)
-    node.target, node.args = exchanged, (sent, world, group)  # its wait stays
-    with graph.inserting_after(wait):
-        total = graph.call_function(combined, (wait, sent, op, world))
-    wait.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)  # all users but the sum itself
-    total.meta = dict(wait.meta)
-    if "val" in sent.meta:
-        node.meta["val"] = wait.meta["val"] = torch.empty_like(sent.meta["val"])
+            if len(users) != 1 or not is_wait(users[0]):
+                continue
+            wait = users[0]
+            sent, op, world, group = node.args
+            node.target, node.args = exchanged, (sent, world, group)  # its wait stays, with a sum behind it
+            with graph.inserting_after(wait):
+                total = graph.call_function(combined, (wait, sent, op, world))
+            wait.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
+            total.meta = dict(wait.meta)
+            if "val" in sent.meta:
+                node.meta["val"] = wait.meta["val"] = torch.empty_like(sent.meta["val"])
 
 
 def exchanged(tensor: torch.Tensor, world: int, group: str) -> torch.Tensor:

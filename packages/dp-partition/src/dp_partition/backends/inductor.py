@@ -1,4 +1,4 @@
-"""Inductor: what a rank's graph computes between collectives is compiled, everything else runs as it is.
+"""Inductor: compute between a graph's collectives is compiled, everything else runs as it is.
 
 Pieces stand in the order of the graph, so collectives, random numbers and writes keep theirs. Views pass from piece to
 piece: torch's standalone compile knows which of its inputs share memory. The optimizer runs as it is, and so does what
@@ -39,11 +39,9 @@ class Lowered:
         self.module, self.num_compiled, self.num_nodes, self.kept = module, num_compiled, num_nodes, kept
 
     def __call__(self, *values: Any) -> Any:
-        """Run on local inputs; returns what the graph returns."""
         return self.module.forward(*values)
 
     def explain(self) -> str:
-        """Return a line on compiled operators and others."""
         eager_ops = ", ".join(f"{count} {name}" for name, count in sorted(self.kept.items())) or "nothing"
         return (
             f"inductor: {self.num_nodes} operators compiled in {self.num_compiled} pieces between collectives; "
@@ -74,7 +72,14 @@ def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
     Raises:
         PlanError: Inductor cannot compile a piece (code ``compile-failed``).
     """
-    _bring_items_home(graph)
+    # What is taken out of an operator's several results stands right behind it: no list leaves a piece.
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            after = node.all_input_nodes[0]
+            while after.next.target is operator.getitem and after.next.args[0] is node.args[0]:
+                after = after.next
+            if after is not node:
+                after.append(node)
     pieces = number_pieces(graph)
     compiled = {f"submod_{number}" for number in pieces.values() if number % 2}
     plain = [node for node, number in pieces.items() if not number % 2 and is_op(node) and not is_collective(node)]
@@ -86,17 +91,6 @@ def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
             node.op, node.target = "call_function", _compile(piece, name) if node.target in compiled else _plain(piece)
     whole.recompile()
     return Lowered(whole, len(compiled), sum(number % 2 for number in pieces.values()), kept)
-
-
-def _bring_items_home(graph: fx.Graph) -> None:
-    """Let what is taken out of an operator's several results stand right behind it: no list leaves a piece."""
-    for node in list(graph.nodes):
-        if node.target is operator.getitem:
-            after = node.all_input_nodes[0]
-            while after.next.target is operator.getitem and after.next.args[0] is node.args[0]:
-                after = after.next
-            if after is not node:
-                after.append(node)
 
 
 def number_pieces(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -127,14 +121,12 @@ def is_compiled(node: fx.Node) -> bool:
     if is_collective(node) or is_wait(node) or is_random(node) or target.namespace not in ("aten", "prims"):
         return False
     # Numbers change from step to step (a learning rate, a size): compiled code would hold the first one.
-    return not any(map(_is_number, (node, *node.all_input_nodes)))
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Return whether the node's value is a Python number."""
-    if node.op == "placeholder":
-        return kind_of(node) in ("hyper", "number")
-    return node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
+    return not any(
+        kind_of(one) in ("hyper", "number")
+        if one.op == "placeholder"
+        else one.op == "call_function" and isinstance(one.meta.get("val"), _NUMBERS)
+        for one in (node, *node.all_input_nodes)
+    )
 
 
 def _plain(piece: fx.GraphModule) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Arguments that are objects: dataclasses and mappings are opened, so their tensors are inputs of the graph.
+"""Objects as arguments: tensors in dataclasses and mappings become inputs of the graph.
 
 Pytree opens registered types only (lists, dicts, named tuples, Hugging Face's outputs). A dataclass, a
 ``UserDict`` or a ``BatchEncoding`` is a leaf to it, and would be a constant of the trace. Such a leaf is replaced by an
@@ -41,13 +41,6 @@ class Opened:
 
     def __init__(self, shell: _Shell, values: list[Any]) -> None:
         self.shell, self.values = shell, values
-
-    def close(self) -> Any:
-        """Return the object, with the present values."""
-        value = copy.copy(self.shell.empty)
-        for key, one in zip(self.shell.keys, self.values, strict=True):
-            _put(value, key, close_arguments(one))
-        return value
 
 
 pytree.register_pytree_node(
@@ -98,17 +91,6 @@ def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return CallArguments(args, kwargs, leaves, spec)
 
 
-def check_arguments(name: str, optimizers: list[Optimizer], leaves: list[Any]) -> None:
-    """Refuse tensors from a module outside: no gradient of the graph continues into it.
-
-    Raises:
-        PlanError: ``unsupported-argument``, if the step trains.
-    """
-    if optimizers and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
-        reason = "a tensor with a grad_fn: its backward pass would leave the step"
-        raise _refused(name, reason, "pass tensor.detach(), or run what makes it in the step")
-
-
 def _open_leaves(name: str, leaves: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten([_open(name, leaf) for leaf in leaves], spec)
 
@@ -151,7 +133,15 @@ def close_arguments(arguments: Any) -> Any:
     def is_opened(value: Any) -> bool:
         return isinstance(value, Opened)
 
-    return pytree.tree_map(lambda one: one.close() if is_opened(one) else one, arguments, is_leaf=is_opened)
+    def close(value: Any) -> Any:
+        if not is_opened(value):
+            return value
+        closed = copy.copy(value.shell.empty)
+        for key, one in zip(value.shell.keys, value.values, strict=True):
+            _put(closed, key, close_arguments(one))
+        return closed
+
+    return pytree.tree_map(close, arguments, is_leaf=is_opened)
 
 
 def closing(function: Callable[..., Any]) -> Callable[..., Any]:

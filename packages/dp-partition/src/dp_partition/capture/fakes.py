@@ -1,4 +1,4 @@
-"""Fakes in place of a step's tensors while it is traced; the tensors are restored afterwards."""
+"""Fakes in place of a step's tensors during a trace; the tensors are restored afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Input:
 
     @property
     def label(self) -> str:
-        """Readable placeholder name."""
         if self.kind == "hyper":
             return self.name
         tail = "" if self.key is None else f"_{self.key}"
@@ -47,8 +46,6 @@ class Input:
 
 @dataclass
 class Fakes:
-    """Fakes of all tensors read by the step."""
-
     params: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     states: dict[tuple[int, str], dict[Any, Any]]
@@ -125,28 +122,15 @@ def make_fakes(
 
 
 def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
-    inputs: list[Input] = []
-    flat: list[torch.Tensor] = []
-
-    def add(entry: Input, tensor: torch.Tensor) -> None:
-        inputs.append(entry)
-        flat.append(tensor)
-
-    for fqn, param in fakes.params.items():
-        add(Input("param", fqn), param)
-    for fqn, buffer in fakes.buffers.items():
-        add(Input("buffer", fqn), buffer)
+    pairs: list[tuple[Input, torch.Tensor]] = [(Input("param", fqn), param) for fqn, param in fakes.params.items()]
+    pairs += [(Input("buffer", fqn), buffer) for fqn, buffer in fakes.buffers.items()]
     for (number, fqn), state in fakes.states.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                add(Input("state", fqn, key, number), value)
-    for hyper, scalar in fakes.hyperparameters.items():
-        add(Input("hyper", hyper.label, hyper=hyper), scalar)
-    for position, scalar in fakes.given.items():
-        add(Input("number", str(position)), scalar)
-    for index, tensor in enumerate(fakes.args):
-        add(Input("arg", str(index)), tensor)
-    return inputs, flat
+        entries = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+        pairs += [(Input("state", fqn, key, number), value) for key, value in entries]
+    pairs += [(Input("hyper", hyper.label, hyper=hyper), scalar) for hyper, scalar in fakes.hyperparameters.items()]
+    pairs += [(Input("number", str(position)), scalar) for position, scalar in fakes.given.items()]
+    pairs += [(Input("arg", str(index)), tensor) for index, tensor in enumerate(fakes.args)]
+    return [entry for entry, _ in pairs], [tensor for _, tensor in pairs]
 
 
 @contextlib.contextmanager
@@ -157,7 +141,11 @@ def installed(step_state: StepState, fakes: Fakes) -> Iterator[dict[Hyperparamet
         The symbol of each hyperparameter.
     """
     with contextlib.ExitStack() as stack:
-        _install_modules(stack, step_state, fakes)
+        for fqn, module, attribute, is_param in list(step_state.slots()):
+            name = step_state.aliases.get(fqn, fqn)
+            table: dict[str, Any] = module._parameters if is_param else module._buffers
+            stack.callback(table.__setitem__, attribute, table[attribute])  # undone at the end of the trace
+            table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
         stack.enter_context(_untraced(step_state.params.items()))
         symbols: dict[Hyperparameter, Any] = {}
         for number, optimizer in enumerate(step_state.optimizers):
@@ -177,14 +165,6 @@ def _untraced(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
     finally:
         for _, parameter in marked:
             mark_current(parameter)
-
-
-def _install_modules(stack: contextlib.ExitStack, step_state: StepState, fakes: Fakes) -> None:
-    for fqn, module, attribute, is_param in list(step_state.slots()):
-        name = step_state.aliases.get(fqn, fqn)
-        table: dict[str, Any] = module._parameters if is_param else module._buffers
-        stack.callback(table.__setitem__, attribute, table[attribute])  # undone at the end of the trace
-        table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
 
 
 def _install_optimizer(
@@ -219,12 +199,10 @@ def _install_optimizer(
             if hyper.param is not None:
                 entries = fakes.states[number, names[hyper.param]]  # the step's values are compared with these
                 state[group["params"][hyper.param]][hyper.key] = entries[hyper.key] = value
+            elif hyper.element is None:
+                group[hyper.key] = value
             else:
-                group[hyper.key] = value if hyper.element is None else _replaced(group[hyper.key], hyper.element, value)
-
-
-def _replaced(values: Any, index: int, value: Any) -> tuple[Any, ...]:
-    return tuple(value if i == index else old for i, old in enumerate(values))
+                group[hyper.key] = tuple(value if i == hyper.element else old for i, old in enumerate(group[hyper.key]))
 
 
 def check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[tuple[Any, int]]) -> None:

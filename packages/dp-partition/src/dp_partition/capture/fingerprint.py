@@ -1,4 +1,4 @@
-"""Fingerprints of the Python values read by a step beside tensors: part of a trace's key.
+"""Fingerprints of the Python values read by a step: part of a trace's key.
 
 A trace burns these values in, so a call finds its trace only if all of them are unchanged. Covered are
 the step's arguments, attributes of modules, and values read by the step's function and the functions it names: cells,
@@ -62,7 +62,7 @@ class ById:
 def fingerprint(
     values: Iterable[Any], names: Collection[str] | None = None, placed: Collection[int] = ()
 ) -> tuple[Any, ...]:
-    """Return a flat, hashable picture of values: types, plain values, and the members of containers and settings.
+    """Return a flat, hashable picture of values: types, plain values, members of containers and settings.
 
     Args:
         values: Any objects; each is entered once, so that a config which many modules share costs once.
@@ -120,7 +120,7 @@ def _key_token(key: Any) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Return True for an array of NumPy, or of a library with the same memory interface."""
+    """Return True for an array of NumPy, or of one with its memory interface."""
     return hasattr(type(value), "__array_interface__")
 
 
@@ -233,7 +233,7 @@ def names_used(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
-    """Return the names in a module's `forward` and in the methods and functions called by it."""
+    """Return the names in a module's `forward` and in what is called by it."""
     if owner not in _forward_names:
         _forward_names[owner] = frozenset(FunctionReads(owner.forward, owner).names)
     return _forward_names[owner]
@@ -295,7 +295,8 @@ class ModuleReads:
             (vars(module), key)
             for module in self.modules
             for key, value in vars(module).items()
-            if key not in _OF_TORCH and self._is_read(module, key, value)
+            if key not in _OF_TORCH and not isinstance(value, nn.Module) and _counts(value)
+            if type(value) in PLAIN_TYPES or key == "forward" or key in names_in_forward(type(module))
         ]
         own = dict.fromkeys(k for module in self.modules for k in type(module).__mro__ if issubclass(k, nn.Module))
         self._places += [  # class attributes read by forward
@@ -308,11 +309,6 @@ class ModuleReads:
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         tables = [getattr(module, name) for module in self.modules for name in hooks]
         self._hooks = [FunctionReads(hook) for table in tables for hook in table.values()]
-
-    def _is_read(self, module: nn.Module, key: str, value: Any) -> bool:
-        if isinstance(value, nn.Module) or not _counts(value):
-            return False
-        return type(value) in PLAIN_TYPES or key == "forward" or key in names_in_forward(type(module))
 
     def read(self) -> tuple[Any, ...]:
         """Return the structure of the last `look`, and a fingerprint of the present attributes."""
@@ -337,20 +333,8 @@ def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     return type(leaf), leaf  # a generator, a fraction: held by the key
 
 
-def program_key(
-    step_state: StepState,
-    call: CallArguments,
-    reads: FunctionReads,
-    optimizers: OptimizerReads,
-) -> Any:
-    """Return all dependencies of a trace, hashable.
-
-    Args:
-        step_state: The modules and optimizers among the arguments.
-        call: The step's arguments.
-        reads: Values read by its function from elsewhere.
-        optimizers: Values read from its optimizers.
-    """
+def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads, optimizers: OptimizerReads) -> Any:
+    """Return all dependencies of a trace, hashable."""
     training = tuple([module.training for module in step_state.reads.modules])
     params = step_state.params.values()
     trained = tuple(map(operator.attrgetter("requires_grad"), params))

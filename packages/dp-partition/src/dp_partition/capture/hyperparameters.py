@@ -41,7 +41,6 @@ class Hyperparameter(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name of the graph input."""
         tail = "" if self.element is None else str(self.element)
         owner = "" if self.param is None else f"_param{self.param}"
         return f"optim{self.optimizer}_group{self.group}{owner}_{self.key}{tail}"
@@ -64,7 +63,6 @@ class OptimizerReads:
 
 
 def states_by_id(optimizers: list[Optimizer]) -> list[dict[int, Any]]:
-    """Return the state of every parameter by its ``id``, for each optimizer."""
     by_id = []
     for optimizer in optimizers:
         states = {}
@@ -97,15 +95,19 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
                 several = isinstance(value, tuple | list)
                 for position, one in enumerate(value if several else (value,)):
                     element = position if several else None  # betas
+                    is_number = isinstance(one, torch.Tensor) and one.numel() == 1 and one.is_floating_point()
                     if type(one) in (bool, type(None)):
                         parts += (key, element, one)
-                    elif isinstance(one, float) or _is_live(key, one):  # an input, not part of the key
+                    # Inputs, not part of the key: also integers and tensors that schedulers change.
+                    elif isinstance(one, float) or is_number or (isinstance(one, int) and key in _LIVE_INTEGERS):
                         values[number, index, key, element, None] = float(one)
                     elif type(one) is int:
                         values[number, index, key, element, None] = one
                         parts += (key, element, int)
+                    elif isinstance(one, torch.Tensor):
+                        parts += (key, element, tuple(one.shape), one.dtype, one.device)
                     else:
-                        parts += (key, element, _static(one))
+                        parts += (key, element, _hashable(one))
         parts += (type(optimizer).__qualname__, optimizer_attributes(optimizer))
     return OptimizerReads(states, values, tuple(parts))
 
@@ -115,16 +117,7 @@ def _names(keys: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(sorted(map(str, keys)))
 
 
-def _is_live(key: str, value: Any) -> bool:
-    """Return True for an integer or a tensor of a parameter group that schedulers change."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, int) and key in _LIVE_INTEGERS
-
-
-def _static(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ("tensor", tuple(value.shape), value.dtype, value.device)
+def _hashable(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:

@@ -2,8 +2,8 @@
 
 The sizes of marked dims are symbols while the step is traced. Arithmetic on them becomes nodes of the graph, and each
 decision on them, by torch or the step, a guard. Passes work on the sizes of the first batch: under local semantics
-they need sizes of parameters and gradients only. That none is left in the graph is not argued but checked: calls are
-compared with the step until the check has seen two lengths.
+they need sizes of parameters and gradients only. That none is left in the graph is not argued but checked: every length
+is compared with the step in the first call that has it.
 """
 
 from __future__ import annotations

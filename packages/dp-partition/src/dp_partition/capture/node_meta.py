@@ -57,7 +57,7 @@ def meta_of(node: fx.Node) -> NodeMeta:
 
 
 def phases_of(graph: fx.Graph) -> list[Phase]:
-    """Return each node's part of the step: that of the node before it, if it has none."""
+    """Return each node's part of the step, without one that of the node before."""
     phases: list[Phase] = []
     phase: Phase = "forward"
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Outputs of a step's graph: its results, and new tensors in the place of old ones."""
+"""Outputs of a step's graph: its results, and new tensors for old ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class Returned:
     user_spec: Any
 
     def result(self, values: tuple[Any, ...]) -> Any:
-        """Return the step's result, from the graph's values."""
         leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
         return pytree.tree_unflatten(leaves, self.user_spec)
 
@@ -69,7 +68,11 @@ def collect_outputs(
         PlanError: ``python-state`` for remaining gradients, ``parameter-replaced``, and ``python-state`` for
             optimizer state with other changing Python values than numbers.
     """
-    _check_no_gradients_left(fakes, phases)
+    left = [fqn for fqn, param in fakes.params.items() if param.grad is not None]
+    if left and not phases.cleared and phases.backward:
+        reason = "gradient left for the next call"
+        hint = "call optim.zero_grad() in the step, and pass the optimizer to it as an argument"
+        raise PlanError([Problem("python-state", fqn, found=reason, hint=hint) for fqn in left])
     leaves, spec = pytree.tree_flatten(result)
     values: list[Any] = []
     for position, leaf in enumerate(leaves):
@@ -78,26 +81,12 @@ def collect_outputs(
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
     hypers = [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
-    entries = chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), hypers, _argument_gradients(fakes))
-    for value, output in entries:
+    of_arguments = [(x.grad, Output("argument", str(n))) for n, x in enumerate(fakes.args) if x.is_leaf]
+    gradients = [(value, output) for value, output in of_arguments if value is not None]
+    for value, output in chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), hypers, gradients):
         values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         outputs.append(output)
     return values, Returned(outputs, leaves, spec)
-
-
-def _check_no_gradients_left(fakes: Fakes, phases: Phases) -> None:
-    left = [fqn for fqn, param in fakes.params.items() if param.grad is not None]
-    if left and not phases.cleared and phases.backward:
-        hint = "call optim.zero_grad() in the step, and pass the optimizer to it as an argument"
-        raise PlanError(
-            [Problem("python-state", fqn, found="gradient left for the next call", hint=hint) for fqn in left]
-        )
-
-
-def _argument_gradients(fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
-    for index, tensor in enumerate(fakes.args):
-        if tensor.is_leaf and tensor.grad is not None:
-            yield tensor.grad, Output("argument", str(index))
 
 
 def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:

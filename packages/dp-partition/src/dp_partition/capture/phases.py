@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -47,7 +48,11 @@ class Phases:
                 stack.enter_context(patch.object(optimizer, "step", step))
             owners: list[Any] = [*optimizers, *modules]
             for owner in owners:
-                clearing = self._clearing(owner.zero_grad)
+
+                def clearing(*args: Any, call: Any = owner.zero_grad, **kwargs: Any) -> Any:
+                    self.cleared = self.cleared or not self.backward
+                    return call(*args, **kwargs)
+
                 stack.enter_context(patch.object(owner, "zero_grad", clearing))
             yield
 
@@ -61,14 +66,6 @@ class Phases:
             return result
 
         return timed
-
-    def _clearing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clearing(*args: Any, **kwargs: Any) -> Any:
-            if not self.backward:
-                self.cleared = True
-            return call(*args, **kwargs)
-
-        return clearing
 
 
 def mark_phases(nodes: list[fx.Node], phases: Phases) -> None:
@@ -108,7 +105,13 @@ def gradients_tagging(params: dict[str, torch.Tensor]) -> Iterator[None]:
     Args:
         params: Parameters by name; the step may thaw frozen ones.
     """
-    handles = [hook_gradient(param, _tagger(name)) for name, param in params.items()]
+
+    def tag(name: str, grad: torch.Tensor) -> torch.Tensor:
+        apply: Any = _DifferentiableTag.apply
+        tagged: torch.Tensor = apply(grad, name) if grad.requires_grad else TAG_GRAD(grad, name)
+        return tagged
+
+    handles = [hook_gradient(param, partial(tag, name)) for name, param in params.items()]
     try:
         yield
     finally:
@@ -136,12 +139,3 @@ class _DifferentiableTag(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0], None
-
-
-def _tagger(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    def tag(grad: torch.Tensor) -> torch.Tensor:
-        apply: Any = _DifferentiableTag.apply
-        tagged: torch.Tensor = apply(grad, name) if grad.requires_grad else TAG_GRAD(grad, name)
-        return tagged
-
-    return tag

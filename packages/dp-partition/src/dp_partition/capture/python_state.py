@@ -80,7 +80,7 @@ class PythonState:
         return names[:5]
 
     def restore_modules(self) -> None:
-        """Restore attributes of modules, remove hooks registered by a forward, and empty caches with fake tensors.
+        """Restore attributes and hooks of modules, and empty caches with fake tensors.
 
         A successful trace is the first call's run of the step's Python: its counters and draws stay, or
         the check would find the same values in each call. Attributes of modules may be caches of fake tensors, and

@@ -1,4 +1,4 @@
-"""Draws that a graph cannot repeat: those of a checkpoint's recomputation, and those behind a restored state.
+"""Draws beyond a graph: those of a checkpoint's recomputation, and those behind a restored state.
 
 Activation checkpointing saves the state of torch's generators in forward and restores it for recomputation. A graph
 cannot restore a state: it would draw another mask than forward's. A recomputation without draws needs none.
@@ -31,7 +31,6 @@ class RandomReplay(TorchDispatchMode):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Refuse within the block."""
         with ExitStack() as stack:
             for module in (torch, torch.cuda):
                 stack.enter_context(patch.object(module, "set_rng_state", self._put(module.set_rng_state)))

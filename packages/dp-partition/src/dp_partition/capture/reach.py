@@ -1,4 +1,4 @@
-"""Walk over all objects within reach of a step: arguments, bound objects, closures, globals in its code.
+"""Walk over all objects within reach of a step: arguments, bound objects, closures, globals.
 
 A step may keep its model and optimizers in its arguments, in ``self``, a closure or a global.
 """
@@ -31,7 +31,7 @@ _DEPTH = 8
 
 
 class Reach:
-    """Objects within reach of a step, in one order on all ranks with the same script.
+    """Objects within reach of a step, in the same order on all ranks.
 
     Args:
         roots: The step's function and its arguments.
@@ -65,7 +65,6 @@ class Reach:
 
     @property
     def states(self) -> list[torch.Tensor]:
-        """Return tensors of optimizers' states."""
         entries = [x for o in self.optimizers for state in o.state.values() for x in state.values()]
         return [x for x in entries if isinstance(x, torch.Tensor)]
 
@@ -129,7 +128,11 @@ class Reach:
         if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
             return [value.__self__]
         if isinstance(value, types.FunctionType):
-            return self._read_by(value)
+            if (value.__module__ or "").partition(".")[0] in _LIBRARIES:
+                return []  # not the step's own code
+            used = [value.__globals__[name] for name in sorted(names_used(value)) if name in value.__globals__]
+            cells, defaults = map(contents, value.__closure__ or ()), value.__defaults__ or ()
+            return [*used, *cells, *defaults, *vars(value).values()]
         if isinstance(value, functools._lru_cache_wrapper):
             return [value.__wrapped__]
         if isinstance(value, nn.Module):
@@ -161,18 +164,6 @@ class Reach:
             self.tables.append(vars(value))
             inside += vars(value).values()
         return inside
-
-    def _read_by(self, function: types.FunctionType) -> list[Any]:
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
-            return []  # not the step's own code
-        table = function.__globals__
-        used = [name for name in sorted(names_used(function)) if name in table]
-        return [
-            *(table[name] for name in used),
-            *map(contents, function.__closure__ or ()),
-            *(function.__defaults__ or ()),
-            *vars(function).values(),
-        ]
 
 
 def _with_parameters(module: nn.Module) -> list[nn.Module]:

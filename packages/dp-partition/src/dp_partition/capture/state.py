@@ -99,7 +99,24 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         modules = [("", modules[0][1])]
     step_state = StepState(modules, optimizers, is_reached=is_reached)
     index_tensors(step_state)
-    _check_optimizers(step_state)
+    in_models = {id(param) for param in step_state.params.values()}
+    problems = keyless_state(step_state.optimizers)
+    for number, optimizer in enumerate(step_state.optimizers):
+        inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+        if inner:
+            # Its state would be rebound to no placed parameter, and start again in each call.
+            reason = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
+            hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
+            problems.append(Problem("not-traceable", f"optimizer {number}", found=reason, hint=hint))
+        hint = "pass the module that holds it as an argument of the train step"
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if id(param) not in in_models:
+                    name = f"optimizer {number} group {group_index} parameter {index}"
+                    reason = f"tensor of shape {tuple(param.shape)} that no module argument holds"
+                    problems.append(Problem("parameter-not-in-module", name, found=reason, hint=hint))
+    if problems:
+        raise PlanError(problems)
     return step_state
 
 
@@ -132,33 +149,8 @@ def index_tensors(step_state: StepState) -> None:
             step_state.buffers[fqn] = tensor
 
 
-def _check_optimizers(step_state: StepState) -> None:
-    in_models = {id(param) for param in step_state.params.values()}
-    problems = keyless_state(step_state.optimizers)
-    for number, optimizer in enumerate(step_state.optimizers):
-        inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
-        if inner:
-            # Its state would be rebound to no placed parameter, and start again in each call.
-            reason = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
-            hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
-            problems.append(Problem("not-traceable", f"optimizer {number}", found=reason, hint=hint))
-        for group_index, group in enumerate(optimizer.param_groups):
-            for index, param in enumerate(group["params"]):
-                if id(param) not in in_models:
-                    problems.append(
-                        Problem(
-                            "parameter-not-in-module",
-                            f"optimizer {number} group {group_index} parameter {index}",
-                            found=f"tensor of shape {tuple(param.shape)} that no module argument holds",
-                            hint="pass the module that holds it as an argument of the train step",
-                        )
-                    )
-    if problems:
-        raise PlanError(problems)
-
-
 def choose_foreach(optimizer: Optimizer) -> None:
-    """Update all parameters of a group at once, unless the caller has chosen: half the nodes of a loop."""
+    """Update a group's parameters at once, unless the caller has chosen: half a loop's nodes."""
     for group in optimizer.param_groups:
         # A parameter thawed by the step gets its state inside the trace: its count is a constant there, and
         # multi-tensor updates leave it at zero.
@@ -173,13 +165,9 @@ def keyless_state(optimizers: list[Optimizer]) -> list[Problem]:
     return [
         Problem("python-state", f"optimizer {number}", found=f"{type(optimizer).__name__}.state[{key!r}]", hint=hint)
         for number, optimizer in enumerate(optimizers)
-        for key in map(_any, optimizer.state)
+        for key in list[Any](optimizer.state)  # torch types keys as tensors; others use strings and indices
         if not isinstance(key, torch.Tensor)
     ]
-
-
-def _any(key: Any) -> Any:
-    return key  # torch types keys as tensors; custom optimizers use strings and indices
 
 
 def has_state(state: dict[Any, Any] | None) -> TypeGuard[dict[Any, Any]]:
@@ -200,7 +188,9 @@ def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tens
         its own graph.
     """
     if isinstance(optimizer, torch.optim.SGD):
-        return _momentum_buffer(group, param)
+        # Its first buffer is the gradient itself; without dampening zeros give the same.
+        has_buffer = group["momentum"] != 0 and group["dampening"] == 0
+        return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)} if has_buffer else {}
     init = getattr(optimizer, "_init_group", None)
     if init is None:
         return {}
@@ -213,13 +203,6 @@ def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tens
         return dict(optimizer.state[param])
     finally:
         optimizer.state, param.grad = saved_state, saved_grad
-
-
-def _momentum_buffer(group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return zeros for SGD's first buffer, the gradient itself: without dampening they give the same."""
-    if group["momentum"] != 0 and group["dampening"] == 0:
-        return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
-    return {}
 
 
 def check_traceable(step_state: StepState) -> None:
@@ -249,7 +232,6 @@ def wrapped(modules: Iterable[tuple[str, nn.Module]], params: Mapping[str, nn.Pa
 
 
 def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:
-    """Return a problem for each parameter with gradient hooks."""
     hint = "remove the hook, and change p.grad in the step, between backward() and optim.step()"
     reason = "has a gradient hook, which no trace sees"
     return [

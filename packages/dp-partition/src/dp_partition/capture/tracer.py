@@ -35,7 +35,7 @@ from dp_partition.capture.fakes import REACHED, Input, check_memory, flatten_inp
 from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
 from dp_partition.capture.lengths import Sizes, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
-from dp_partition.capture.outputs import Output, Returned, collect_outputs
+from dp_partition.capture.outputs import Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
 from dp_partition.capture.state import StepState, keyless_state
@@ -77,18 +77,6 @@ class Capture:
     left: list[str] = field(default_factory=list)
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    @property
-    def outputs(self) -> list[Output]:
-        """Kinds of the returned values."""
-        return self.returned.outputs
-
-    def drop_argument_gradients(self) -> None:
-        """Leave no gradients on arguments: micro-batches are the graph's own tensors."""
-        (output,) = [node for node in self.module.graph.nodes if node.op == "output"]
-        num_outputs = sum(entry.kind != "argument" for entry in self.outputs)  # they are the last
-        output.args = (list(output.args[0])[:num_outputs],)
-        del self.outputs[num_outputs:]
-
 
 class _Tracing:
     """One step on fake tensors; arguments as for `trace_step`.
@@ -128,13 +116,13 @@ class _Tracing:
 
     @property
     def name(self) -> str:
-        """Name of the step."""
         return getattr(self.function, "__name__", "train_step")
 
     def record(self) -> fx.GraphModule:
-        """Run the step on the fakes, and record it."""
-        no_draws = _no_other_draws(self.name)
-        kernels, casts = _without_recurrent_kernels(self.step_state), _without_cast_cache()
+        # oneDNN's recurrent layers keep a workspace that no graph can hold: torch's own operators are traced.
+        is_recurrent = any(isinstance(m, nn.RNNBase) for _, root in self.step_state.modules for m in root.modules())
+        kernels = without_onednn() if is_recurrent else contextlib.nullcontext()
+        no_draws, casts = _no_other_draws(self.name), _without_cast_cache()
         with no_draws, self.mode, kernels, casts, without_looks_at_values(), symbolic_math():
             try:
                 module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
@@ -144,7 +132,13 @@ class _Tracing:
 
     def body(self, *tensors: Any) -> list[Any]:
         """Run the step as a function of its inputs; return its graph's values."""
-        args, kwargs = self._arguments(tensors)
+        call = list(self.leaves)  # the step's own arguments, with the graph's inputs in place of tensors
+        for position, value in zip(self.positions, tensors[len(tensors) - len(self.positions) :], strict=True):
+            call[position] = value
+        for position, scalar in self.fakes.given.items():
+            number: Any = scalar.item()
+            call[position], self.numbers[position] = number, number.node.expr
+        args, kwargs = pytree.tree_unflatten(call, self.spec)
         optimizers, modules = self.step_state.optimizers, [module for _, module in self.step_state.modules]
         recording = self.phases.recording(optimizers, modules)
         with installed(self.step_state, self.fakes) as self.symbols, recording:
@@ -160,21 +154,6 @@ class _Tracing:
             self.modes = [(part, part.training) for part, mode in modes if part.training != mode]
             values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases, changes)
         return values
-
-    def _arguments(self, tensors: tuple[Any, ...]) -> Any:
-        """Return the step's own arguments, with the graph's inputs in place of tensors."""
-        call = list(self.leaves)
-        for position, value in zip(self.positions, tensors[len(tensors) - len(self.positions) :], strict=True):
-            call[position] = value
-        for position, scalar in self.fakes.given.items():
-            number: Any = scalar.item()
-            call[position], self.numbers[position] = number, number.node.expr
-        return pytree.tree_unflatten(call, self.spec)
-
-    def guards(self) -> list[Any]:
-        """Return the conditions on hyperparameters decided so far."""
-        shape_env: Any = self.mode.shape_env
-        return [guard.expr for guard in shape_env.guards]
 
 
 class _WrittenTensors(TorchDispatchMode):
@@ -196,7 +175,6 @@ class _WrittenTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def restore(self) -> None:
-        """Restore the written tensors."""
         with without_modes(), torch.no_grad():
             for tensor, value in self.values.values():
                 tensor.detach().copy_(value)
@@ -232,10 +210,15 @@ def trace_step(
     except Exception as error:
         problem = trace_problem(tracing.name, error, tracing.phases.stepping)
         raise PlanError(problem, "the train step could not be traced") from error
-    parts = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
+    shape_env: Any = tracing.mode.shape_env
+    guards = [guard.expr for guard in shape_env.guards]  # decided in the trace
+    parts = (tracing.inputs, tracing.returned, tracing.mode, guards, tracing.symbols)
     capture = Capture(module, *parts, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
-    capture.groups = _groups(step_state)  # for fused kernels, which take plain floats
     capture.numbers = tracing.numbers
+    fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
+    for number, optimizer in enumerate(step_state.optimizers):  # for fused kernels, which take plain floats
+        for index, group in enumerate(optimizer.param_groups):
+            capture.groups |= {fqn_of[id(param)]: (number, index) for param in group["params"]}
     for name, param in tracing.fakes.params.items():
         if param.requires_grad != step_state.params[name].requires_grad:
             capture.trained[name] = param.requires_grad
@@ -245,17 +228,14 @@ def trace_step(
         use_first_sizes(module.graph, tracing.mode)
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
-    _name_placeholders(module, capture.inputs)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, entry in zip(placeholders, capture.inputs, strict=True):
+        node._rename("".join(c if c.isalnum() else "_" for c in entry.label))
+        node.target = node.name  # fx uses it as the argument's name
+        meta_of(node)["input"] = entry
     _check_numbers(tracing.name, module.graph, frozenset().union(*tracing.phases.optimizer))
-    _check_constants(module)
-    _check_gradients(module)
+    _check_tensors(module)
     return capture
-
-
-def _without_recurrent_kernels(step_state: StepState) -> contextlib.AbstractContextManager[Any]:
-    """Trace torch's own operators for recurrent layers. oneDNN's keep a workspace that no graph can hold."""
-    layers = any(isinstance(m, nn.RNNBase) for _, root in step_state.modules for m in root.modules())
-    return without_onednn() if layers else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -315,7 +295,6 @@ def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> Non
 
 
 def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
-    """Return the problem of a failed trace."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()
     if "Multiple dispatch failed" in text[0]:  # a parameter among fakes; the trace would burn its value in
         reason, hint = REACHED
@@ -332,20 +311,13 @@ def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
 
 def asks_for_values(error: Exception) -> bool:
     """Return True if a trace failed for lack of a value."""
-    words = (
-        "data-dependent",
-        "DataDependent",
-        "DynamicOutputShape",
-        "unbacked",
-        "Tensor-likes",
-        "FakeTensor",
-        "symbolic",
-    )
-    return any(word in f"{type(error).__name__}: {error}" for word in words)
+    text = f"{type(error).__name__}: {error}"
+    words = ("data-dependent", "DataDependent", "DynamicOutputShape", "unbacked", "Tensor-likes", "FakeTensor")
+    return any(word in text for word in (*words, "symbolic"))
 
 
 def user_line(error: BaseException) -> str:
-    """Return the innermost line of an error's traceback outside of torch and this package, as text."""
+    """Return an error's innermost line outside of torch and this package, as text."""
     between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
     lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
     lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
@@ -353,48 +325,19 @@ def user_line(error: BaseException) -> str:
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
 
 
-def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:
-    """Return the optimizer and parameter group of every parameter with one."""
-    fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
-    return {
-        fqn_of[id(param)]: (number, index)
-        for number, optimizer in enumerate(step_state.optimizers)
-        for index, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
-    }
-
-
-def _name_placeholders(module: fx.GraphModule, inputs: list[Input]) -> None:
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node, entry in zip(placeholders, inputs, strict=True):
-        name = "".join(c if c.isalnum() else "_" for c in entry.label)
-        node._rename(name)
-        node.target = node.name  # fx uses it as the argument's name
-        meta_of(node)["input"] = entry
-
-
-def _check_gradients(module: fx.GraphModule) -> None:
-    """Refuse gradients that no bucket can hold."""
+def _check_tensors(module: fx.GraphModule) -> None:
+    """Refuse gradients beyond buckets, and parameters as constants: they would never be trained."""
     problems = []
     for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if node.target is TAG_GRAD and isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        value = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        if node.target is TAG_GRAD and value.layout != torch.strided:
             hint = "use dense gradients (sparse=False)"
             problems.append(Problem("sparse-gradient", str(node.args[1]), found=f"{value.layout}", hint=hint))
-    if problems:
-        raise PlanError(problems)
-
-
-def _check_constants(module: fx.GraphModule) -> None:
-    """Refuse a parameter that the trace met as a constant: it would never be trained."""
-    problems = []
-    for node in module.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        tensor = getattr(module, str(node.target))
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not isinstance(tensor, FakeTensor):
+        if node.op == "get_attr" and value.requires_grad and not isinstance(value, FakeTensor):
             hint = "pass the module that holds it as an argument of the train step"
-            reason = f"a tensor of shape {tuple(tensor.shape)} that requires grad is reached through a closure"
+            reason = f"a tensor of shape {tuple(value.shape)} that requires grad is reached through a closure"
             problems.append(Problem("parameter-in-closure", str(node.target), found=reason, hint=hint))
     if problems:
         raise PlanError(problems)

@@ -1,4 +1,4 @@
-"""One checked call: copy, run the graph, run the reference, compare, and undo everything on a mismatch.
+"""One checked call: copy, run graph and reference, compare, and undo everything on a mismatch.
 
 The steps (all ranks alike, since the copy and the averages communicate):
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import secrets
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, global_modes, pytree
 from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.hyperparameters import read_optimizers
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.check.copying import CannotCopyError, Transform, check_bytes
 from dp_partition.check.reference import (
     Ended,
@@ -38,22 +40,14 @@ from dp_partition.check.reference import (
     live_outcome,
     run_reference,
 )
-from dp_partition.check.verdict import (
-    INTEGERS,
-    Difference,
-    differences,
-    measure,
-    perturbation,
-)
+from dp_partition.check.verdict import INTEGERS, Difference, differences, measure, perturbation
 from dp_partition.mesh import all_groups
-from dp_partition.ops import is_collective
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.rollback import Snapshot, live_tensors
 from dp_partition.runtime.state import Binding, local_tensor
 
 if TYPE_CHECKING:
     from dp_partition.runner import Runner
-import random
 
 # Accepted ratio of the graph's error to the spread of right results.
 FACTOR = 10.0
@@ -65,34 +59,29 @@ class CheckMismatch(PlanError):
 
 
 class CheckedCall:
-    """State of one checked call.
-
-    Args:
-        runner: The step.
-        binding: Its placed model and optimizers.
-        program: The graph of the call.
-        call: Its arguments.
-    """
+    """State of one checked call."""
 
     def __init__(self, runner: Runner, binding: Binding, program: Program, call: CallArguments) -> None:
         self.runner, self.binding, self.program, self.call = runner, binding, program, call
         self.arguments = (call.args, call.kwargs)
         self.gradients: dict[str, torch.Tensor] = {}  # of the graph, before clipping
         # Some ranks alone may call a step without collectives: its check must not communicate either.
-        self.communicates = binding.mesh.size() > 1 and any(map(is_collective, program.module.graph.nodes))
+        self.communicates = binding.mesh.size() > 1 and program.communicates
         # Knowledge of one rank alone must not choose the calls checked by all ranks.
         self.is_shared = self.communicates or binding.mesh.size() == 1
 
     # ---- the recipe -------------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """Run the call and check it."""
         reason = self.not_checkable()
         if reason:
             return self.unchecked(reason)
         try:
             self.before = Snapshot(self.binding, self.arguments)
-            self.constants = [(t, t.detach().clone()) for t in self.program.constants()]
+            # Tensors from outside of the step's arguments; the graph may write them.
+            module = self.program.module
+            tensors = [getattr(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
+            self.constants = [(t, t.detach().clone()) for t in tensors if isinstance(t, torch.Tensor)]
             self.random = self.random_state()
             copied, reason = self.copy(), ""
         except CannotCopyError as error:
@@ -118,8 +107,12 @@ class CheckedCall:
         self.random.restore()
         result = self.graph_run(self.gradients)
         with self.taken_back():
-            self.conclude(ended, result, self.draws_alike(self.random_state(), drawn))
-            self.advance(unseen=self.any_unseen())
+            local = self.runner.settings.semantics == "local" and self.program.lowered is None
+            self.conclude(ended, result, not local or self.random_state().equals(drawn))
+            # Some rank may have traced a graph alone, which no check has run yet.
+            programs = [one for same_key in self.runner.programs.values() for one in same_key]
+            unseen = self.is_shared and any(self.gather(any(not one.is_checked for one in programs)))
+            self.advance(unseen=unseen)
         return result
 
     @contextmanager
@@ -173,6 +166,7 @@ class CheckedCall:
         reason = next((text for text, _ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
+            self.program.note_checked(self.call.leaves)
             self.program.is_checked = True  # another check of it would end in the same way
             return
         if any(count for _, count in rows):
@@ -195,12 +189,14 @@ class CheckedCall:
                     noise[name] = max(noise[name], measure(name, outcome, reference))
         post.restore()
         after.restore()
-        return [
-            replace(one, noise=noise[one.name])
-            for one in found
-            if one.error > FACTOR * noise[one.name]
-            and not (self.is_count(one.name, reference) and one.error < INTEGERS)
-        ]
+        result = []
+        for one in found:
+            value = None if reference is None else reference.value(one.name)
+            is_count = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+            # Rounding changes integers at near ties only.
+            if one.error > FACTOR * noise[one.name] and not (is_count and one.error < INTEGERS):
+                result.append(replace(one, noise=noise[one.name]))
+        return result
 
     def variation(self, transform: Transform | None) -> Outcome | None:
         """Outcome of another right run; None where it does not go through."""
@@ -213,11 +209,6 @@ class CheckedCall:
         if not all(self.gather(copied is not None)) or copied is None:
             return None
         return self.reference(copied).outcome
-
-    def is_count(self, name: str, reference: Outcome | None) -> bool:
-        """Return True for integers, changed by rounding only at ties."""
-        value = None if reference is None else reference.value(name)
-        return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
     def raise_mismatch(self, found: list[Difference]) -> None:
         """Raise on every rank if any rank has a difference."""
@@ -260,15 +251,10 @@ class CheckedCall:
                 copied.step_state.params[name].grad = torch.ones_like(copied.step_state.params[name])
         return copied
 
-    def draws_alike(self, graph: RandomState, reference: RandomState) -> bool:
-        """Return True if graph and step drew alike, or draw from different generators."""
-        local = self.runner.settings.semantics == "local" and self.program.lowered is None
-        return not local or graph.equals(reference)
-
     def reference(self, copied: StepCopy) -> Ended:
-        """Run a copy of the step."""
         settings = self.runner.settings
-        wanted = {} if self.program.lowered is not None else self.program.gradient_placements()
+        nodes = () if self.program.lowered is not None else self.program.module.graph.nodes
+        wanted = {name: lies for node in nodes for _, name, lies in meta_of(node).get("reads", ())}
         averages = bool(self.program.capture.gradients)
         return run_reference(copied, self.binding, settings, averages, wanted)
 
@@ -310,31 +296,24 @@ class CheckedCall:
         return [local_tensor(tensor.detach())._version for tensor in self.live()]
 
     def live(self) -> list[torch.Tensor]:
-        """Return all live tensors that the step may write."""
         return [tensor for *_, tensor in live_tensors(self.binding.step_state, self.arguments)]
 
     def random_state(self) -> RandomState:
-        """Return the state of all generators within the step's reach."""
         return RandomState(g for g in pytree.tree_leaves(self.arguments) if isinstance(g, torch.Generator))
 
     def advance(self, *, again: bool = False, unseen: bool = False) -> None:
-        """Choose the next call to check, unless this rank alone checks one that is not due."""
+        """Choose the next call to check, unless this rank alone checks without need."""
         if self.is_shared or 0 < self.runner.schedule.next <= self.runner.schedule.calls:
             self.runner.schedule.advance(again=again, unseen=unseen)
-
-    def any_unseen(self) -> bool:
-        """Return True if some rank has traced a graph not yet run by a check."""
-        if not self.is_shared:
-            return False
-        programs = [one for same_key in self.runner.programs.values() for one in same_key]
-        return any(self.gather(any(not one.is_checked for one in programs)))
 
     def not_checkable(self) -> str:
         """Return the reason not to check the call, else empty. Sets the schedule's seed as well."""
         tensors = self.live()
         if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
-        if self.binding.mesh.size() > 1 and any(map(_is_fake, all_groups(self.binding.mesh))):
+        groups = all_groups(self.binding.mesh) if self.binding.mesh.size() > 1 else []
+        backends = [group._get_backend(device).name() for group in groups for device in group._device_types]
+        if any("fake" in str(name).lower() for name in backends):
             return "the process group moves no data"
         full = sum(t.numel() * t.element_size() for t in tensors)
         local = sum(local_tensor(t.detach()).numel() * t.element_size() for t in tensors)
@@ -351,6 +330,7 @@ class CheckedCall:
         """Run the call without a check, and record the reason for the plan."""
         self.note_unchecked(reason)
         result = self.graph_run()
+        self.program.checked_sizes.update(self.program.sizes_of(self.call.leaves).items())  # not tried again for these
         self.advance()
         return result
 
@@ -371,10 +351,6 @@ def free_bytes(device_type: str) -> int:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         return 1 << 42  # no Linux: a copy that does not fit raises, and the call is unchecked
-
-
-def _is_fake(group: Any) -> bool:
-    return any("fake" in str(group._get_backend(device).name()).lower() for device in group._device_types)
 
 
 IN_A_ROW = 8
@@ -419,7 +395,5 @@ class CheckSchedule:
         elif self.mode == "first":
             self.next = NEVER
         else:
-            self.next = self._drawn(max(2, done.bit_length()))
-
-    def _drawn(self, power: int) -> int:
-        return random.Random(f"{self.seed}:{power}").randrange(1 << power, 1 << (power + 1))
+            power = max(2, done.bit_length())
+            self.next = random.Random(f"{self.seed}:{power}").randrange(1 << power, 1 << (power + 1))

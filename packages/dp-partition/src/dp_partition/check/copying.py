@@ -54,7 +54,7 @@ _SHARED = (
 
 
 def check_bytes(full: int, local: int) -> int:
-    """Return the bytes of a checked call: a copy, its gradients, a snapshot of the live shards."""
+    """Return the bytes of a checked call: copy, gradients, snapshot of the live shards."""
     return 2 * full + local
 
 
@@ -137,8 +137,14 @@ class Copier:
             if held is not _Nothing:
                 self.later.append((lambda: (held,), functools.partial(setattr, cell, "cell_contents")))
             return self.hand(value, cell)
-        if kind is types.FunctionType and is_importable(value) and not self.owned_globals(value):
-            return self.hand(value, value)
+        if kind is types.FunctionType and not self.owned_globals(value):
+            target: Any = sys.modules.get(value.__module__ or "")
+            for part in value.__qualname__.split("."):
+                target = getattr(target, part, None)
+            # Importable under its name, or without state.
+            is_bare = value.__closure__ is None and not value.__defaults__ and not vars(value)
+            if target is value or is_bare:
+                return self.hand(value, value)
         if isinstance(value, _CALLS) and isinstance(getattr(value, "__self__", None), types.ModuleType | None):
             return self.hand(value, value)
         return None
@@ -181,12 +187,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is types.FunctionType:
-            self.copier.shared_ids.add(id(obj.__globals__))
             own = self.copier.owned_globals(obj)
             names = (obj.__module__, obj.__qualname__, obj.__doc__)
             state = (obj.__defaults__, obj.__kwdefaults__, vars(obj), *names, own)
-            arguments = (obj.__code__, obj.__globals__, obj.__name__, obj.__closure__, bool(own))
-            return _make_function, arguments, state, None, None, _fill_function
+            table = dict(obj.__globals__) if own else obj.__globals__
+            self.copier.shared_ids.add(id(table))
+            arguments = (obj.__code__, table, obj.__name__, None, obj.__closure__)
+            return types.FunctionType, arguments, state, None, None, _fill_function
         if kind is types.MethodType:
             return types.MethodType, (obj.__func__, obj.__self__)
         if isinstance(obj, weakref.ref) and not isinstance(obj, weakref.WeakMethod):
@@ -211,25 +218,12 @@ class _Nothing:
     """Target of dead weak references."""
 
 
-def is_importable(function: types.FunctionType) -> bool:
-    """Return True for a function under its name in a module, or without state."""
-    target: Any = sys.modules.get(function.__module__ or "")
-    for part in function.__qualname__.split("."):
-        target = getattr(target, part, None)
-    return target is function or (function.__closure__ is None and not function.__defaults__ and not vars(function))
-
-
-def _make_function(code: Any, table: Any, name: str, cells: Any, has_own: bool) -> types.FunctionType:
-    return types.FunctionType(code, dict(table) if has_own else table, name, None, cells)
+def _fill_object(new: Any, attributes: dict[str, Any]) -> None:
+    vars(new).update(attributes)
 
 
 def _fill_function(function: Any, state: tuple[Any, ...]) -> None:
     function.__defaults__, function.__kwdefaults__, attributes = state[:3]
     function.__module__, function.__qualname__, function.__doc__ = state[3:6]
-    if state[6]:
-        function.__globals__.update(state[6])
+    function.__globals__.update(state[6])  # empty for a table that is shared
     vars(function).update(attributes)
-
-
-def _fill_object(made: Any, attributes: dict[str, Any]) -> None:
-    vars(made).update(attributes)

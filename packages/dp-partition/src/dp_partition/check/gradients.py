@@ -67,19 +67,17 @@ class GradientAverage:
         backward, grad = torch.autograd.backward, torch.autograd.grad
         with ExitStack() as stack:
             for name, param in self.params.items():
-                stack.callback(hook_gradient(param, self._note(name)).remove)
+
+                def note(gradient: torch.Tensor, name: str = name) -> None:
+                    self.fired.add(name)
+
+                stack.callback(hook_gradient(param, note).remove)
             stack.enter_context(patch.object(torch.autograd, "backward", self._around(backward, self._after_backward)))
             stack.enter_context(patch.object(torch.autograd, "grad", self._around(grad, self._after_grad)))
             self.passes, self.fired = 0, set()
             yield
             if self.fired and self.averages:
                 raise NotComparableError("takes gradients past torch.autograd.backward and torch.autograd.grad")
-
-    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
-        def fire(gradient: torch.Tensor) -> None:
-            self.fired.add(name)
-
-        return fire
 
     def _around(self, call: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
         def outermost(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +152,15 @@ class GradientAverage:
         result: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(one.dtype for one in full.values()):
             names = [name for name, one in full.items() if one.dtype == dtype]
-            flat = self._reduce_flat(torch.cat([full[name].reshape(-1) for name in names]))
+            flat = torch.cat([full[name].reshape(-1) for name in names])
+            sent = flat if self.comm.reduce_dtype is None else flat.to(self.comm.reduce_dtype)
+            halves = sent.dtype is torch.float16 and flat.dtype is not torch.float16
+            first, second = division(self.mesh.size()) if halves else (1.0, 1.0)
+            sent = sent / first if halves else sent  # within float16's range
+            for group in all_groups(self.mesh):  # the average of each axis, as in the graph's collectives
+                dist.all_reduce(sent, group=group)
+                sent = sent if halves else sent / dist.get_world_size(group)
+            flat = (sent / second if halves else sent).to(flat.dtype)
             parts = flat.split([full[name].numel() for name in names])  # views of one reduced buffer
             for name, part in zip(names, parts, strict=True):
                 like = full[name]
@@ -178,20 +184,6 @@ class GradientAverage:
             total = sums.get(name)
             mean[name] = old if total is None else total / self.micro_batches + (0 if old is None else old)
         return mean
-
-    def _reduce_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        dtype = self.comm.reduce_dtype
-        sent = flat if dtype is None else flat.to(dtype)
-        if sent.dtype is not flat.dtype and dtype is torch.float16:
-            before, after = division(self.mesh.size())
-            sent = sent / before  # within float16's range
-            for group in all_groups(self.mesh):
-                dist.all_reduce(sent, group=group)
-            return (sent / after).to(flat.dtype)
-        for group in all_groups(self.mesh):  # the average of each axis, as in the graph's collectives
-            dist.all_reduce(sent, group=group)
-            sent = sent / dist.get_world_size(group)
-        return sent.to(flat.dtype)
 
     def meet(self, status: int, present: list[bool] | None = None) -> list[bool]:
         """Exchange the next action of the ranks' references.

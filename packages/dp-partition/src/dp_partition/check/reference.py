@@ -1,4 +1,4 @@
-"""The reference: the step's own Python, run eagerly on a copy, with the semantics of the graph.
+"""The reference: the step's own Python on a copy, with the graph's semantics.
 
 Local semantics: on this rank's batch, gradients averaged over the ranks. Global semantics: on all ranks' rows.
 """
@@ -28,7 +28,7 @@ from dp_partition.check.gradients import (
     NotComparableError,
     PeerStoppedError,
 )
-from dp_partition.mesh import shard_group, shard_rank, shard_world
+from dp_partition.mesh import shard_group, shard_world
 from dp_partition.plan.placements import chunk_bounds
 from dp_partition.plan.settings import Settings
 from dp_partition.runtime.rollback import live_tensors, state_name
@@ -64,7 +64,7 @@ class Outcome:
     numbers: dict[str, Any]
 
     def value(self, name: str) -> Any:
-        """Return a tensor by its name, or a leaf of the result: ``result``, or ``result N`` of several."""
+        """Return a tensor, or a leaf of the result, by name: ``result``, or ``result N``."""
         if name in self.tensors or not name.startswith("result"):
             return self.tensors.get(name)
         index = int(name.removeprefix("result") or 0)
@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclass
 class Ended:
-    """End of a reference run: an outcome, an error, the step's own or about it, or not comparable."""
+    """End of a reference run: an outcome, an error (the step's or about it), or neither."""
 
     outcome: Outcome | None = None
     error: BaseException | None = None
@@ -125,11 +125,7 @@ def full_copy(placed: torch.Tensor) -> torch.Tensor:
 
 
 def run_reference(
-    copied: StepCopy,
-    binding: Binding,
-    settings: Settings,
-    averages: bool,
-    wanted: dict[str, Placement] | None = None,
+    copied: StepCopy, binding: Binding, settings: Settings, averages: bool, wanted: dict[str, Placement] | None = None
 ) -> Ended:
     """Run a copy to its end, on all ranks alike. Random numbers come from the generators' present state.
 
@@ -148,8 +144,11 @@ def run_reference(
     placed = {id(module) for _, module in copied.step_state.modules}
     python_before = _plain(constants.read(placed))
     try:
-        if local:
-            result = _run_local(copied, average, settings)
+        if local and settings.accumulate > 1:
+            result = _run_micro_batches(copied, average, settings)
+        elif local:
+            with average.installed():
+                result = copied.function(*copied.args, **copied.kwargs)
         else:
             result, arguments = _run_global(copied, average, binding, settings)
         average.meet(FINISHED)  # no peer may still wait for an average
@@ -207,23 +206,30 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _run_local(copied: StepCopy, average: GradientAverage, settings: Settings) -> Any:
-    if settings.accumulate == 1:
-        with average.installed():
-            return copied.function(*copied.args, **copied.kwargs)
-    return _run_micro_batches(copied, average, settings)
-
-
 def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Settings) -> Any:
     """Run the step on each micro-batch. Only the last one's update counts, with the mean of all gradients."""
     count, dim = settings.accumulate, settings.batch_dim
     average.micro_batches = count
+
+    def clone(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def rows(value: Any, index: int) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim <= dim:
+            return value
+        size = value.shape[dim] // count
+        return value.detach().narrow(dim, index * size, size).requires_grad_(value.requires_grad)
+
     values = [param.detach().clone() for param in copied.step_state.params.values()]  # start of each micro-batch
     results = []
     for index in range(count):
         average.is_last = index == count - 1
-        kept = [_state_copy(optimizer) for optimizer in copied.step_state.optimizers]  # restored after all but the last
-        args, kwargs = pytree.tree_map(partial(_rows, index=index, count=count, dim=dim), (copied.args, copied.kwargs))
+        # Restored after all micro-batches but the last.
+        states = [
+            {param: {key: clone(value) for key, value in state.items()} for param, state in optimizer.state.items()}
+            for optimizer in copied.step_state.optimizers
+        ]
+        args, kwargs = pytree.tree_map(partial(rows, index=index), (copied.args, copied.kwargs))
         with average.installed():
             results.append(copied.function(*args, **kwargs))
         if average.is_last:
@@ -232,32 +238,16 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
             for param, value in zip(copied.step_state.params.values(), values, strict=True):
                 param.copy_(value)  # undoes the update
                 param.grad = None  # summed in `average`
-        for optimizer, state in zip(copied.step_state.optimizers, kept, strict=True):
+        for optimizer, before in zip(copied.step_state.optimizers, states, strict=True):
             optimizer.state.clear()
-            optimizer.state.update(state)  # in place: the step may hold the dict
-    return pytree.tree_map(_mean_of_scalars, *results)
+            optimizer.state.update(before)  # in place: the step may hold the dict
 
+    def mean_of_scalars(*values: Any) -> Any:
+        if isinstance(values[0], torch.Tensor) and values[0].is_floating_point() and values[0].ndim == 0:
+            return torch.stack([value.detach() for value in values]).mean()
+        return sum(values) / len(values) if isinstance(values[0], float) else values[-1]
 
-def _state_copy(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
-    def clone(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else value
-
-    return {param: {key: clone(value) for key, value in state.items()} for param, state in optimizer.state.items()}
-
-
-def _rows(value: Any, index: int, count: int, dim: int) -> Any:
-    if not isinstance(value, torch.Tensor) or value.ndim <= dim:
-        return value
-    size = value.shape[dim] // count
-    return value.detach().narrow(dim, index * size, size).requires_grad_(value.requires_grad)
-
-
-def _mean_of_scalars(*values: Any) -> Any:
-    if isinstance(values[0], torch.Tensor) and values[0].is_floating_point() and values[0].ndim == 0:
-        return torch.stack([value.detach() for value in values]).mean()
-    if isinstance(values[0], float):
-        return sum(values) / len(values)
-    return values[-1]
+    return pytree.tree_map(mean_of_scalars, *results)
 
 
 def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, settings: Settings) -> Any:
@@ -292,15 +282,14 @@ def _generator_states() -> list[torch.Tensor]:
 def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> dict[str, torch.Tensor]:
     """Return this rank's shards of a copy's tensors, in the layouts of the live ones."""
     live = {name: tensor for name, _, _, tensor in live_tensors(binding.step_state)}
-    own = {n: shard_like(t.detach(), live.get(n), binding) for n, _, _, t in live_tensors(step_state)}
-    return {name: one.clone() for name, one in own.items()} if clone else own
-
-
-def shard_like(tensor: torch.Tensor, like: torch.Tensor | None, binding: Binding) -> torch.Tensor:
-    """Return this rank's shard of a full tensor, in the layout of another one."""
-    if not isinstance(like, DTensor) or like.shape != tensor.shape:
-        return tensor
-    return cut(tensor, like.placements[-1], binding)
+    shards: dict[str, torch.Tensor] = {}
+    for name, _, _, tensor in live_tensors(step_state):
+        like = live.get(name)
+        shard = tensor.detach()
+        if isinstance(like, DTensor) and like.shape == tensor.shape:
+            shard = cut(shard, like.placements[-1], binding)
+        shards[name] = shard.clone() if clone else shard
+    return shards
 
 
 def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.Tensor:
@@ -308,29 +297,18 @@ def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.T
     if not isinstance(placement, Shard):
         return tensor
     size = tensor.shape[placement.dim]
-    start, end = chunk_bounds(size, shard_world(binding.mesh), shard_rank(binding.mesh))
+    start, end = chunk_bounds(size, binding.world, binding.rank)
     return tensor.narrow(placement.dim, start, end - start)
 
 
 def live_outcome(
     binding: Binding, arguments: Any, result: Any, before: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Outcome:
-    """Return the outcome of the graph.
-
-    Args:
-        binding: The placed model and optimizers.
-        arguments: The step's arguments.
-        result: The step's result.
-        before: Returns a tensor's local value from before the call.
-    """
+    """Return the outcome of the graph."""
     leaves, spec = pytree.tree_flatten(result)
-    tensors: dict[str, torch.Tensor] = {}
-    old: dict[str, torch.Tensor] = {}
-    for name, _, _, tensor in live_tensors(binding.step_state, arguments):
-        tensors[name] = local_tensor(tensor.detach())
-        value = before(tensor)
-        if value is not None:
-            old[name] = value
+    live = {name: tensor for name, _, _, tensor in live_tensors(binding.step_state, arguments)}
+    old = {name: value for name, tensor in live.items() if (value := before(tensor)) is not None}
+    tensors = {name: local_tensor(tensor.detach()) for name, tensor in live.items()}
     outcome = Outcome(leaves, spec, tensors, old, numbers_of(binding.step_state))
     outcome.add_gradients(argument_gradients(arguments, torch.Tensor.detach))
     return outcome

@@ -85,18 +85,13 @@ class GradientReducer:
         self._end: Callable[[], Any] = partial(self._finish)  # of the present pass
         devices = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
         self._has_cpu = "cpu" in devices
-        self._message_device = (
-            torch.device("cpu") if self._has_cpu else next(iter(real.values())).device if real else None
-        )
-        self._handles = [self._hooked(index, parameter) for index, parameter in enumerate(self.parameters)]
-
-    def _hooked(self, index: int, parameter: nn.Parameter) -> Any:
-        # A frozen parameter accepts no hook, but may be trained from some call on.
-        is_trained = parameter.requires_grad
-        parameter.requires_grad_(True)
-        try:
-            return parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
-        finally:
+        self._message_device = torch.device("cpu") if self._has_cpu or not real else self.parameters[0].device
+        self._handles = []
+        for index, parameter in enumerate(self.parameters):
+            # A frozen parameter accepts no hook, but may be trained from some call on.
+            is_trained = parameter.requires_grad
+            hook = partial(self._arrived, index)
+            self._handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(is_trained)
 
     def remove(self) -> None:
@@ -245,28 +240,26 @@ class GradientReducer:
 
     def _launch(self, current: _Pass, bucket: _Bucket, *, is_last: bool = False, failed: bool = False) -> None:
         """Start a bucket's average: gradients, a flag for each, and in the last bucket flags of the pass."""
-        gradients = [self._gradient(index) for index in bucket.members]
+        gradients = []
+        for parameter in (self.parameters[index] for index in bucket.members):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+            real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+            gradients.append(real.reshape(-1))
         flags = [float(index in current.arrived) for index in bucket.members]
         if is_last:
             unsent = current.arrived.difference(*(one.members for one in current.buckets))
             flags += [float(index in unsent) for index in range(len(self.parameters))]
             flags += [float(failed)]  # a failing rank still sends
         tail = torch.tensor(flags, dtype=gradients[0].dtype, device=gradients[0].device)
-        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), tail])
+        flat = torch.cat([*gradients, tail])
         flat.div_(self.world)  # before the sum, as DDP does
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         bucket.work = flat, work
         current.launched += 1
 
-    def _gradient(self, index: int) -> torch.Tensor:
-        """Return a real view of a gradient, or zeros if this rank has none."""
-        parameter = self.parameters[index]
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradient = gradient.detach()
-        return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-
     def _unpack(self, current: _Pass, bucket: _Bucket, flat: torch.Tensor) -> set[int]:
-        sizes = [self._gradient_numel(index) for index in bucket.members]
+        parameters = [self.parameters[index] for index in bucket.members]
+        sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
         *parts, tail = flat.split([*sizes, flat.numel() - sum(sizes)])
         flags = tail.tolist()
         count = len(bucket.members)
@@ -274,25 +267,15 @@ class GradientReducer:
         if len(flags) > count:  # the last bucket
             self._raise_if_failed(bool(flags[-1]))
             extra = {index for index in range(len(self.parameters)) if flags[count + index]}
-        targets: list[torch.Tensor] = []
-        averages: list[torch.Tensor] = []
-        for index, part, flag in zip(bucket.members, parts, flags, strict=False):
-            parameter = self.parameters[index]
-            if not flag:  # reached on no rank: a missing gradient stays missing
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad.detach()
-            target = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            targets.append(target)
-            averages.append(part.view(target.shape))
+        # A gradient that no rank has stays missing.
+        reached = [(one, part) for one, part, flag in zip(parameters, parts, flags, strict=False) if flag]
+        for parameter, _ in reached:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients: Any = [parameter.grad.detach() for parameter, _ in reached if parameter.grad is not None]
+        targets = [torch.view_as_real(one) if one.is_complex() else one for one in gradients]
         if targets:
-            torch._foreach_copy_(targets, averages)
+            torch._foreach_copy_(targets, [part.view(x.shape) for x, (_, part) in zip(targets, reached, strict=True)])
         return extra
-
-    def _gradient_numel(self, index: int) -> int:
-        parameter = self.parameters[index]
-        return parameter.numel() * (2 if parameter.is_complex() else 1)
 
     def _raise_if_failed(self, failed: bool) -> None:
         if failed:

@@ -1,4 +1,4 @@
-"""Shard the parameters of a watched step by FSDP2, as far as FSDP2 supports it; the rest stays full.
+"""Shard the parameters of a watched step by FSDP2; what it cannot hold stays full.
 
 Plan first, on values equal on all ranks (`plan_units`), then act (`shard`). Parameters of one optimizer or one
 model stay of one kind: norms and multi-tensor updates over both kinds would fail.
@@ -10,6 +10,7 @@ import collections
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -65,14 +66,7 @@ def together(
 
 
 def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, reasons: dict[str, str]) -> Units:
-    """Plan units: repeated blocks and modules around the rest, each with all uses of its parameters.
-
-    Args:
-        reach: Models and optimizers.
-        parameters: Name -> parameter.
-        watch: Record of the first call.
-        reasons: Name -> reason to stay full, the same on all ranks.
-    """
+    """Plan units, repeated blocks and modules around the rest, with all uses of their parameters."""
     full = together(reasons, reach, parameters, sorted(map(sorted, watch.combined)))
     names = {id(p): name for name, p in parameters.items()}
     units: list[nn.Module] = []
@@ -119,7 +113,7 @@ def _places(root: nn.Module) -> collections.Counter[int]:
 
 
 def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
-    """Return the reason to give an optimizer full parameters, or an empty text: compares full and sharded copies."""
+    """Return why an optimizer needs full parameters, by comparing two copies; empty if it does not."""
     updates: list[list[torch.Tensor]] = []
     for sharded in (False, True):
         try:
@@ -216,8 +210,12 @@ def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh:
             successor.grad = place(old.grad)
     repoint(reach, swap, place)
     for name, parameter in parameters.items():
-        if id(parameter) in swap:
-            _retire(name, parameter)
+        if id(parameter) in swap:  # freed; one missed by the walk raises when used, in a backward pass as well
+            parameter.grad = None
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(_raise_retired, name))
+            parameter.data = parameter.new_empty(0)
+            vars(parameter)["_name"] = name
+            parameter.__class__ = _Retired
     return {name: swap[id(p)][1] if id(p) in swap else p for name, p in parameters.items()}
 
 
@@ -230,16 +228,7 @@ class _Retired(nn.Parameter):
         _raise_retired(vars(first)["_name"])
 
 
-def _retire(name: str, parameter: nn.Parameter) -> None:
-    """Free a replaced parameter. One missed by the walk raises when used, in a backward pass as well."""
-    parameter.grad = None
-    parameter.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: _raise_retired(name))
-    parameter.data = parameter.new_empty(0)
-    vars(parameter)["_name"] = name
-    parameter.__class__ = _Retired
-
-
-def _raise_retired(name: str) -> NoReturn:
+def _raise_retired(name: str, *_: Any) -> NoReturn:
     reason = "a shard has replaced it; an object outside of the step's arguments and globals holds the old one"
     hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
     raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
@@ -311,7 +300,13 @@ class ClosedTraps(TorchFunctionMode):
             if func in self._READS:
                 args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
             elif func == self._SET_DATA:
-                return _set_data(*args)
+                if not isinstance(args[1], DTensor):
+                    hint = 'write in place under torch.no_grad(), or use style="replicate"'
+                    reason = "`.data =` with a plain tensor, where the parameter lies in shards"
+                    raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
+                with torch.no_grad():
+                    args[0].detach().copy_(args[1])
+                return None
             elif func in self._HOOKS and isinstance(args[0], nn.Parameter):
                 hint = 'use register_post_accumulate_grad_hook, or style="replicate"'
                 reason = "a gradient hook on a parameter in shards would never run"
@@ -325,12 +320,3 @@ class ClosedTraps(TorchFunctionMode):
                 self.views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
             return result
         return func(*args, **(kwargs or {}))
-
-
-def _set_data(parameter: DTensor, value: torch.Tensor) -> None:
-    if not isinstance(value, DTensor):
-        hint = 'write in place under torch.no_grad(), or use style="replicate"'
-        reason = "`.data =` with a plain tensor, where the parameter lies in shards"
-        raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
-    with torch.no_grad():
-        parameter.detach().copy_(value)

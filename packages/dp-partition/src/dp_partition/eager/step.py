@@ -1,4 +1,4 @@
-"""A step that runs eagerly on every rank: its own Python; gradients averaged by hooks, or FSDP2's shards.
+"""A step that runs eagerly: its own Python, with gradients averaged or FSDP2's shards.
 
 Replicated, nothing is replaced: any optimizer, hook, branch or Python state works as on one device. Sharded, call 1
 runs on full parameters and is watched; then FSDP2 shards all it can, the rest stays full and is reported. A step may
@@ -35,15 +35,7 @@ from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import wrapped
 from dp_partition.eager import shards
 from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
-from dp_partition.eager.shards import (
-    ClosedTraps,
-    Units,
-    optimizer_reason,
-    placement_of,
-    plan_units,
-    repoint,
-    shard,
-)
+from dp_partition.eager.shards import ClosedTraps, Units, optimizer_reason, placement_of, plan_units, repoint, shard
 from dp_partition.eager.watch import Watch
 from dp_partition.runtime import state
 from dp_partition.runtime.consensus import broadcast_from_first
@@ -97,7 +89,12 @@ class EagerStep:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
-        if self.reducer is None or self._has_new_parameters(args, kwargs):
+        ids = {id(p) for p in self.parameters.values()}
+        passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
+        # A module may have new parameters, and a call may bring another module; mostly it is the same, walked once.
+        modules = dict.fromkeys([*self.modules, *passed])
+        has_new = any(id(p) not in ids for module in modules for p in module.parameters())
+        if self.reducer is None or has_new:
             if self.units.modules:
                 self.release()  # another model, or a grown one: all within reach are full before they are placed
             self.start(args, kwargs)
@@ -171,8 +168,16 @@ class EagerStep:
             common = set.intersection(*(used[name] for _, _, used, _ in rows if name in used))
             watch.users[name] = {watch.modules[number] for number in common if number < len(watch.modules)}
         self.units = plan_units(reach, self.parameters, watch, reasons)
-        if self.units.full:
-            self._report_full()
+        causes: dict[str, list[str]] = {}
+        for name, why in self.units.full.items():
+            causes.setdefault(why, []).append(name)
+        if causes and self.full == "refuse":
+            hint = 'full="keep" trains with them full'
+            rows = [(names[0], f"{len(names)}: {why}") for why, names in causes.items()]
+            raise PlanError([Problem("full-parameters", name, found=row, hint=hint) for name, row in rows])
+        for why, (first, *_) in list(causes.items())[:1]:
+            text = f"{len(self.units.full)} of {len(self.parameters)} parameters stay full on every rank"
+            warnings.warn(f"{self.name}: {text}: {first} {why}", stacklevel=4)
         assert self.reducer is not None
         self.reducer.remove()  # shards are reduced by FSDP2
         self.parameters = shard(reach, self.parameters, self.units, self.mesh)
@@ -184,18 +189,6 @@ class EagerStep:
         self.handles = [one.register_load_state_dict_post_hook(take) for one in hooked]
         self.is_placed = True
 
-    def _report_full(self) -> None:
-        causes: dict[str, list[str]] = {}
-        for name, why in self.units.full.items():
-            causes.setdefault(why, []).append(name)
-        if self.full == "refuse":
-            hint = 'full="keep" trains with them full'
-            rows = [(names[0], f"{len(names)}: {why}") for why, names in causes.items()]
-            raise PlanError([Problem("full-parameters", name, found=row, hint=hint) for name, row in rows])
-        why, names = next(iter(causes.items()))
-        text = f"{len(self.units.full)} of {len(self.parameters)} parameters stay full on every rank"
-        warnings.warn(f"{self.name}: {text}: {names[0]} {why}", stacklevel=5)
-
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adopt the models within reach: rank 0's values everywhere, hooks on every parameter.
 
@@ -206,7 +199,16 @@ class EagerStep:
         """
         reach = Reach(self.function, args, kwargs, self.roots)
         parameters = reach.parameters
-        problems = _problems(self.name, reach, parameters, self.reducer is None)
+        problems = wrapped([(type(root).__name__, root) for root in reach.modules], parameters)
+        if not parameters:
+            reason, hint = "no model in its arguments, closure or globals", "pass the model to the step"
+            problems.append(Problem("wrong-type", self.name, found=reason, hint=hint))
+        for fqn, parameter in parameters.items():
+            if self.reducer is None and hooks_after_accumulation(parameter):
+                problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
+            if parameter.is_meta:
+                hint = "materialize the model first"
+                problems.append(Problem("no-data", fqn, found="is on the meta device", hint=hint))
         lines = [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
         error = PlanError(problems) if problems else None
         if self.mesh.size() > 1:
@@ -299,27 +301,6 @@ class EagerStep:
             f"{self.num_calls} calls; {compared} in {self.num_compared} comparisons",
             "unchecked against one process: the step's own Python runs",
         ])  # fmt: skip
-
-    def _has_new_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if a module has new parameters, or a call brings another module."""
-        ids = {id(p) for p in self.parameters.values()}
-        passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
-        modules = dict.fromkeys([*self.modules, *passed])  # mostly the same model, walked once
-        return any(id(p) not in ids for module in modules for p in module.parameters())
-
-
-def _problems(name: str, reach: Reach, parameters: dict[str, nn.Parameter], is_first: bool) -> list[Problem]:
-    problems = wrapped([(type(root).__name__, root) for root in reach.modules], parameters)
-    if not parameters:
-        reason, hint = "no model in its arguments, closure or globals", "pass the model to the step"
-        problems.append(Problem("wrong-type", name, found=reason, hint=hint))
-    for fqn, parameter in parameters.items():
-        if is_first and hooks_after_accumulation(parameter):
-            problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
-        if parameter.is_meta:
-            hint = "materialize the model first"
-            problems.append(Problem("no-data", fqn, found="is on the meta device", hint=hint))
-    return problems
 
 
 def checksum(tensor: torch.Tensor) -> tuple[int, int]:

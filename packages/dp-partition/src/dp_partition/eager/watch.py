@@ -1,4 +1,4 @@
-"""Watch one call of a step: parameters unfit for FSDP2's shards, and modules that use the others.
+"""Watch one call of a step for parameters unfit for FSDP2, and users of others.
 
 FSDP2 gathers a module's parameters for its forward and frees them after it. Code that reads a parameter elsewhere,
 writes it in a forward, or takes second derivatives would see a shard, or be lost.
@@ -78,7 +78,14 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func is torch.autograd.grad or name == "backward":
-            return self._note_derivative(func, args, kwargs, result)
+            place = 4 if func is torch.autograd.grad else 3  # torch.Tensor.backward(tensor, gradient, retain, create)
+            if kwargs.get("create_graph") or (len(args) > place and args[place]):
+                self.reasons = dict.fromkeys(self.names.values(), "second derivatives are taken") | self.reasons
+            # FSDP2's graph holds gathered copies: gradients of the shards themselves are none.
+            for x in pytree.tree_leaves((args[1:2] if place == 4 else args[4:5], kwargs.get("inputs"))):
+                if id(x) in self.names:
+                    self.reasons.setdefault(self.names[id(x)], f"is an input of {func.__name__}()")
+            return result
         leaves = pytree.tree_leaves((args, kwargs))
         if not self._stack:
             self._note_outside(name, [x for x in leaves if isinstance(x, torch.Tensor)], result)
@@ -86,13 +93,14 @@ class Watch(TorchFunctionMode):
             return result
         read = {self.names[id(x)]: x for x in leaves if id(x) in self.names}
         writes = name.endswith("_") and not name.endswith("__") and id(args[0]) in self.names
+        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)] if read else []
         for fqn, parameter in read.items():
             if self._stack:
                 if writes and args[0] is parameter:
                     self.reasons.setdefault(fqn, f"a forward writes it ({name})")
                 running = set(self._stack)
                 self.users[fqn] = self.users.get(fqn, running) & running  # at every use
-            elif torch.is_grad_enabled() and _has_gradient(result, parameter):
+            elif torch.is_grad_enabled() and any(x.requires_grad and x is not parameter for x in outputs):
                 self.reasons.setdefault(fqn, f"is read outside of any module's forward ({name})")
         return result
 
@@ -114,23 +122,7 @@ class Watch(TorchFunctionMode):
             if isinstance(x, torch.Tensor):
                 self.origins.setdefault(x, names)
 
-    def _note_derivative(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        place = 4 if func is torch.autograd.grad else 3  # torch.Tensor.backward(tensor, gradient, retain, create)
-        if kwargs.get("create_graph") or (len(args) > place and args[place]):
-            for fqn in self.names.values():
-                self.reasons.setdefault(fqn, "second derivatives are taken")
-        # FSDP2's graph holds gathered copies: gradients of the shards themselves are none.
-        for x in pytree.tree_leaves((args[1:2] if place == 4 else args[4:5], kwargs.get("inputs"))):
-            if id(x) in self.names:
-                self.reasons.setdefault(self.names[id(x)], f"is an input of {func.__name__}()")
-        return result
-
 
 def is_written(name: str) -> bool:
     """Return True if a function of torch of this name writes its first argument."""
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-
-
-def _has_gradient(result: Any, parameter: torch.Tensor) -> bool:
-    outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-    return any(x.requires_grad and x is not parameter for x in outputs)

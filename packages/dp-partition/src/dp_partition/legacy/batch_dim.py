@@ -58,7 +58,7 @@ class BatchDimAnalyzer:
         return self.batch_dim_map[node]
 
     def compute_act_spec(self, node: fx.Node, mesh: DeviceMesh) -> PlacementSpec:
-        """Return the placement of an activation: sharded on its batch dim, partial after its reduction, or full."""
+        """Return an activation's placement: sharded on its batch dim, partial after its reduction, or full."""
         return PlacementSpec(mesh, (_placement(self.compute_batch_dim(node)),))
 
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.api import Step
 from dp_partition.api import compile as compile_step
 from dp_partition.plan.placements import DataParallelStyle
 from dp_partition.plan.settings import Style
@@ -42,20 +41,18 @@ def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[...
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop("last_train_step", None)
-            if "step" not in vars(wrapper):
-                vars(wrapper)["step"] = _step(function, args, kwargs, mode)  # now torch.distributed is ready
+            if "step" not in vars(wrapper):  # at the first call torch.distributed is ready
+                if not dist.is_available() or not dist.is_initialized():
+                    hint = "call torch.distributed.init_process_group first"
+                    raise PlanError(
+                        Problem("no-process-group", found="torch.distributed is not initialised", hint=hint)
+                    )
+                modules = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)]
+                device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
+                mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks, as in torch 2.1
+                vars(wrapper)["step"] = compile_step(function, mesh=mesh, style=mode.parallel_style)
             return vars(wrapper)["step"](*args, **kwargs)
 
         return wrapper
 
     return decorate
-
-
-def _step(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: DataParallel) -> Step:
-    if not dist.is_available() or not dist.is_initialized():
-        hint = "call torch.distributed.init_process_group first"
-        raise PlanError(Problem("no-process-group", found="torch.distributed is not initialised", hint=hint))
-    modules = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)]
-    device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
-    mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks, as in torch 2.1
-    return compile_step(function, mesh=mesh, style=mode.parallel_style)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
@@ -47,7 +47,7 @@ def partition_data_parallel(
     parallel_style: DataParallelStyle,
     input_batch_dim: int,
 ) -> GraphModule:
-    """Partition a train step traced at the batch of all ranks together, and place its tensors.
+    """Partition a train step traced at all ranks' batch together, and place its tensors.
 
     The model's parameters and the optimizer's state become DTensors, in ``optimizer.param_groups`` too;
     ``params_buffers`` and ``named_states`` hold the local tensors afterwards, in the order of the graph's placeholders.
@@ -188,7 +188,13 @@ def partitioner(graph: GraphModule) -> GraphModule:
     placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]
     mode = _fake_mode(graph.graph)  # fakes of one graph share a mode
     inputs = local_inputs(graph.graph, placements, mode, world, rank)
-    plans = {node: _plan_of(node, strategy) for node, strategy in strategies.items()}
+    plans: dict[fx.Node, NodePlan] = {}
+    for node, strategy in strategies.items():  # the inverse of `strategy_of`
+        pairs = zip(node.all_input_nodes, strategy.input_specs or (), strict=node.op != "placeholder")
+        wanted = {source: spec.placement for source, spec in pairs if isinstance(spec, PlacementSpec)}
+        is_spec: Any = lambda one: isinstance(one, PlacementSpec)  # noqa: E731
+        output = pytree.tree_map(lambda spec: spec and spec.placement, strategy.output_spec, is_leaf=is_spec)
+        plans[node] = NodePlan(output, wanted)
     partition_for_rank(graph, plans, mover, CommConfig())
     graph.recompile()
     record_local_values(graph, inputs, mode)
@@ -204,19 +210,8 @@ def _spec_of(state: OutputPlacement, mesh: DeviceMesh) -> Outputs:
 
 def strategy_of(node: fx.Node, plan: NodePlan, mesh: DeviceMesh) -> PlacementStrategy:
     """Return a node's plan as a strategy, inputs in the order of ``all_input_nodes``."""
-    if node.op == "placeholder":
-        return PlacementStrategy(_spec_of(plan.output, mesh))
     inputs = tuple(_spec_of(plan.inputs.get(source), mesh) for source in node.all_input_nodes)
-    return PlacementStrategy(_spec_of(plan.output, mesh), inputs)
-
-
-def _plan_of(node: fx.Node, strategy: PlacementStrategy) -> NodePlan:
-    """Return a strategy as a node's plan; the inverse of `strategy_of`."""
-    specs = zip(node.all_input_nodes, strategy.input_specs or (), strict=node.op != "placeholder")
-    inputs = {source: spec.placement for source, spec in specs if isinstance(spec, PlacementSpec)}
-    is_spec: Any = lambda one: isinstance(one, PlacementSpec)  # noqa: E731
-    output = pytree.tree_map(lambda spec: spec and spec.placement, strategy.output_spec, is_leaf=is_spec)
-    return NodePlan(output, inputs)
+    return PlacementStrategy(_spec_of(plan.output, mesh), None if node.op == "placeholder" else inputs)
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
@@ -226,11 +221,7 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
 
 
 def build_data_parallel_strategies(
-    train_step_graph: GraphModule,
-    num_params: int,
-    num_states: int,
-    mesh: DeviceMesh,
-    batch_dim: int = 0,
+    train_step_graph: GraphModule, num_params: int, num_states: int, mesh: DeviceMesh, batch_dim: int = 0
 ) -> dict[fx.Node, StrategyType]:
     """Find all strategies for every node of a train step.
 
@@ -298,19 +289,13 @@ def _plan_graph(
             homes.placements[node] = _home(tuple(value.shape), style, world)
             homes.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
         else:
-            homes.placements[node] = _batch_placement(node, value, batch_dim, world)
+            if value.ndim > batch_dim and value.shape[batch_dim] % world:
+                reason = f"global batch of {value.shape[batch_dim]} rows over {world} ranks"
+                hint = "every rank must have as many rows as the others"
+                raise PlanError(Problem("uneven-shards", node.name, dim=batch_dim, found=reason, hint=hint))
+            homes.placements[node] = Shard(batch_dim) if value.ndim > batch_dim else Replicate()
             homes.types[node] = NodeType.ACT
     return propagate(graph, homes, world, local=False)
-
-
-def _batch_placement(node: fx.Node, value: torch.Tensor, batch_dim: int, world: int) -> Placement:
-    if value.ndim <= batch_dim:
-        return Replicate()
-    if value.shape[batch_dim] % world:
-        reason = f"global batch of {value.shape[batch_dim]} rows over {world} ranks"
-        hint = "every rank must have as many rows as the others"
-        raise PlanError(Problem("uneven-shards", node.name, dim=batch_dim, found=reason, hint=hint))
-    return Shard(batch_dim)
 
 
 def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> StrategyType:
@@ -331,9 +316,6 @@ def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> Strat
             for index in range(len(plans[0].output))
         ]
         return TupleStrategy(childs, strategies)
-    return DataParallelStrategy(kind, strategies, _reduces_batch(node, plans[0]))
-
-
-def _reduces_batch(node: fx.Node, plan: NodePlan) -> bool:
-    """Return True for a partial activation: the batch was summed or averaged away."""
-    return plan.node_type is NodeType.ACT and getattr(plan.output, "is_partial", lambda: False)()
+    # In a partial activation the batch was summed or averaged away.
+    is_reduced = kind is NodeType.ACT and isinstance(plans[0].output, Partial)
+    return DataParallelStrategy(kind, strategies, is_reduced)

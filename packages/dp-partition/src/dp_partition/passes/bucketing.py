@@ -1,4 +1,4 @@
-"""Bucket and schedule: few large collectives instead of many small ones, issued early and awaited late.
+"""Bucket and schedule: few large collectives for many small ones, issued early, awaited late.
 
 Gradients are collected in buckets in the order of backward; a bucket is reduced as soon as its last gradient is
 there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of
@@ -44,18 +44,27 @@ def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: 
     nodes = list(graph.nodes)  # the order before insertions
     live = [move for move in moves if move.result.users and move.start in positions]  # others are unused or erased
     gathers = [m for m in live if _is_gather(m) and comm.bucket_bytes > 0]
-    reductions = [m for m in live if _is_reduction(m)]  # averages and sums of gradients
+    # Averages and sums of gradients; those without dims only if they are a parameter's own.
+    reductions = [m for m in live if isinstance(m.origin, Partial) and m.origin.reduce_op in ("sum", "avg")]
+    reductions = [m for m in reductions if m.node_type is NodeType.GRAD and m.wanted in (Replicate(), Shard(0))]
+    reductions = [m for m in reductions if len(m.shape) > 0 or is_gradient(m.start)]
     timing = _Timing(nodes, positions)
     gather_buckets = _group(gathers, timing, comm.bucket_bytes, timing.first_use)
     reduce_buckets = _group(reductions, timing, comm.bucket_bytes, timing.ready)
     issues: list[tuple[_Bucket, tuple[int, int, int]]] = []
+    phases = [meta_of(node).get("phase") for node in nodes]
     for index, bucket in enumerate(gather_buckets):
         ahead = gather_buckets[max(index - comm.prefetch, 0)]  # sent when this one is needed
-        earliest = max(bucket.ready + 1, timing.start_of_backward(bucket))
+        # What backward needs is sent in backward: it would occupy memory earlier.
+        earliest = max(bucket.ready + 1, phases.index("backward") if phases[bucket.needed] == "backward" else 0)
         sent = min(max(ahead.needed, earliest), bucket.needed)  # never after its first use
         issues.append((bucket, (sent, bucket.needed, bucket.needed)))
     for index, bucket in enumerate(reduce_buckets):
-        awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], comm))
+        # A sent buffer lives until it is awaited; awaiting it only in the optimizer would keep all gradients full until
+        # then. An all-reduced bucket does not get smaller. So where the ``prefetch``-th one after it is sent:
+        scattered = [one for one in reduce_buckets[index:] if isinstance(one.moves[0].wanted, Shard)]
+        is_awaited_early = bucket in scattered and len(scattered) > max(comm.prefetch, 1)
+        awaited = min(bucket.needed, scattered[max(comm.prefetch, 1)].ready + 1) if is_awaited_early else bucket.needed
         issues.append((bucket, (bucket.ready + 1, awaited, bucket.needed)))
     gone: set[fx.Node] = set()  # erased: no places to insert at
     for bucket, places in issues:
@@ -63,33 +72,13 @@ def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: 
         _emit(graph, mover, bucket, (stands[0], stands[1], stands[2]), comm, gone)
 
 
-def _place_is_wanted(buckets: list[_Bucket], comm: CommConfig) -> int:
-    """Return the position to await the first bucket at: where the ``prefetch``-th after it is sent.
-
-    A sent buffer lives until it is awaited; awaiting it only in the optimizer would keep all gradients full until
-    then. An all-reduced bucket does not get smaller.
-    """
-    first, ahead = buckets[0], max(comm.prefetch, 1)
-    scattered = [bucket for bucket in buckets if isinstance(bucket.moves[0].wanted, Shard)]
-    if first not in scattered or len(scattered) <= ahead:
-        return first.needed
-    return scattered[ahead].ready + 1
-
-
 def _is_gather(move: Move) -> bool:
     kind = move.node_type
     return move.origin == Shard(0) and move.wanted == Replicate() and kind in (NodeType.PARAM, NodeType.STATE)
 
 
-def _is_reduction(move: Move) -> bool:
-    if not isinstance(move.origin, Partial) or move.origin.reduce_op not in ("sum", "avg"):
-        return False
-    flat = len(move.shape) > 0 or is_gradient(move.start)
-    return flat and move.node_type is NodeType.GRAD and move.wanted in (Replicate(), Shard(0))
-
-
 class _Timing:
-    """Last writes and first uses of values, as positions in the graph before it is rearranged."""
+    """Last writes and first uses of values, as positions in the graph so far."""
 
     def __init__(self, nodes: list[fx.Node], positions: dict[fx.Node, int]) -> None:
         self.nodes, self.positions = nodes, positions
@@ -115,16 +104,6 @@ class _Timing:
         writes = [p for root in roots for p in self.writes.get(root, ()) if start < p < end]
         return max(start, self.last_placeholder, *writes) if writes else max(start, self.last_placeholder)
 
-    def start_of_backward(self, bucket: _Bucket) -> int:
-        """Return the start of backward for a bucket needed there, as it would occupy memory earlier."""
-        if meta_of(self.nodes[bucket.needed]).get("phase") != "backward":
-            return 0
-        return next(i for i, node in enumerate(self.nodes) if meta_of(node).get("phase") == "backward")
-
-    def segment(self, move: Move) -> str:
-        """Return the phase of the result's first use."""
-        return str(meta_of(self.nodes[self.first_use(move)]).get("phase"))
-
 
 def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move], int]) -> list[_Bucket]:
     """Fill buckets in order. Each has one dtype and one kind of move, and is ready before it is needed."""
@@ -132,7 +111,8 @@ def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move
     open_buckets: dict[Any, _Bucket] = {}
     for move in sorted(moves, key=lambda m: (order(m), timing.positions[m.start])):
         ready, needed = timing.ready(move), timing.first_use(move)
-        key = (move.like.dtype, str(move.like.device), str(move.origin), str(move.wanted), timing.segment(move))
+        phase = meta_of(timing.nodes[needed]).get("phase")  # of the first use
+        key = (move.like.dtype, str(move.like.device), str(move.origin), str(move.wanted), phase)
         bucket = open_buckets.get(key)
         fits = (
             bucket is not None
@@ -193,26 +173,21 @@ StagedEmission = Generator[None, None, list[fx.Node]]
 
 
 def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None) -> StagedEmission:
-    """Reduce the gradients of one bucket over the ranks: to full ones, or to this rank's shards."""
+    """Reduce a bucket's gradients over the ranks: to full ones, or to shards."""
     kind = moves[0].origin
     assert isinstance(kind, Partial)
     if isinstance(moves[0].wanted, Replicate):
-        return _all_reduced(mover, moves, kind, dtype)
-    return _scattered(mover, moves, kind, dtype)
-
-
-def _all_reduced(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
-    flat = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
-    full = yield from _reduced_flat(mover, flat, moves[0].like, kind.reduce_op, dtype, scatter=False)
-    pieces = mover.call(aten.split_with_sizes.default, full, [math.prod(m.shape) for m in moves])
-    return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
-
-
-def _scattered(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
+        flat = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
+        full = yield from _reduced_flat(mover, flat, moves[0].like, kind.reduce_op, dtype, scatter=False)
+        pieces = mover.call(aten.split_with_sizes.default, full, [math.prod(m.shape) for m in moves])
+        return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
     if len(moves) == 1:  # sent without a copy
         rows = mover.pad(moves[0].start, moves[0].shape[0])
+    elif all(math.prod(m.shape) for m in moves):  # ``[world, chunk]``, side by side, in one call
+        rows = mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
     else:
-        rows = _chunks(mover, moves)
+        padded = [mover.pad(m.start, m.shape[0]) for m in moves]
+        rows = mover.call(aten.cat.default, [mover.call(aten.reshape.default, p, [mover.world, -1]) for p in padded], 1)
     flat = mover.call(aten.reshape.default, rows, [-1])
     chunks, sizes = _chunks_of(mover.world, moves)
     shard = yield from _reduced_flat(mover, flat, moves[0].like, kind.reduce_op, dtype, scatter=True)
@@ -255,7 +230,7 @@ def _reduced_flat(
 
 
 def division(ranks: int) -> tuple[float, float]:
-    """Return the divisors before and after a sum over ``ranks``: a power of two, and the rest."""
+    """Return the divisors before and after a sum: a power of two, the rest."""
     before = 1.0
     while ranks % before == 0 and ranks / before > before:
         before *= 2
@@ -290,14 +265,6 @@ def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
         padded = chunk * world != m.shape[0]  # the tail is cut off
         results.append(mover.call(aten.slice.Tensor, full, 0, 0, m.shape[0]) if padded else full)
     return results
-
-
-def _chunks(mover: Mover, moves: list[Move]) -> fx.Node:
-    """Return the gradients as ``[world, chunk]``, side by side; in one call if none is empty."""
-    if all(math.prod(m.shape) for m in moves):
-        return mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
-    rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [mover.world, -1]) for m in moves]
-    return mover.call(aten.cat.default, rows, 1)
 
 
 def _flat(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:

@@ -37,23 +37,18 @@ def decompose(module: GraphModule, mode: FakeTensorMode) -> None:
     pending = [node for node in module.graph.nodes if is_op(node)]
     while pending:
         node = pending.pop()
-        recipe = _recipe(node)
+        target: Any = node.target
+        recipe = _OWN.get(target)
+        if base_name(node).startswith("nll_loss"):
+            stays = MEAN not in node.args  # sums have a rule
+        else:
+            stays = find_rule(node) is not None or is_random(node) or not any(map(is_tensor, node.all_input_nodes))
+            stays = stays or base_name(node) in ("copy", "_local_scalar_dense", "bernoulli", "empty_like")
+        if recipe is None and not stays:
+            recipe = decomposition_of(target)
         if recipe is not None:
             pending += _splice(module, node, recipe, mode)
     eliminate_dead(module.graph)  # outputs that no one uses
-
-
-def _recipe(node: fx.Node) -> Callable[..., Any] | None:
-    target: Any = node.target
-    if target in _OWN:
-        return _OWN[target]
-    if base_name(node).startswith("nll_loss"):
-        return decomposition_of(target) if MEAN in node.args else None  # sums have a rule
-    if find_rule(node) is not None or is_random(node) or not any(map(is_tensor, node.all_input_nodes)):
-        return None
-    if base_name(node) in ("copy", "_local_scalar_dense", "bernoulli", "empty_like"):
-        return None
-    return decomposition_of(target)
 
 
 def _splice(module: GraphModule, node: fx.Node, recipe: Callable[..., Any], mode: FakeTensorMode) -> list[fx.Node]:
@@ -82,18 +77,14 @@ def _splice(module: GraphModule, node: fx.Node, recipe: Callable[..., Any], mode
                 _replace(module.graph, node, fx.map_arg(inner.args[0], lambda n: copies[n]))
             else:
                 if inner.op == "get_attr":
-                    _carry_constant(module, part, inner)
+                    name = f"_constant_{len([n for n in module.graph.nodes if n.op == 'get_attr'])}_{inner.name}"
+                    module.register_buffer(name, getattr(part, str(inner.target)), persistent=False)
+                    inner.target = name
                 copies[inner] = module.graph.node_copy(inner, lambda n: copies[n])
                 copy_notes(node, copies[inner], "phase")
                 if inner.op == "call_function" and is_op(inner):
                     new.append(copies[inner])
     return new
-
-
-def _carry_constant(module: GraphModule, part: GraphModule, inner: fx.Node) -> None:
-    name = f"_constant_{len([n for n in module.graph.nodes if n.op == 'get_attr'])}_{inner.name}"
-    module.register_buffer(name, getattr(part, str(inner.target)), persistent=False)
-    inner.target = name
 
 
 def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
@@ -117,7 +108,7 @@ def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
 def _var_mean(
     source: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean from sums: over a sharded batch these are partial sums, with global counts."""
+    """Return variance and mean from sums: over a sharded batch partial ones, with global counts."""
     dims = list(dim) if dim else list(range(source.ndim))
     count = 1
     for d in dims:

@@ -63,7 +63,12 @@ class Inserter:
         self.family: dict[fx.Node, list[fx.Node]] = {}
         self.moves: list[Move] = []
         self.gathered: dict[fx.Node, str] = {}  # phase of a source's last move
-        self.unread = single_gradients(module.graph)  # gradients without a reader so far
+        # Gradients without a reader so far. Of several to one parameter each is incomplete until they are summed.
+        nodes = [(node, meta_of(node)) for node in module.graph.nodes]
+        gradients = {node: str(meta["mean_gradient"]) for node, meta in nodes if "mean_gradient" in meta}
+        gradients = gradients or {node: gradient_name(node) for node, _ in nodes if is_gradient(node)}
+        counts = Counter(gradients.values())
+        self.unread = {node: name for node, name in gradients.items() if name and counts[name] == 1}
 
     def run(self) -> None:
         """Rewrite the full graph."""
@@ -75,7 +80,14 @@ class Inserter:
         """Move a node's inputs to their placements, and record its output's."""
         wanted = {source: plan.inputs.get(source) for source in node.all_input_nodes}
         written, base = mutated_inputs(node), base_of(node)
-        self.note_gradients(node, wanted)
+        # The first reader of an averaged gradient is marked, by argument position: passes replace the argument itself.
+        rows = []
+        for source, placement in wanted.items():
+            if source in self.unread and isinstance(placement, Replicate | Shard):
+                place = pytree.tree_leaves((node.args, node.kwargs)).index(source)
+                rows.append((place, self.unread.pop(source), placement))
+        if rows:
+            meta_of(node)["reads"] = rows
         moved: dict[fx.Node, fx.Node] = {}
         for source, placement in wanted.items():
             if placement is not None and source in self.versions:
@@ -108,23 +120,16 @@ class Inserter:
             self.family.setdefault(self.roots.get(node, node), []).append(node)
             if node.op == "placeholder":
                 self.homes[node] = placement, node
-            self.fit_shape(node, placement)
+            position = SHAPE_ARGUMENTS.get(node.target)  # the output's global shape, in an argument
+            if position is not None and isinstance(placement, Shard):
+                shape = local_shape(tuple(node.meta["val"].shape), placement, self.world, self.rank)
+                node.update_arg(position, list(shape))
         elif node.target in ROW_ARGUMENTS and pytree.tree_leaves(plan.output)[0] == Shard(0):
             position = ROW_ARGUMENTS[node.target]
             node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
 
-    def note_gradients(self, node: fx.Node, wanted: dict[fx.Node, Placement | None]) -> None:
-        """Mark the first reader of an averaged gradient, by argument position. Passes replace the argument itself."""
-        rows = []
-        for source, placement in wanted.items():
-            if source in self.unread and isinstance(placement, Replicate | Shard):
-                place = pytree.tree_leaves((node.args, node.kwargs)).index(source)
-                rows.append((place, self.unread.pop(source), placement))
-        if rows:
-            meta_of(node)["reads"] = rows
-
     def lower_rows(self, node: fx.Node) -> None:
-        """Lower ZeRO's markers: the rank's rows as a view of the parameter, and all rows copied back into it."""
+        """Lower ZeRO's markers: the rank's rows as a view, and all rows copied back."""
         param = node.args[0]
         assert isinstance(param, fx.Node)
         shape = tuple(param.meta["val"].shape)
@@ -181,7 +186,9 @@ class Inserter:
             self.gathered[source] = "backward"
             versions[wanted] = self.take_again(source, before)
             return versions[wanted]
-        origin = _best_origin(versions, wanted)
+        # A full value is preferred, then a shard; an unreduced value comes last.
+        is_last = [0 if isinstance(one, Replicate) else 2 if isinstance(one, Partial) else 1 for one in versions]
+        origin = list(versions)[is_last.index(min(is_last))]
         if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
             return versions[origin]  # each rank's own values: nothing to move
         if isinstance(origin, Partial) and isinstance(wanted, Shard) and self.plans[source].reduce_whole:
@@ -221,23 +228,20 @@ class Inserter:
                 if root_of(one) is memory and (isinstance(lies, Shard) or not isinstance(placement, Shard))
             }
             if relative in self.homes and root_of(self.homes[relative][1]) is not memory:
-                versions = self.write_back(node, relative, versions)
+                # The rank's shard of the written full copy is copied back to the tensor.
+                (lies, home), full = self.homes[relative], versions.get(Replicate())
+                if not isinstance(lies, Shard) or full is None:
+                    raise self.lost(node, relative)
+                with self.module.graph.inserting_before(node.next):
+                    part = self.mover.cut(full, lies.dim, tuple(relative.meta["val"].shape))
+                    copy = self.mover.call(aten.copy_.default, home, part)
+                for one in (part, copy):
+                    copy_notes(relative, one, "node_type")
+                    copy_notes(node, one, "phase")
+                versions = {lies: home, Replicate(): full}
             elif not versions and relative not in self.taken and any(node < user for user in relative.users):
                 raise self.lost(node, relative)
             self.versions[relative] = versions
-
-    def write_back(self, node: fx.Node, source: fx.Node, known: dict[Placement, fx.Node]) -> dict[Placement, fx.Node]:
-        """Copy the rank's shard of a written full copy back to the tensor."""
-        (placement, home), full = self.homes[source], known.get(Replicate())
-        if not isinstance(placement, Shard) or full is None:
-            raise self.lost(node, source)
-        with self.module.graph.inserting_before(node.next):
-            part = self.mover.cut(full, placement.dim, tuple(source.meta["val"].shape))
-            copy = self.mover.call(aten.copy_.default, home, part)
-        for one in (part, copy):
-            copy_notes(source, one, "node_type")
-            copy_notes(node, one, "phase")
-        return {placement: home, Replicate(): full}
 
     def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
         reason = f"writes to a redistributed copy of {source.name}, and later operators read {source.name} itself"
@@ -259,32 +263,6 @@ class Inserter:
             again = self.module.graph.node_copy(view, lambda n: fresh if n is taken.start else n)
         copy_notes(before, again, "phase")
         return again
-
-    def fit_shape(self, node: fx.Node, placement: Placement) -> None:
-        """Replace the output's global shape in an argument by the local one."""
-        position = SHAPE_ARGUMENTS.get(node.target)
-        if position is not None and isinstance(placement, Shard):
-            shape = local_shape(tuple(node.meta["val"].shape), placement, self.world, self.rank)
-            node.update_arg(position, list(shape))
-
-
-def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placement:
-    """Prefer a full value, then a shard; an unreduced value comes last."""
-
-    def rank(placement: Placement) -> int:
-        if isinstance(placement, Replicate):
-            return 0
-        return 2 if isinstance(placement, Partial) else 1
-
-    return min(known, key=rank)
-
-
-def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return gradients by node, if it is the parameter's only one in the step. Several are incomplete until summed."""
-    means = {node: str(meta_of(node)["mean_gradient"]) for node in graph.nodes if "mean_gradient" in meta_of(node)}
-    gradients = means or {node: gradient_name(node) for node in graph.nodes if is_gradient(node)}
-    counts = Counter(gradients.values())
-    return {node: name for node, name in gradients.items() if name and counts[name] == 1}
 
 
 def erase_tags(graph: fx.Graph) -> None:

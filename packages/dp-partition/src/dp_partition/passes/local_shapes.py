@@ -29,11 +29,6 @@ class _Recorder(fx.Interpreter):
 def record_local_values(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
     """Fill ``meta["val"]`` of every node from fake local inputs.
 
-    Args:
-        module: A rank's graph.
-        inputs: Fake local values of its placeholders.
-        mode: Their fake mode.
-
     Raises:
         PlanError: An operator does not accept its local inputs (code ``shape-mismatch``).
     """

@@ -50,7 +50,10 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
             user.replace_input_with(arg, parts[0])
     for node in crossing:
         with graph.inserting_before(rest[0]):
-            mean = _mean(graph, [copy[node] for copy in copies])
+            total = copies[0][node]
+            for copy in copies[1:]:
+                total = _call(graph, aten.add.Tensor, total, copy[node])
+            mean = _call(graph, aten.div.Scalar, total, count)
         if node.target is TAG_GRAD:
             meta_of(mean)["mean_gradient"] = gradient_name(node)
         for user in [user for user in node.users if user in rest]:
@@ -84,15 +87,12 @@ def _copies_gradient(node: fx.Node) -> bool:
     written = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
     sources = [user.args[1] for user in written]
     is_new = node.target in (aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default)
-    return is_new and len(sources) == 1 and _is_view_of_gradient(sources[0])
-
-
-def _is_view_of_gradient(node: Any) -> bool:
-    while isinstance(node, fx.Node):
-        if node.target is TAG_GRAD:
-            return True
-        node = base_of(node)
-    return False
+    if not is_new or len(sources) != 1:
+        return False
+    source: Any = sources[0]
+    while isinstance(source, fx.Node) and source.target is not TAG_GRAD:
+        source = base_of(source)
+    return isinstance(source, fx.Node)
 
 
 def _slice_batch(
@@ -116,13 +116,6 @@ def _slice_batch(
             slices[node].append(part)
         node.meta["val"] = value.repeat_interleave(count, dim)
     return slices
-
-
-def _mean(graph: fx.Graph, values: list[fx.Node]) -> fx.Node:
-    total = values[0]
-    for value in values[1:]:
-        total = _call(graph, aten.add.Tensor, total, value)
-    return _call(graph, aten.div.Scalar, total, len(values))
 
 
 def _call(graph: fx.Graph, target: Any, first: fx.Node, second: Any) -> fx.Node:

@@ -30,18 +30,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # over dim 0,
 
 @dataclass
 class Move:
-    """One move in a graph.
-
-    Attributes:
-        start: The value before.
-        result: The value after.
-        origin: Placement before.
-        wanted: Placement after.
-        shape: Its global shape.
-        node_type: Its role in the step.
-        before: Its first user.
-        like: A tensor of its dtype and device.
-    """
+    """One move in a graph."""
 
     start: fx.Node
     result: fx.Node
@@ -75,14 +64,7 @@ class Mover:
     replicas: int = 1
 
     def move(self, node: fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> fx.Node:
-        """Return a node with the value of ``node``, moved from one placement to another.
-
-        Args:
-            node: The value.
-            source: Its placement.
-            target: The wanted placement.
-            shape: Its global shape.
-        """
+        """Return a node with the value of ``node``, moved from one placement to another."""
         if isinstance(source, Partial):
             if isinstance(target, Shard):
                 return self.reduce_scatter(node, source, target.dim, shape)
@@ -98,7 +80,6 @@ class Mover:
         return self.call(aten.zeros_like.default, node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert a call."""
         return self.graph.call_function(target, args, kwargs)
 
     def issue(self, target: Any, *args: Any, ranks: int | None = None) -> fx.Node:
@@ -116,7 +97,6 @@ class Mover:
         )
 
     def wait(self, node: fx.Node) -> fx.Node:
-        """Insert the wait for a collective's result."""
         return self.call(collectives.wait_tensor.default, node)
 
     def all_reduce(self, node: fx.Node, kind: Partial) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Canonical form of a captured graph: one node per tensor, live inputs connected, nothing dead, nothing lost.
+"""Canonical form of a graph: one node per tensor, live inputs, nothing dead or lost.
 
 Contract: afterwards every in-place operator is used for its effect alone (later uses take the written tensor), no
 alias without a change of shape is left, hyperparameters are inputs, and dead nodes are gone. An operator that writes
@@ -6,8 +6,6 @@ memory is never dead, even without users.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import fx
@@ -30,20 +28,16 @@ _VIEWS = {
 def normalize(capture: Capture) -> None:
     """Bring a captured graph into canonical form, in place."""
     graph = capture.module.graph
-    connect_hyperparameters(graph)
-    connect_fused_hyperparameters(graph, capture.groups)
-    erase_profiler(graph)
-    merge_aliases(graph)
-    name_views(graph)
-    eliminate_dead(graph)
-
-
-def connect_hyperparameters(graph: fx.Graph) -> None:
-    """Read a hyperparameter or an argument from its placeholder, a Python number at run time."""
-    for node in list(graph.nodes):
+    for node in list(graph.nodes):  # a hyperparameter's or argument's placeholder is a Python number at run time
         if node.target is aten._local_scalar_dense.default and kind_of(node.args[0]) in ("hyper", "number"):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+    connect_fused_hyperparameters(graph, capture.groups)
+    erase_profiler(graph)
+    merge_aliases(graph)
+    for node in graph.nodes:
+        node.target = _VIEWS.get(node.target, node.target)
+    eliminate_dead(graph)
 
 
 def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, int]]) -> None:
@@ -67,14 +61,7 @@ def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, 
                     set_argument(node, argument.name, source)
 
 
-def name_views(graph: fx.Graph) -> None:
-    """Replace unsafe splits by operators declared as views."""
-    for node in graph.nodes:
-        node.target = _VIEWS.get(node.target, node.target)
-
-
 def erase_profiler(graph: fx.Graph) -> None:
-    """Drop the profiler ranges around optimizer steps."""
     for node in reversed(list(graph.nodes)):
         if is_op(node) and node.target.namespace == "profiler":
             graph.erase_node(node)
@@ -113,14 +100,10 @@ def make_contiguous_for_fused(graph: fx.Graph) -> None:
     """Give every fused optimizer kernel of a rank's graph contiguous tensors. It goes by memory, not by strides."""
     for node in list(graph.nodes):
         if is_op(node) and node.target._schema.name.startswith("aten::_fused_"):
-            strided = [index for index, param in enumerate(node.args[0]) if _is_strided(param)]
+            values = [param.meta.get("val") if isinstance(param, fx.Node) else None for param in node.args[0]]
+            strided = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor) and not x.is_contiguous()]
             if strided:
                 _use_copies(graph, node, strided)
-
-
-def _is_strided(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, torch.Tensor) and not value.is_contiguous()
 
 
 def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:

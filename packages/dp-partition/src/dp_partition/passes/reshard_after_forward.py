@@ -49,7 +49,8 @@ def _idle(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
     queue = [node]
     while queue:
         for user in queue.pop().users:
-            if _follows(user) and meta_of(user).get("phase") == "forward" and user not in derived:
+            follows = user.op == "call_function" and (viewed_input(user) is not None or user.target in _CASTS)
+            if follows and meta_of(user).get("phase") == "forward" and user not in derived:
                 derived.append(user)
                 queue.append(user)
     users = [user for one in (node, *derived) for user in one.users if user not in derived]
@@ -60,8 +61,3 @@ def _idle(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
     if not forward or not backward or max(forward) >= min(backward):
         return []  # no pause between them
     return [node, *derived]
-
-
-def _follows(node: fx.Node) -> bool:
-    """Return True for a view or a cast of one tensor."""
-    return node.op == "call_function" and (viewed_input(node) is not None or node.target in _CASTS)

@@ -28,7 +28,7 @@ SHARE_ROWS: Any = torch.ops.dp_partition.share_rows.default
 
 
 def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
-    """Make all nodes after the last gradient work on the rank's rows of the named parameters."""
+    """Make nodes after the last gradient work on the rank's rows of named parameters."""
     nodes = list(graph.nodes)
     last = max((position for position, node in enumerate(nodes) if is_gradient(node)), default=-1)
     if last < 0:  # no gradient, so no update

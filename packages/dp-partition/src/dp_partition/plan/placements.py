@@ -112,18 +112,13 @@ def describe(spec: Outputs | Placement) -> str:
         return "-"
     if isinstance(spec, tuple):
         return "(" + ", ".join(describe(one) for one in spec) + ")"
-    placements = spec.placements if isinstance(spec, PlacementSpec) else (spec,)
-    return "x".join(_describe_one(placement) for placement in placements)  # one for each axis
-
-
-def _describe_one(placement: Placement) -> str:
-    if isinstance(placement, RankLocal):  # not one of torch's
+    if isinstance(spec, PlacementSpec):
+        return "x".join(map(describe, spec.placements))  # one for each axis
+    if isinstance(spec, RankLocal):  # not one of torch's
         return "local"
-    if isinstance(placement, Shard):
-        return f"S({placement.dim})"
-    if isinstance(placement, Partial):
-        return f"P({placement.reduce_op})"
-    return "R" if isinstance(placement, Replicate) else repr(placement)
+    if isinstance(spec, Shard):
+        return f"S({spec.dim})"
+    return "R" if isinstance(spec, Replicate) else f"P({spec.reduce_op})" if isinstance(spec, Partial) else repr(spec)
 
 
 class DataParallelStyle(Enum):

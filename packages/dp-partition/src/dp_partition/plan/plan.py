@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dp_partition._shared.page import human_bytes
-from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._shared.problems import Problem
 from dp_partition.plan.placements import DataParallelStyle, describe, local_shape
 
 FORMAT = 1
@@ -30,7 +30,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -96,7 +95,17 @@ class PartitionPlan:
     def explain(self, name: str | None = None) -> str:
         """Return text about one parameter, or a table of all."""
         if name is not None:
-            return _explain_one(self[name], self.world, self._notes())
+            one, world = self[name], self.world
+            info = one.info
+            elements = [one.local_numel(one.param, world, rank) for rank in range(min(world, 8))]
+            return "\n".join([
+                f"{info.name}: {list(info.shape)} {info.dtype}, {'trained' if info.requires_grad else 'frozen'}",
+                f"  parameter {describe(one.param)}, gradient {describe(one.grad)}, "
+                f"optimizer state {describe(one.state)} ({one.reason})",
+                f"  elements per rank: {elements}",
+                *self._notes(),
+                *([f"  also registered as {', '.join(one.aliases)}"] if one.aliases else []),
+            ])  # fmt: skip
         lines = [
             f"{self.style.name.lower()} over {self.world} ranks, {self.semantics} semantics, "
             f"{human_bytes(self.param_bytes())} of parameters on rank 0",
@@ -190,8 +199,10 @@ def plan_placements(
         pattern = next((p for p in patterns if any(fnmatch.fnmatchcase(n, p) for n in names)), None)
         if pattern is not None:
             used.update(p for p in patterns if any(fnmatch.fnmatchcase(n, p) for n in names))
-            problems += _check_override(info, patterns[pattern])
             placement = patterns[pattern]
+            if not isinstance(placement, Replicate) and (placement != Shard(0) or not info.shape):
+                text, hint = f"{placement!r} for shape {list(info.shape)}", "use Replicate() or Shard(0)"
+                problems.append(Problem("invalid-layout", info.name, found=text, hint=hint))  # passes shard dim 0 only
             homes = (placement, placement, placement, f"placements[{pattern!r}]")  # parameter, gradient, state
         else:
             homes = _home_by_style(info, style, world)
@@ -201,15 +212,6 @@ def plan_placements(
             hint = "patterns are matched against full names with fnmatch"
             problems.append(Problem("unmatched-pattern", pattern, found="matches no parameter", hint=hint))
     return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems), replicas, reduction)
-
-
-def _check_override(info: TensorInfo, placement: Placement) -> list[Problem]:
-    if isinstance(placement, Replicate):
-        return []
-    if isinstance(placement, Shard) and placement.dim == 0 and info.shape:  # passes shard dim 0 only
-        return []
-    hint = "use Replicate() or Shard(0)"
-    return [Problem("invalid-layout", info.name, found=f"{placement!r} for shape {list(info.shape)}", hint=hint)]
 
 
 def _home_by_style(
@@ -228,23 +230,3 @@ def _home_by_style(
         return full, full, full, f"dim 0 of size {info.shape[0]} does not divide by {world}"
     uneven = "" if info.shape[0] % world == 0 else f", padded: dim 0 of size {info.shape[0]}"
     return shard, shard, shard, f"style{uneven}"
-
-
-def check_plan(plan: PartitionPlan) -> None:
-    """Raise all problems of a plan at once."""
-    if plan.problems:
-        raise PlanError(plan.problems, "the placements cannot be planned")
-
-
-def _explain_one(param: ParamPlan, world: int, notes: list[str]) -> str:
-    info = param.info
-    lines = [
-        f"{info.name}: {list(info.shape)} {info.dtype}, {'trained' if info.requires_grad else 'frozen'}",
-        f"  parameter {describe(param.param)}, gradient {describe(param.grad)}, optimizer state {describe(param.state)}"
-        f" ({param.reason})",
-        f"  elements per rank: {[param.local_numel(param.param, world, r) for r in range(min(world, 8))]}",
-    ]
-    lines += notes
-    if param.aliases:
-        lines.append(f"  also registered as {', '.join(param.aliases)}")
-    return "\n".join(lines)

@@ -65,7 +65,7 @@ class Settings:
     observe: bool = True
 
     def text(self) -> str:
-        """Return choices to compare between ranks, as they show neither in the plan nor in collectives."""
+        """Return choices to compare between ranks beside the plan and the collectives."""
         chosen = (self.semantics, self.accumulate, self.batch_dim, self.backend, self.check, self.capture)
         return ", ".join(map(str, (*chosen, self.dynamic)))
 

@@ -1,4 +1,4 @@
-"""Consensus: ranks adopt a program together, or all refuse it, after a failed or a different trace.
+"""Consensus: ranks adopt a program together, or all refuse a failed or different one.
 
 A rank that raised alone would leave the others in their first collective until the group's timeout; ranks with
 different collectives could fill each other's tensors with values for others.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,6 @@ def collectives_digest(graph: fx.Graph) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def batch_text(leaves: list[Any]) -> str:
-    """Return shapes and dtypes of tensors among arguments."""
-    return ", ".join(f"{list(one.shape)} {one.dtype}" for one in leaves if isinstance(one, torch.Tensor))
-
-
 def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
     """Return the value of ``attempt`` if every rank has made it alike; a collective.
 
@@ -65,6 +60,15 @@ def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping
     assert_consistent(mesh, name, lines, error, hint=HINT)
     assert attempted is not None
     return attempted[0]
+
+
+def largest_of(mesh: DeviceMesh, value: int) -> int:
+    """Return the largest value of all ranks; a collective of one number."""
+    groups = all_groups(mesh)
+    largest = torch.tensor(value, device=group_device(groups[0]))
+    for group in groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return int(largest)
 
 
 def announce(label: str, rank: int) -> None:
@@ -103,7 +107,15 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
     groups = all_groups(mesh)
     backend_device = group_device(groups[0])
     for names in buckets.values():
-        for part in _by_bytes(names, tensors):  # bounds the flat buffer
+        parts: list[list[str]] = [[]]
+        size = 0
+        for name in names:  # parts of at most 64 MiB and a tensor: this bounds the flat buffer
+            if size >= 64 << 20:
+                parts.append([])
+                size = 0
+            parts[-1].append(name)
+            size += tensors[name].numel() * tensors[name].element_size()
+        for part in parts:
             flat = torch.cat([tensors[name].reshape(-1) for name in part])
             travelling = flat.to(backend_device) if backend_device.type != flat.device.type else flat
             for group in groups:  # as bytes: backends lack complex numbers, booleans, 16-bit integers
@@ -113,19 +125,6 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
             for name, chunk in zip(part, pieces, strict=True):
                 result[name] = torch.empty_like(tensors[name]).copy_(chunk.view(tensors[name].shape))
     return result
-
-
-def _by_bytes(names: list[str], tensors: dict[str, torch.Tensor], limit: int = 64 << 20) -> Iterable[list[str]]:
-    part: list[str] = []
-    size = 0
-    for name in names:
-        part.append(name)
-        size += tensors[name].numel() * tensors[name].element_size()
-        if size >= limit:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

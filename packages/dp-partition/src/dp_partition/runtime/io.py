@@ -1,4 +1,4 @@
-"""Inputs and outputs of a graph, and reconciliation with a caller's changes since the last call.
+"""Inputs and outputs of a graph, and reconciliation with a caller's changes between calls.
 
 A change is adopted if its meaning is clear, and refused by name if not.
 
@@ -32,8 +32,30 @@ def reconcile(binding: Binding) -> OptimizerReads:
             other placements, ``shape-mismatch`` for state of another shape than before, ``tied-weights`` if one of two
             names of a buffer stands for another one now.
     """
-    _check_structure(binding)
-    _reconcile_buffers(binding)
+    step_state = binding.step_state
+    # The model's tensors are compared with the placed ones, by name. After other changes they are indexed again.
+    if step_state.reads.look() or binding.built is not step_state.reads.structure:
+        before, after = ({fqn for fqn, *_ in slots} for slots in (binding.slots, step_state.slots()))
+        if after != before:
+            hint = "call release() on the step first"
+            changes = [(name, "was not there when the step was placed") for name in sorted(after - before)]
+            changes += [(name, "is not there any more") for name in sorted(before - after)]
+            raise PlanError([Problem("model-changed", name, found=change, hint=hint) for name, change in changes])
+        binding.index_slots()
+        binding.built = step_state.reads.structure
+    for slot, module, attribute, name in binding.buffer_slots:
+        now, hint = module._buffers.get(attribute), "call release() on the step first"
+        if now is None:
+            reason = "is None, and was a tensor when the step was placed"
+            raise PlanError(Problem("model-changed", slot, found=reason, hint=hint))
+        if now is step_state.buffers[name]:
+            continue
+        if slot != name:
+            reason = f"is no longer the buffer that {name} is"
+            raise PlanError(Problem("tied-weights", slot, found=reason, hint=hint))
+        step_state.buffers[name] = now
+        if overlaps := shared_memory(step_state.buffers):
+            raise PlanError(overlaps)
     problems: list[Problem] = []
     index = states_by_id(binding.step_state.optimizers)
     for number, optimizer in enumerate(binding.step_state.optimizers):
@@ -91,45 +113,8 @@ def _reconcile_state(
     return problems
 
 
-def _check_structure(binding: Binding) -> None:
-    """Compare the model's tensors with the placed ones, by name. After other changes index them again."""
-    if not binding.step_state.reads.look() and binding.built is binding.step_state.reads.structure:
-        return
-    before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.step_state.slots()))
-    if now != before:
-        hint = "call release() on the step first"
-        changes = [(name, "was not there when the step was placed") for name in sorted(now - before)]
-        changes += [(name, "is not there any more") for name in sorted(before - now)]
-        raise PlanError([Problem("model-changed", name, found=change, hint=hint) for name, change in changes])
-    binding.index_slots()
-    binding.built = binding.step_state.reads.structure
-
-
-def _reconcile_buffers(binding: Binding) -> None:
-    step_state = binding.step_state
-    for fqn, module, attribute, name in binding.buffer_slots:
-        now = module._buffers.get(attribute)
-        if now is None:
-            hint = "call release() on the step first"
-            reason = "is None, and was a tensor when the step was placed"
-            raise PlanError(Problem("model-changed", fqn, found=reason, hint=hint))
-        if now is step_state.buffers[name]:
-            continue
-        if fqn != name:
-            reason, hint = f"is no longer the buffer that {name} is", "call release() on the step first"
-            raise PlanError(Problem("tied-weights", fqn, found=reason, hint=hint))
-        step_state.buffers[name] = now
-        problems = shared_memory(step_state.buffers)
-        if problems:
-            raise PlanError(problems)
-
-
 def check_no_gradients(step_state: StepState, cleared: bool) -> None:
     """Refuse gradients on parameters that the step would add to.
-
-    Args:
-        step_state: The model and its optimizers.
-        cleared: The step clears gradients before its first backward.
 
     Raises:
         PlanError: ``python-state`` for each such parameter.
@@ -148,14 +133,7 @@ def check_no_gradients(step_state: StepState, cleared: bool) -> None:
 
 
 def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizers: OptimizerReads) -> list[Any]:
-    """Return local tensors and numbers for the placeholders, in order.
-
-    Args:
-        binding: The placed model and optimizers.
-        program: The graph to run.
-        leaves: The step's arguments, flattened.
-        optimizers: The optimizers' contents at this call.
-    """
+    """Return local tensors and numbers for the placeholders, in order."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     params, buffers = binding.params, binding.step_state.buffers
     values: list[Any] = []
@@ -178,14 +156,19 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
 
 
 def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], leaves: list[Any]) -> None:
-    """Store buffers, state, hyperparameters and gradients of arguments, and set the modes set by the step."""
+    """Store buffers, state, hyperparameters and gradients of arguments, and set the step's modes."""
     for module, mode in program.capture.modes:
         module.training = mode
     for name, trained in program.capture.trained.items():
         binding.params[name].requires_grad_(trained)
-    for value, entry, placement in zip(values, program.capture.outputs, program.output_placements, strict=True):
+    for value, entry, placement in zip(
+        values, program.capture.returned.outputs, program.output_placements, strict=True
+    ):
         if entry.kind == "buffer":
-            replace_buffer(binding, entry.name, value)
+            for _, module, attribute, name in binding.buffer_slots:  # under all of its names
+                if name == entry.name:
+                    module._buffers[attribute] = value
+            binding.step_state.buffers[entry.name] = value
         elif entry.kind == "state":
             param = binding.params[entry.name]
             new, shape = value, getattr(value, "shape", ())  # a count has none
@@ -202,11 +185,3 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             tensor = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][int(entry.name)]
             # Not in place: after a mismatch the check puts the old gradient back.
             tensor.requires_grad_().grad = value if tensor.grad is None else tensor.grad + value
-
-
-def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:
-    """Replace a buffer by a new tensor, under all of its names."""
-    for fqn, module, attribute, is_param in binding.slots:
-        if not is_param and binding.step_state.aliases.get(fqn, fqn) == name:
-            module._buffers[attribute] = value
-    binding.step_state.buffers[name] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ class Program:
         lowered: The partitioned graph with compiled compute; None if it runs as it is.
         bound: The partitioned graph as it runs otherwise; made at its first run.
         guard_values: Hyperparameters and numbers of the last guard check without a violation.
-        checked_numbers: Numbers and sizes of its checked calls.
+        checked_numbers: Numbers of its checked calls.
+        checked_sizes: Sizes of its checked calls, with tensor and dim.
+        noting: The same graph, with copies of its gradients and their names; made at the first check.
         is_checked: A check by execution has run it.
         is_new: The tracing call has not run it yet.
         labelled: Inputs by their kinds, as cached by `labels`.
@@ -46,19 +49,19 @@ class Program:
     local_fakes: list[Any] | None = None
     guard_values: tuple[float, ...] = ()
     checked_numbers: set[tuple[float, ...]] = field(default_factory=set)
+    checked_sizes: set[tuple[tuple[int, int], int]] = field(default_factory=set)
     is_checked: bool = False
     is_new: bool = False
     lowered: Lowered | None = None
     bound: fx.GraphModule | None = None
+    noting: tuple[fx.GraphModule, list[str]] | None = None
     labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
 
     @property
     def module(self) -> fx.GraphModule:
-        """The partitioned graph."""
         return self.capture.module
 
     def run(self, inputs: list[Any]) -> Any:
-        """Return the graph's values for this rank's inputs."""
         if self.lowered is not None:
             return self.lowered(*inputs)
         if self.bound is None:
@@ -76,31 +79,28 @@ class Program:
             raise
 
     def run_noting_gradients(self, inputs: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the graph's values, and copies of gradients by name, as seen by their first reader."""
+        """Return the graph's values, and copies of gradients by name for their first reader."""
         if self.lowered is not None:
             return self.lowered(*inputs), {}  # values between its compiled pieces are not accessible
-        graph = self.for_backend()
-        noted: dict[str, fx.Node] = {}
-        for node in list(graph.nodes):
-            leaves = pytree.tree_leaves((node.args, node.kwargs))
-            for place, name, _ in meta_of(node).get("reads", ()):
-                with graph.inserting_before(node):  # clipping writes them in place
-                    noted[name] = graph.call_function(torch.ops.aten.clone.default, (leaves[place],))
-        output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        output.args = ((output.args[0], list(noted.values())),)
-        values, gradients = self.execute(fx.GraphModule(self.module, graph), inputs)
-        return values, dict(zip(noted, gradients, strict=True))
+        if self.noting is None:  # its code takes longer to make than a checked call
+            graph = self.for_backend()
+            noted: dict[str, fx.Node] = {}
+            for node in [node for node in graph.nodes if "reads" in meta_of(node)]:
+                leaves = pytree.tree_leaves((node.args, node.kwargs))
+                for place, name, _ in meta_of(node)["reads"]:
+                    with graph.inserting_before(node):  # clipping writes them in place
+                        noted[name] = graph.call_function(torch.ops.aten.clone.default, (leaves[place],))
+            output = next(node for node in reversed(graph.nodes) if node.op == "output")
+            output.args = ((output.args[0], list(noted.values())),)
+            self.noting = fx.GraphModule(self.module, graph), list(noted)
+        module, names = self.noting
+        values, gradients = self.execute(module, inputs)
+        return values, dict(zip(names, gradients, strict=True))
 
-    def gradient_placements(self) -> dict[str, Placement]:
-        """Return the placement of each gradient of `run_noting_gradients`."""
-        rows = [row for node in self.module.graph.nodes for row in meta_of(node).get("reads", ())]
-        return {name: placement for _, name, placement in rows}
-
-    def constants(self) -> list[torch.Tensor]:
-        """Return the step's tensors from outside of its arguments; the graph may write them."""
-        names = [str(node.target) for node in self.module.graph.nodes if node.op == "get_attr"]
-        values = [getattr(self.module, name) for name in names]
-        return [value for value in values if isinstance(value, torch.Tensor)]
+    @cached_property
+    def communicates(self) -> bool:
+        """Return True if the graph has collectives, of which no rank alone may run one."""
+        return any(map(is_collective, self.module.graph.nodes))
 
     def for_backend(self) -> fx.Graph:
         """Return a copy of the partitioned graph with the best collectives for the backend."""
@@ -123,16 +123,19 @@ class Program:
             self.local_fakes = None  # computed once
         return self.module
 
-    def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
-        """Return the live numbers and the marked sizes among a call's arguments."""
+    def sizes_of(self, leaves: list[Any]) -> dict[tuple[int, int], int]:
+        """Return the marked sizes among a call's arguments, by tensor and dim."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        sizes = [tensors[index].shape[dim] for index, dim in self.capture.sizes]
-        return (*(leaves[position] for position in self.capture.numbers), *sizes)
+        return {(index, dim): tensors[index].shape[dim] for index, dim in self.capture.sizes}
+
+    def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
+        return tuple([leaves[position] for position in self.capture.numbers])
 
     def note_checked(self, leaves: list[Any]) -> None:
-        """Count a check: a graph with live numbers or sizes is checked once two values of them were."""
+        """Count a check; live numbers need two of them, with different values."""
+        self.checked_sizes.update(self.sizes_of(leaves).items())
         self.checked_numbers.add(self.numbers_of(leaves))
-        self.is_checked = len(self.checked_numbers) > 1 or not (self.capture.numbers or self.capture.sizes)
+        self.is_checked = len(self.checked_numbers) > 1 or not self.capture.numbers
 
     def guards_hold(self, values: dict[tuple[Any, ...], float], numbers: tuple[float, ...] = ()) -> bool:
         """Return True if these hyperparameters and numbers allow each decision of the trace."""

@@ -24,8 +24,7 @@ class Snapshot:
     def __init__(self, binding: Binding, arguments: Any) -> None:
         self.entries: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
         self.states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        for name, container, key, tensor in live_tensors(binding.step_state, arguments):
-            del name
+        for _, container, key, tensor in live_tensors(binding.step_state, arguments):
             self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
         for optimizer in binding.step_state.optimizers:
             self.states += [(state, dict(state)) for state in optimizer.state.values()]
@@ -43,7 +42,6 @@ class Snapshot:
         return self.found.get(id(tensor))
 
     def restore(self) -> None:
-        """Put tensors and values back."""
         for table, before in (*self.states, self.buffers):
             table.clear()
             table.update(before)  # the same dict: others hold it
@@ -78,7 +76,6 @@ def live_tensors(step_state: StepState, arguments: Any = ()) -> Iterator[tuple[s
 
 
 def state_name(optimizer: int, fqn: str, key: Any) -> str:
-    """Return the name of an optimizer's state entry for errors."""
     return f"{fqn} {key}" if optimizer == 0 else f"{fqn} {key} of optimizer {optimizer}"
 
 

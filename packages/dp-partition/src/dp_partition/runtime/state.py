@@ -29,7 +29,6 @@ from dp_partition.runtime.consensus import broadcast_from_first
 
 
 def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
-    """Return a rank's shard of a full tensor; a real shard has its own memory."""
     if not isinstance(placement, Shard):
         return tensor
     start, end = chunk_bounds(tensor.shape[placement.dim], world, rank)
@@ -43,7 +42,6 @@ def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placem
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -83,7 +81,6 @@ class Binding:
         self.storage_keys = storage_keys(self.params.values())
 
     def index_slots(self) -> None:
-        """Index the registrations of all tensors."""
         self.slots = list(self.step_state.slots())
         aliases = self.step_state.aliases
         self.param_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if p]
@@ -91,13 +88,31 @@ class Binding:
 
     def place(self) -> None:
         """Make every rank's tensors equal to rank 0's, place them, and rebind the optimizers."""
-        values = self.first_rank_values()
+        # Rank 0's values of parameters, buffers and existing state, which has names distinct from those of parameters.
+        values: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
+        values |= {name: b.detach() for name, b in self.step_state.buffers.items()}
+        for number, fqn, state in self.step_state.states():
+            entries = {f"{fqn}\0{number}\0{key}": value for key, value in state.items()}
+            values |= {name: value.detach() for name, value in entries.items() if isinstance(value, torch.Tensor)}
+        values = values if self.mesh.size() == 1 else broadcast_from_first(values, self.mesh)
         placed: dict[str, nn.Parameter] = {}
         for fqn, param in self.step_state.params.items():
             placement = self.plan[fqn].param
             local = local_shard(values.pop(fqn), placement, self.world, self.rank)  # frees the full copy
             placed[fqn] = parameter_like(as_dtensor(local, param, self.mesh, placement), param)
-        states = self.placed_states(placed, values)
+        # Existing state, or that of the first step's start.
+        states: list[dict[str, dict[Any, Any]]] = [{} for _ in self.step_state.optimizers]
+        existing = {(number, fqn): state for number, fqn, state in self.step_state.states()}
+        fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
+        for number, optimizer in enumerate(self.step_state.optimizers):
+            for group, param in [(one, param) for one in optimizer.param_groups for param in one["params"]]:
+                fqn = fqn_of[id(param)]
+                moved = existing.get((number, fqn))
+                if has_state(moved):
+                    full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in moved.items()}
+                    states[number][fqn] = {k: self.place_state(fqn, v, full=True) for k, v in full.items()}
+                elif param.requires_grad:
+                    states[number][fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
         for fqn, value in values.items():
             if fqn in self.step_state.buffers:
                 self.step_state.buffers[fqn].copy_(value)  # in place: graphs read them
@@ -106,47 +121,12 @@ class Binding:
             self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
             self.hints += [one.register_load_state_dict_pre_hook(place_loaded) for one in root.modules()]
 
-    def first_rank_values(self) -> dict[str, torch.Tensor]:
-        """Return rank 0's values of parameters, buffers and existing state."""
-        tensors: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
-        tensors |= {name: b.detach() for name, b in self.step_state.buffers.items()}
-        for number, fqn, state in self.step_state.states():  # under names distinct from those of parameters
-            values = {f"{fqn}\0{number}\0{key}": value for key, value in state.items()}
-            tensors |= {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return tensors if self.mesh.size() == 1 else broadcast_from_first(tensors, self.mesh)
-
-    def placed_states(
-        self, placed: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
-    ) -> list[dict[str, dict[Any, Any]]]:
-        """Return every optimizer's state by parameter name: existing state, or that of the first step's start."""
-        result: list[dict[str, dict[Any, Any]]] = []
-        existing = {(number, fqn): state for number, fqn, state in self.step_state.states()}
-        for number, optimizer in enumerate(self.step_state.optimizers):
-            states: dict[str, dict[Any, Any]] = {}
-            fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    fqn = fqn_of[id(param)]
-                    moved = existing.get((number, fqn))
-                    if has_state(moved):
-                        full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in moved.items()}
-                        states[fqn] = {k: self.place_state(fqn, v, full=True) for k, v in full.items()}
-                    elif param.requires_grad:
-                        states[fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
-            result.append(states)
-        return result
-
     def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
         """Return the state at the start of the optimizer's first step, for a placed parameter."""
-        fresh = initial_state(optimizer, group, nn.Parameter(self.state_like(fqn, param), True))
+        plan, local = self.plan[fqn], local_tensor(param.data)
+        like = local if plan.state == plan.param else local_shard(local, plan.state, self.world, self.rank)
+        fresh = initial_state(optimizer, group, nn.Parameter(like, True))
         return {key: self.place_state(fqn, value, full=False) for key, value in fresh.items()}
-
-    def state_like(self, fqn: str, param: nn.Parameter) -> torch.Tensor:
-        """Return a local tensor with the local shape of this parameter's state."""
-        plan = self.plan[fqn]
-        if plan.state == plan.param:
-            return local_tensor(param.data)
-        return local_shard(local_tensor(param.data), plan.state, self.world, self.rank)
 
     def place_state(self, fqn: str, value: Any, *, full: bool) -> Any:
         """Return a state entry: in its parameter's state placement if it has the parameter's shape."""
@@ -160,12 +140,10 @@ class Binding:
         return as_dtensor(local, like, self.mesh, plan.state)
 
     def local_state_shape(self, fqn: str) -> tuple[int, ...]:
-        """Return the local shape of state with the parameter's shape."""
         plan = self.plan[fqn]
         return local_shape(plan.info.shape, plan.state, self.world, self.rank)
 
     def install(self, params: dict[str, nn.Parameter], states: list[dict[str, dict[Any, Any]]]) -> None:
-        """Install parameters and state in module and optimizers."""
         fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
         for number, optimizer in enumerate(self.step_state.optimizers):
             state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -175,7 +153,9 @@ class Binding:
             for group in optimizer.param_groups:
                 group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
             optimizer.state = state  # keyed by the new parameters
-        self.install_modules(params)
+        for _, module, attribute, name in self.param_slots:
+            if name in params:  # under every name
+                module._parameters[attribute] = params[name]
         reason = "another parameter has replaced it in the model: no gradient reaches this one"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
         for fqn, old in self.step_state.params.items():
@@ -184,13 +164,6 @@ class Binding:
         self.params = dict(params)
         self.names = {id(param): fqn for fqn, param in params.items()}
         self.hold_storages()
-
-    def install_modules(self, params: dict[str, nn.Parameter]) -> None:
-        """Install parameters in the modules, under every name."""
-        for fqn, module, attribute, is_param in self.slots:
-            name = self.step_state.aliases.get(fqn, fqn)
-            if is_param and name in params:
-                module._parameters[attribute] = params[name]
 
     def check_in_place(self) -> None:
         """Raise for replaced parameters of the module, and for new hooks or memory."""
@@ -299,7 +272,7 @@ def release(binding: Binding) -> None:
 
 
 def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of a placed model, run also after an error in forward: add advice to torch's error."""
+    """Add advice to torch's error in a placed model's forward; a hook, run after errors too."""
     error = sys.exc_info()[1]
     if error is not None and "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(

@@ -116,7 +116,7 @@ class _Walk:
             param, rows = node.all_input_nodes
             self.record(node, None, {param: R, rows: Shard(0)}, NodeType.PARAM)
         elif self.local and (
-            is_random(node) or any(isinstance(self.placement_of(n), RankLocal) for n in self.tensor_inputs(node))
+            is_random(node) or any(isinstance(self.states[n], RankLocal) for n in self.tensor_inputs(node))
         ):
             self.visit_per_rank(node)
         else:
@@ -128,24 +128,16 @@ class _Walk:
                 if source in self.from_gradient:
                     self.from_gradient[node] = self.from_gradient[source]
 
-    def placement_of(self, node: fx.Node) -> OutputPlacement:
-        return self.states.get(node)
-
     def tensor_inputs(self, node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if self.states.get(n) is not None]
 
     def record(
-        self,
-        node: fx.Node,
-        output: OutputPlacement,
-        inputs: dict[fx.Node, Placement],
-        kind: NodeType | None,
+        self, node: fx.Node, output: OutputPlacement, inputs: dict[fx.Node, Placement], kind: NodeType | None
     ) -> None:
         self.states[node], self.types[node] = output, kind
         self.plans[node] = NodePlan(output, inputs, kind if kind is not None else NodeType.NON_TENSOR)
 
     def spread(self, node: fx.Node, placement: Placement) -> OutputPlacement:
-        """Return the same placement for each of the node's outputs."""
         value = node.meta.get("val")
         if isinstance(value, tuple | list):
             return tuple(placement for _ in value)
@@ -165,11 +157,9 @@ class _Walk:
         self.types[node] = self.plans[node].node_type = NodeType.GRAD
         if isinstance(self.states[node], RankLocal):
             self.states[node] = self.plans[node].output = AVG  # not reduced yet
-        if self.local:
-            self.refuse_second_derivative(node)
-
-    def refuse_second_derivative(self, node: fx.Node) -> None:
-        """Refuse the gradient of a loss with a gradient in it. The rank's own was meant, not the average."""
+        if not self.local:
+            return
+        # The gradient of a loss with a gradient in it: the rank's own was meant, not the average.
         earlier = {self.from_gradient[source] for source in node.all_input_nodes if source in self.from_gradient}
         if earlier:
             hint = 'use semantics="global", which takes every derivative of the loss over all rows'
@@ -197,7 +187,7 @@ class _Walk:
         inputs: dict[fx.Node, Placement] = {}
         written = mutated_inputs(node)
         for source in self.tensor_inputs(node):
-            state = self.placement_of(source)
+            state = self.states[source]
             if isinstance(state, Partial) and source not in self.from_gradient:
                 self.states[source] = state = R  # the unreduced sum of a parameter's shards
             if isinstance(state, Partial):
@@ -232,14 +222,17 @@ class _Walk:
 
     def visit_call(self, position: int, node: fx.Node) -> None:
         sources = self.tensor_inputs(node)
-        self.forget_param_shards(node, sources)
+        # Parameters are gathered in full for activations, and before views of them: checked by `may_write`.
+        meets_activation, viewed = NodeType.ACT in {self.types.get(n) for n in sources}, viewed_input(node)
+        params = [n for n in sources if self.types.get(n) == NodeType.PARAM]
+        self.param_gathers = {n for n in params if meets_activation or n is viewed}
         phase = meta_of(node).get("phase")
         early = position <= self.last_tag if phase is None else phase != "optimizer"
         call = Call(node, self.states, self.world, self.desired, early)
         rule = find_rule(node)
         candidates = list(rule(call)) if rule is not None else []
         candidates.append(Candidate(dict.fromkeys(sources, R), self.spread(node, R)))
-        if is_random(node) and not any(isinstance(self.placement_of(n), Shard) for n in sources):
+        if is_random(node) and not any(isinstance(self.states[n], Shard) for n in sources):
             candidates = candidates[-1:]  # all ranks draw the same numbers
         best = cheapest(call, [c for c in candidates if self.may_write(node, c)])  # in place, if possible
         if best is None:  # write a gathered copy, and copy the shard back
@@ -248,23 +241,24 @@ class _Walk:
             placements = ", ".join(f"{n.name}: {describe(self.states[n])}" for n in sources)
             hint = "no rule runs this operator on shards and writes its result back; replicate the tensors it writes"
             self.complain("no-sharding-strategy", node, f"inputs lie as {placements}", hint)
-            best = Candidate({n: self.placement_of(n) for n in sources}, self.spread(node, R))  # type: ignore[misc]
+            best = Candidate({n: self.states[n] for n in sources}, self.spread(node, R))  # type: ignore[misc]
         inputs = {n: best.inputs.get(n, R) for n in sources}
-        self.commit(node, inputs)
+        # Reduced values are reduced from here on, and written values at the placement of the write.
+        written = mutated_inputs(node)
+        for source, wanted in inputs.items():
+            state = self.states[source]
+            stays = source.op == "placeholder" and isinstance(state, Shard)  # a full write is copied back
+            if (isinstance(state, Partial) and state != wanted) or (source in written and not stays):
+                self.states[source] = wanted
         self.record(node, best.output, inputs, self.join_types(sources))
-        self.inherit_desired(node, sources)
-
-    def forget_param_shards(self, node: fx.Node, sources: list[fx.Node]) -> None:
-        """Note the parameters to gather in full: for activations, and before views of them."""
-        kinds = {self.types.get(n) for n in sources}
-        meets_activation = NodeType.ACT in kinds
-        viewed = viewed_input(node)
-        self.param_gathers = {  # checked by `may_write`
-            n for n in sources if self.types.get(n) == NodeType.PARAM and (meets_activation or n is viewed)
-        }
+        # A function of an unreduced gradient is wanted where the gradient is.
+        for source in sources if isinstance(self.states[node], Partial) else ():
+            if source in self.desired and _shape(source) == _shape(node):
+                self.desired[node] = self.desired[source]
+                self.plans[node].reduce_whole |= self.plans[source].reduce_whole
 
     def may_write(self, node: fx.Node, candidate: Candidate, back: bool = False) -> bool:
-        """Return True if all writes keep placements: inputs of the graph at home, views with their base.
+        """Return True if writes keep placements: inputs of the graph, views with their base.
 
         Args:
             node: The writing call.
@@ -282,22 +276,6 @@ class _Walk:
             if root is not source and wanted != self.states[source] and not reduced:
                 return False
         return all(candidate.inputs.get(n, R) == R for n in self.param_gathers if n not in mutated_inputs(node))
-
-    def commit(self, node: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
-        """Record reduced values as reduced, and written values at the placement of the write."""
-        written = mutated_inputs(node)
-        for source, wanted in inputs.items():
-            state = self.states[source]
-            stays = source.op == "placeholder" and isinstance(state, Shard)  # a full write is copied back
-            if (isinstance(state, Partial) and state != wanted) or (source in written and not stays):
-                self.states[source] = wanted
-
-    def inherit_desired(self, node: fx.Node, sources: list[fx.Node]) -> None:
-        if isinstance(self.states[node], Partial):
-            for source in sources:
-                if source in self.desired and _shape(source) == _shape(node):
-                    self.desired[node] = self.desired[source]
-                    self.plans[node].reduce_whole |= self.plans[source].reduce_whole
 
     def visit_output(self, node: fx.Node) -> None:
         """Replicate values for the user; new optimizer state keeps its parameter's placement."""
@@ -323,7 +301,6 @@ def is_gradient(node: fx.Node) -> bool:
 
 
 def gradient_name(node: fx.Node) -> str:
-    """Return the name of the gradient's parameter."""
     if node.target is TAG_GRAD:
         return str(node.args[1]) if len(node.args) > 1 else ""
     return str(meta_of(node)["gradient"])
@@ -332,9 +309,3 @@ def gradient_name(node: fx.Node) -> str:
 def _shape(node: fx.Node) -> tuple[int, ...]:
     value: Any = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-
-
-def mark_types(plans: dict[fx.Node, NodePlan]) -> None:
-    """Write the type of every planned node to its meta."""
-    for node, plan in plans.items():
-        meta_of(node)["node_type"] = plan.node_type

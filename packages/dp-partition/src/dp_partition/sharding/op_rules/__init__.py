@@ -11,7 +11,7 @@ from dp_partition.sharding.op_rules.table import RULES, Rule
 
 
 def find_rule(node: fx.Node) -> Rule | None:
-    """Return the rule of a call: by name, else by family (lists of tensors, elementwise operators)."""
+    """Return the rule of a call, by name or family (lists of tensors, elementwise operators)."""
     name = base_name(node)
     if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
         return pointwise.pointwise

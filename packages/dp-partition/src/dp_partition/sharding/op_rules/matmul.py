@@ -1,4 +1,4 @@
-"""Matrix products: rows follow the left operand, columns the right, and a sharded contraction leaves a partial sum."""
+"""Matrix products: rows follow the left operand, columns the right; sharded contractions leave partial sums."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, R, rule
 def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[tuple[Placement, Placement, Placement]]:
     """Yield ``(left, right, output)`` placements of a product with ``batched`` leading batch dims."""
     rows, inner, columns = batched, batched + 1, batched + 1
+    # An optimizer that multiplies in half precision keeps sums full: Muon's iteration amplifies each rounding.
+    value = call.node.meta.get("val")
+    in_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    rounds = in_half and meta_of(call.node).get("phase") == "optimizer"
     for dim in range(batched):  # independent products
         yield Shard(dim), Shard(dim), Shard(dim)
     yield Shard(rows), R, Shard(rows)
     yield R, Shard(columns), Shard(columns)
-    if call.splits(left, inner) and not _rounds_partial_sums(call):
+    if call.splits(left, inner) and not rounds:
         yield Shard(inner), Shard(batched), SUM
     for kind in (call.placement_of(left), call.placement_of(right)):
         if isinstance(kind, Partial) and kind.reduce_op in ("sum", "avg"):
             yield kind, R, kind
             yield R, kind, kind
-
-
-def _rounds_partial_sums(call: Call) -> bool:
-    """Return True if an optimizer multiplies in half precision: Muon's iteration amplifies each rounding."""
-    value = call.node.meta.get("val")
-    in_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return in_half and meta_of(call.node).get("phase") == "optimizer"
 
 
 def _worth(call: Call, nodes: list[fx.Node], wanted: list[Placement]) -> bool:

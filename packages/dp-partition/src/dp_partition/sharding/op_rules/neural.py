@@ -41,20 +41,15 @@ def layer(call: Call) -> Iterator[Candidate]:
     if len(call.shape(batched[0])) < 3 or not any(dim == 0 for _, dim in call.shards(batched)):  # no batch dim
         return
     inputs: dict[fx.Node, Placement] = {}
+    query = call.shape(batched[0])
     for node in call.tensors():
-        carries = node in batched or _mask_carries_batch(call, node, batched[0])
+        carries = node in batched
+        if call.name.startswith("_scaled_dot_product"):  # a mask with the query's dims, unless it broadcasts
+            carries = carries or (len(call.shape(node)) == len(query) and call.shape(node)[0] == query[0])
         inputs[node] = Shard(0) if carries else R
     states = tuple({"b": Shard(0), "p": SUM, "r": R}[kind] for kind in outputs)
     value = call.node.meta.get("val")
     yield Candidate(inputs, states if isinstance(value, tuple | list) else states[0])
-
-
-def _mask_carries_batch(call: Call, node: fx.Node, first: fx.Node) -> bool:
-    """Return True for an attention mask with the query's dims, unless it broadcasts over the batch."""
-    if not call.name.startswith("_scaled_dot_product"):
-        return False
-    shape = call.shape(node)
-    return len(shape) == len(call.shape(first)) and shape[0] == call.shape(first)[0]
 
 
 @rule("native_layer_norm")

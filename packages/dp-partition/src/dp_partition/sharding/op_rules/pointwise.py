@@ -19,37 +19,12 @@ LINEAR_IN_ALL = frozenset(["add", "sub"])
 KEEPS_NORMS = frozenset(["clone", "_to_copy", "alias", "detach"])
 
 # Elementwise, but without torch's tag for it.
-EXTRA_POINTWISE = frozenset(
-    [
-        "_to_copy",
-        "native_dropout",
-        "copy",
-        "fill",
-        "zero",
-        "lift_fresh_copy",
-        "tag_grad",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "bernoulli",
-        "masked_fill",
-        "where",
-        "detach",
-        "hardtanh_backward",
-        "elu_backward",
-        "leaky_relu_backward",
-        "softplus_backward",
-        "alias",
-        "uniform",
-        "normal",
-        "exponential",
-        "hardswish_backward",
-        "hardsigmoid_backward",
-    ]
-)
+EXTRA_POINTWISE = frozenset([
+    "_to_copy", "native_dropout", "copy", "fill", "zero", "lift_fresh_copy", "tag_grad", "zeros_like", "ones_like",
+    "full_like", "empty_like", "rand_like", "randn_like", "bernoulli", "masked_fill", "where", "detach",
+    "hardtanh_backward", "elu_backward", "leaky_relu_backward", "softplus_backward", "alias", "uniform", "normal",
+    "exponential", "hardswish_backward", "hardsigmoid_backward",
+])  # fmt: skip
 _FACTORY_LIKE = frozenset(["zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"])
 
 
@@ -120,7 +95,9 @@ def is_linear_dtype(call: Call) -> bool:
 
 def foreach(call: Call) -> Iterator[Candidate]:
     """Lists of tensors: every position is an elementwise operator, with its own cheapest strategy."""
-    lists, singles = _list_operands(call)
+    values = [value for _, value in arguments(call.node)]
+    lists = [list(v) for v in values if isinstance(v, list | tuple) and v and all(map(_is_tensor_node, v))]
+    singles = [value for value in values if _is_tensor_node(value)]
     if not lists:
         return
     inputs: dict[fx.Node, Placement] = dict.fromkeys(singles, R)
@@ -135,17 +112,6 @@ def foreach(call: Call) -> Iterator[Candidate]:
         inputs.update({node: best.inputs[node] for node in operands})
         outputs.append(best.output)
     yield Candidate(inputs, tuple(outputs) if isinstance(call.node.meta.get("val"), tuple | list) else None)
-
-
-def _list_operands(call: Call) -> tuple[list[list[fx.Node]], list[fx.Node]]:
-    lists: list[list[fx.Node]] = []
-    singles: list[fx.Node] = []
-    for _, value in arguments(call.node):
-        if isinstance(value, list | tuple) and value and all(_is_tensor_node(item) for item in value):
-            lists.append(list(value))
-        elif _is_tensor_node(value):
-            singles.append(value)
-    return lists, singles
 
 
 def _is_tensor_node(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Reductions: over a sharded dim they leave a partial value, over other dims a smaller shard."""
+"""Reductions: over a sharded dim to a partial value, otherwise to a smaller shard."""
 
 from __future__ import annotations
 
@@ -34,24 +34,18 @@ def reduce_dims(call: Call) -> Iterator[Candidate]:
     linear = linear and is_linear_dtype(call)
     if linear and (call.may_stay_partial or source not in call.desired):
         yield Candidate({source: placement}, placement)
-    for _, dim in call.shards([source]):
-        yield from _reduced_shard(call, source, dim, kind)
-
-
-def _reduced_shard(call: Call, source: fx.Node, dim: int, kind: str) -> Iterator[Candidate]:
     dims = call.arg(1) if len(call.node.args) > 1 or "dim" in call.node.kwargs else None
     ndim = len(call.shape(source))
     dims = [dims] if isinstance(dims, int) else dims
     reduced = {d % ndim for d in dims} if dims else set(range(ndim))
-    if dim in reduced:
-        if kind in ("max", "min") and call.leaves_a_rank_empty(source, dim):
-            return  # no maximum of nothing
-        if kind != "avg" or call.splits(source, dim):  # unequal chunks: unequal weights
+    for _, dim in call.shards([source]):
+        if dim not in reduced:
+            out = dim if call.arg(2, False) else dim - sum(1 for d in reduced if d < dim)
+            yield Candidate({source: Shard(dim)}, Shard(out))
+        elif kind in ("max", "min") and call.leaves_a_rank_empty(source, dim):
+            continue  # no maximum of nothing
+        elif kind != "avg" or call.splits(source, dim):  # unequal chunks: unequal weights
             yield Candidate({source: Shard(dim)}, Partial(kind))
-        return
-    keep = bool(call.arg(2, False))
-    out = dim if keep else dim - sum(1 for d in reduced if d < dim)
-    yield Candidate({source: Shard(dim)}, Shard(out))
 
 
 @rule("linalg_vector_norm")
@@ -66,8 +60,8 @@ def vector_norm(call: Call) -> Iterator[Candidate]:
 
 
 def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
-    """Yield candidates for the full norm of one tensor."""
-    partial: Placement = Partial(norm_op(order))
+    # The reduction of the shards' p-norms to the full one.
+    partial: Placement = Partial("max" if order == math.inf else "min" if order == -math.inf else f"norm{order}")
     if call.placement_of(source) == partial:
         yield Candidate({source: partial}, partial)
     for _, dim in call.shards([source]):
@@ -76,14 +70,8 @@ def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
             yield Candidate({source: Shard(dim)}, partial)
 
 
-def norm_op(order: float) -> str:
-    """Return the reduction of the shards' p-norms to the full one."""
-    return "max" if math.isinf(order) and order > 0 else "min" if math.isinf(order) else f"norm{order}"
-
-
 @rule("_foreach_norm")
 def foreach_norm(call: Call) -> Iterator[Candidate]:
-    """A norm per tensor of a list."""
     order = float(call.arg(1, 2.0))
     inputs: dict[fx.Node, Placement] = {}
     outputs: list[OutputPlacement] = []
@@ -108,17 +96,9 @@ def stack_scalars(call: Call) -> Iterator[Candidate]:
 
 
 _ALONG = (
-    "_softmax",
-    "_log_softmax",
-    "_softmax_backward_data",
-    "_log_softmax_backward_data",
-    "sort",
-    "topk",
-    "cumsum",
-    "gather",
-    "scatter",
-    "scatter_add",
-)
+    "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "sort", "topk", "cumsum",
+    "gather", "scatter", "scatter_add",
+)  # fmt: skip
 
 
 @rule(*_ALONG)

@@ -26,7 +26,7 @@ SUM = Partial("sum")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy of a call: placements of its input nodes (default: replicated) and of the output."""
+    """One strategy of a call: placements of inputs (default: replicated) and of the output."""
 
     inputs: dict[fx.Node, Placement]
     output: OutputPlacement
@@ -52,7 +52,6 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The operator's name without overload and in-place underscore."""
         return base_name(self.node)
 
     def arg(self, position: int, default: Any = None) -> Any:
@@ -70,12 +69,10 @@ class Call:
         return default
 
     def placement_of(self, node: Any) -> Placement:
-        """Return the placement of an input tensor."""
         state = self.states.get(node)
         return state if isinstance(state, Placement) else R
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the global shape of a node's tensor."""
         value = node.meta.get("val")
         return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
 
@@ -136,32 +133,19 @@ def move_cost(source: Placement, target: Placement, num_bytes: int) -> float:
         return float("inf")
     if isinstance(source, Replicate):
         return 0.0  # a slice
-    if isinstance(source, Shard):
-        return (
-            float(num_bytes)
-            if isinstance(target, Replicate)
-            else (2.0 * num_bytes if isinstance(target, Shard) else float("inf"))
-        )
+    is_sharded = isinstance(source, Shard)  # else partial
     if isinstance(target, Replicate):
-        return 2.0 * num_bytes  # an all-reduce
-    return 1.0 * num_bytes if isinstance(target, Shard) else float("inf")  # a reduce-scatter
-
-
-def cost_of(call: Call, candidate: Candidate, nodes: Iterable[fx.Node] | None = None) -> float:
-    """Return the bytes moved for a candidate's input placements, of the given nodes or of all."""
-    total = 0.0
-    for node in call.tensors() if nodes is None else nodes:
-        value = node.meta["val"]
-        num_bytes = value.numel() * value.element_size() + 1  # never 0
-        total += move_cost(call.placement_of(node), candidate.inputs.get(node, R), num_bytes)
-    return total
+        return (1.0 if is_sharded else 2.0) * num_bytes  # an all-gather, or an all-reduce
+    return (2.0 if is_sharded else 1.0) * num_bytes if isinstance(target, Shard) else float("inf")
 
 
 def cheapest(call: Call, candidates: Iterable[Candidate], nodes: Sequence[fx.Node] | None = None) -> Candidate | None:
-    """Return the first candidate with the fewest moved bytes, of the given nodes or of all."""
+    """Return the first candidate with the fewest moved bytes, of given nodes or all."""
     best, best_cost = None, float("inf")
+    values = [(node, node.meta["val"]) for node in (call.tensors() if nodes is None else nodes)]
+    sizes = [(node, value.numel() * value.element_size() + 1) for node, value in values]  # never 0
     for candidate in candidates:
-        cost = cost_of(call, candidate, nodes)
+        cost = sum(move_cost(call.placement_of(n), candidate.inputs.get(n, R), size) for n, size in sizes)
         if cost < best_cost:
             best, best_cost = candidate, cost
     return best

@@ -1,4 +1,4 @@
-"""Operators that rearrange elements: a sharded dim gets a new number, or the call is not sharded."""
+"""Operators that rearrange elements: a sharded dim gets a new number, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What odd steps have in common: a model, an optimizer, the end of a plain step."""
+"""Common parts of the steps of the table: a model, an optimizer, the end of a plain step."""
 
 from __future__ import annotations
 

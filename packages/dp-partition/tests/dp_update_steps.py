@@ -1,4 +1,4 @@
-"""Odd steps: what is done to weights and state, and when."""
+"""Steps: what is done to weights and state, and when."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dp_odd_steps import WIDTH, finish, inner
+from dp_plain_step import WIDTH, finish, inner
 from torch import nn
 
 

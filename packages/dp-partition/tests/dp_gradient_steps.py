@@ -1,4 +1,4 @@
-"""Odd steps: what is done to gradients, and where they come from."""
+"""Steps: what is done to gradients, and where they come from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import dp_models as models
 import torch
 import torch.nn.functional as F
-from dp_odd_steps import WIDTH, finish, inner
+from dp_plain_step import WIDTH, finish, inner
 from torch import nn
 
 

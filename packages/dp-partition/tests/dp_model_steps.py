@@ -1,11 +1,11 @@
-"""Odd models: buffers, aliases, strides, dtypes, hooks."""
+"""Models of the table: buffers, aliases, strides, dtypes, hooks."""
 
 from __future__ import annotations
 
 import dp_models as models
 import torch
 import torch.nn.functional as F
-from dp_odd_steps import WIDTH
+from dp_plain_step import WIDTH
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
