@@ -38,14 +38,7 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.distributed.exchange import (
-    as_bytes,
-    broadcast_,
-    fingerprint,
-    group_or_default,
-    on_all_ranks,
-    take,
-)
+from shard_spec.distributed.exchange import as_bytes, broadcast_, fingerprint, group_or_default, on_all_ranks, take
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout

@@ -238,11 +238,7 @@ def _hint(memory: Memory, limit: int) -> str:
 
 
 def _write_html(
-    plan: ShardingPlan,
-    metadata: ModelMetadata,
-    arguments: argparse.Namespace,
-    memory: Memory,
-    communication: Any,
+    plan: ShardingPlan, metadata: ModelMetadata, arguments: argparse.Namespace, memory: Memory, communication: Any
 ) -> None:
     from shard_spec.report.html import html_report
 

@@ -110,10 +110,7 @@ class CheckpointShard(torch.Tensor):
 
 
 def to_dcp(
-    plan: PlanContent,
-    module: nn.Module | ModelMetadata,
-    state_dict: Mapping[str, Any],
-    rank: int,
+    plan: PlanContent, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int
 ) -> dict[str, Any]:
     """Wrap the local tensors of the state dict for DCP; see ``ShardingPlan.to_dcp``."""
     resolution = resolve(plan, module)

@@ -17,13 +17,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import StepOptions, run_on_shapes
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.data_parallel import Transfer, unit_transfers
-from shard_spec.estimate.roles import (
-    PIPELINE_AXIS_NAMES,
-    Batch,
-    data_axes_of,
-    expert_modules,
-    uncounted_axes,
-)
+from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES, Batch, data_axes_of, expert_modules, uncounted_axes
 from shard_spec.formatting import communication_parts, joined
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.metadata import ModelMetadata, require_floating

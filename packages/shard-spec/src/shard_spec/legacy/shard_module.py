@@ -12,14 +12,7 @@ from torch import nn
 from shard_spec._shared.consensus import problems_of
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.apply import Call, install, stage
-from shard_spec.apply.handle import (
-    Installed,
-    ShardHandle,
-    Transaction,
-    mark_replaced_stale,
-    run_sharders,
-    still_ours,
-)
+from shard_spec.apply.handle import Installed, ShardHandle, Transaction, mark_replaced_stale, run_sharders, still_ours
 from shard_spec.apply.tensors import ExecutionPlan, is_sharded, summed_over
 from shard_spec.distributed.exchange import group_or_default, on_all_ranks
 from shard_spec.distributed.parameter_format import GroupRef, MeshCache
