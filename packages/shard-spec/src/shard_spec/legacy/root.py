@@ -68,7 +68,10 @@ class CompareAndHook:
                 problems.append(Problem("not-sharded", fqn, found="it was sharded, and is full now", hint=hint))
             frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
             line = f"{fqn}: {str(tensor.dtype).removeprefix('torch.')}, {'whole' if plain else 'a shard'}{frozen}"
-            if plain and self.everything and self._is_new(fqn, owner, tensor):
+            # Ranks never compared a new tensor; a buffer may be replaced in its module.
+            before = self._known.get(fqn)
+            is_new = before is not (tensor if isinstance(tensor, nn.Parameter) else owner)
+            if plain and self.everything and is_new:
                 problems += replica_problems([owner], fqn)
                 line += f", new, with values {fingerprint(tensor)}"
             lines.append(line)
@@ -106,11 +109,6 @@ class CompareAndHook:
 
     def _note(self, name: str) -> None:
         self._summed = zlib.crc32(name.encode(), self._summed)
-
-    def _is_new(self, fqn: str, owner: nn.Module, tensor: torch.Tensor) -> bool:
-        """Return whether the ranks never compared this tensor. A buffer may be replaced in its module."""
-        before = self._known.get(fqn)
-        return before is not tensor if isinstance(tensor, nn.Parameter) else before is not owner
 
     def _tensors(self, root: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
         """Each parameter and saved buffer that the call decides about: FQN, the module that has it, the tensor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import nn
 from shard_spec._shared.consensus import problems_of
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.apply import Call, install, stage
-from shard_spec.apply.handle import Installed, ShardHandle, Transaction, mark_replaced_stale, run_sharders, still_ours
+from shard_spec.apply.handle import ShardHandle, put, run_sharders, undone_on_failure
 from shard_spec.apply.tensors import ExecutionPlan, is_sharded, summed_over
 from shard_spec.distributed.exchange import group_or_default, on_all_ranks
 from shard_spec.distributed.parameter_format import GroupRef, MeshCache
@@ -23,37 +23,6 @@ from shard_spec.legacy.rows import BatchRows, LocalRows, ReshardOutput
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.base import unknown_spec
-
-
-def install_hooks(
-    module: nn.Module,
-    actions: ExecutionPlan,
-    rows: BatchRows,
-    meshes: MeshCache,
-    others: list[nn.Module],
-    installed: Installed,
-    transaction: Transaction,
-) -> None:
-    """Install sharded forwards, and the hooks of outputs and of the root. ``others`` are modules of Sharders."""
-    for path, sharded in actions.forwards.items():
-        owner = module.get_submodule(path)
-        kind = forward_for(owner)
-        assert kind is not None
-        forward = kind(owner, path, rows, sharded)
-        installed.removals.append(transaction.set_attribute(owner, "forward", forward))
-        installed.checks.append(still_ours(owner, "forward", forward, path))
-        installed.register(owner.register_forward_pre_hook(KeepSlowPath()), transaction)
-    for path, wanted in actions.outputs.items():
-        reshard = ReshardOutput(path, wanted, rows, meshes)
-        installed.register(module.get_submodule(path).register_forward_hook(reshard), transaction)
-    for path in actions.locals:
-        local = LocalRows(path, rows, path in actions.outputs)
-        installed.register(module.get_submodule(path).register_forward_hook(local), transaction)
-    compare = CompareAndHook(rows, everything=actions.everything, others=others)
-    installed.register(compare, transaction)
-    compare.adopt(module)
-    # Before the user's own hooks: they may run modules that communicate.
-    installed.register(module.register_forward_pre_hook(compare, prepend=True), transaction)
 
 
 class KeepSlowPath:
@@ -100,7 +69,7 @@ def shard_module(
         PlanError: With every problem of every rank, before anything moved.
     """
     group = group_or_default(process_group)
-    return _act(lambda: (module, plan), src_rank, group, whole=True, what="shard_module")
+    return _act(module, plan, src_rank, group, whole=True)
 
 
 def shard_parameter(
@@ -129,40 +98,40 @@ def shard_parameter(
     """
     group = group_or_default(process_group)
 
-    def subject() -> tuple[nn.Module, ShardingPlan]:
-        return module, ShardingPlan({param_name: sharding_spec})
-
-    def check() -> list[Problem]:
-        return _parameter_problems(param_name, sharding_spec)
-
-    return _act(subject, src_rank, group, whole=False, what="shard_parameter", check=check)
+    problems: list[Problem] = []
+    name: Any = param_name  # callers are untyped
+    if not isinstance(name, str) or "." in name:
+        hint = "the name of a parameter of this very module; for deeper ones use shard_module"
+        problems = [Problem("invalid-argument", "param_name", found=repr(param_name), hint=hint)]
+    elif not isinstance(sharding_spec, Layout) and as_spec(sharding_spec) is None:
+        problems = [unknown_spec("sharding_spec", sharding_spec)]
+    return _act(module, ShardingPlan({param_name: sharding_spec}), src_rank, group, whole=False, problems=problems)
 
 
 # ---- the recipe -----------------------------------------------------------------------------------------------
 
 
 def _act(
-    subject: Callable[[], tuple[nn.Module, Any]],
+    module: nn.Module,
+    plan: Any,
     src_rank: int,
     group: dist.ProcessGroup,
     *,
     whole: bool,
-    what: str,
-    check: Callable[[], list[Problem]] = list,
+    problems: Sequence[Problem] = (),
 ) -> ShardHandle:
-    """``subject`` gives the module and the plan: what it raises on one rank, all ranks raise."""
+    """Shard the ``whole`` module, or only what the plan names. ``problems`` are those of the arguments."""
 
-    def planned() -> tuple[nn.Module, Any, ExecutionPlan]:
-        problems = check()
+    def planned() -> ExecutionPlan:
         try:
-            module, plan = subject()
             actions = plan_module(module, plan, group, src_rank, whole=whole)
         except Exception as error:
             raise PlanError((*problems_of(error), *problems)) from error
         raise_problems(problems)
-        return module, plan, actions
+        return actions
 
-    module, plan, actions = on_all_ranks(group, what, planned, lambda subject_and_actions: subject_and_actions[2].lines)
+    what = "shard_module" if whole else "shard_parameter"
+    actions = on_all_ranks(group, what, planned, lambda execution: execution.lines)
     ref = GroupRef(group)
     layouts = [action.layout for action in actions.tensors if action.layout is not None]
     meshes = MeshCache(ref, actions.device.type, [*layouts, *map(output_layout, actions.outputs.values())])
@@ -170,15 +139,32 @@ def _act(
     if whole and ref.size > 1:
         _warn_of_batch_statistics(module)
     call = Call(module, group, meshes.mesh_of, src_rank=src_rank)
-    with Transaction() as transaction:
+    with undone_on_failure() as log:
         staged = stage(call, actions)
-        replaced = run_sharders(module, actions, group, transaction)
+        replaced = run_sharders(module, actions, group, log) if actions.sharders else {}
         if ref.size > 1:
             _warn_of_unsummed_gradients(replaced)
-        installed = install(call, actions, staged, replaced, transaction)
-        install_hooks(module, actions, rows, meshes, list(replaced.values()), installed, transaction)
-        handle = ShardHandle(plan, actions, module, group, installed)
-    return mark_replaced_stale(handle)
+        installed = install(call, actions, staged, replaced, log)
+        for path, sharded in actions.forwards.items():
+            owner = module.get_submodule(path)
+            kind = forward_for(owner)
+            assert kind is not None
+            forward = kind(owner, path, rows, sharded)
+            installed.removals.append(put(owner.__dict__, "forward", forward, log))
+            installed.forwards[path] = owner, forward
+            installed.register(owner.register_forward_pre_hook(KeepSlowPath()), log)
+        for path, wanted in actions.outputs.items():
+            reshard = ReshardOutput(path, wanted, rows, meshes)
+            installed.register(module.get_submodule(path).register_forward_hook(reshard), log)
+        for path in actions.locals:
+            local = LocalRows(path, rows, path in actions.outputs)
+            installed.register(module.get_submodule(path).register_forward_hook(local), log)
+        compare = CompareAndHook(rows, everything=actions.everything, others=list(replaced.values()))
+        installed.register(compare, log)
+        compare.adopt(module)
+        # Before the user's own hooks: they may run modules that communicate.
+        installed.register(module.register_forward_pre_hook(compare, prepend=True), log)
+    return ShardHandle(plan, actions, module, group, installed)
 
 
 def _warn_of_batch_statistics(module: nn.Module) -> None:
@@ -204,12 +190,3 @@ def _warn_of_unsummed_gradients(replaced: dict[str, nn.Module]) -> None:
                 "Sharder decides about them; where they are replicas, call shard_module inside of the Sharder",
                 stacklevel=4,
             )
-
-
-def _parameter_problems(name: object, spec: object) -> list[Problem]:
-    if not isinstance(name, str) or "." in name:
-        hint = "the name of a parameter of this very module; for deeper ones use shard_module"
-        return [Problem("invalid-argument", "param_name", found=repr(name), hint=hint)]
-    if not isinstance(spec, Layout) and as_spec(spec) is None:
-        return [unknown_spec("sharding_spec", spec)]
-    return []

@@ -11,6 +11,7 @@ layers, and each layer chooses independently. Source: Dechter, "Bucket eliminati
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -125,7 +126,16 @@ class Eliminator:
     def __init__(self, problem: PairwiseProblem) -> None:
         self.problem, self.edges = problem, sorted(problem.matrices)
         self.steps = plan_elimination([cost.numel() for cost in problem.costs], self.edges)
-        self._fixed = [self._fixed_part(step) for step in self.steps]
+        # Terms shared by all solves: a node's costs and edges, as ``[node, *neighbours]``. Added up if the sum is
+        # small; else a list of views, to bound the memory over all steps.
+        self._fixed: list[list[Tensor]] = []
+        for step in self.steps:
+            own, scope = problem.costs[step.node], (step.node, *step.neighbours)
+            edges = [self.edges[factor] for factor in step.factors if factor < len(self.edges)]
+            parts = [own.reshape(-1, *([1] * len(step.neighbours)))]
+            parts += [_aligned(problem.matrices[edge], edge, scope) for edge in edges]
+            entries = own.numel() * math.prod(problem.matrices[edge].numel() // own.numel() for edge in edges)
+            self._fixed.append(parts if entries > MAX_KEPT_ENTRIES else [functools.reduce(torch.add, parts)])
 
     def solve(self, extra: Sequence[Tensor] | None = None) -> Solution:
         """Return the best assignment, with its objective without `extra`.
@@ -145,27 +155,6 @@ class Eliminator:
         for step, choice in zip(reversed(self.steps), reversed(choices), strict=True):
             chosen[step.node] = int(choice[tuple(chosen[other] for other in step.neighbours)])
         return Solution(tuple(chosen), self.problem.evaluate(chosen))
-
-    def _fixed_part(self, step: Step) -> list[Tensor]:
-        """Return the terms shared by all calls: the node's costs and edges, as ``[node, *neighbours]``.
-
-        Added up if the sum is small; else a list of views, to bound the memory over all steps.
-        """
-        scope = (step.node, *step.neighbours)
-        own = self.problem.costs[step.node]
-        parts = [own.reshape(-1, *([1] * len(step.neighbours)))]
-        entries = own.numel()
-        for factor in step.factors:
-            if factor < len(self.edges):
-                edge = self.problem.matrices[self.edges[factor]]
-                parts.append(_aligned(edge, self.edges[factor], scope))
-                entries *= edge.numel() // own.numel()
-        if entries > MAX_KEPT_ENTRIES:
-            return parts
-        table = parts[0]
-        for part in parts[1:]:
-            table = table + part
-        return [table]
 
     def _joined(self, step: Step, fixed: Sequence[Tensor], extra: Tensor | None, tables: Sequence[Tensor]) -> Tensor:
         """Sum the step's factors into a table ``[node, *neighbours]``."""
@@ -288,7 +277,9 @@ def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
         charges = [torch.floor(amount.double() * price / QUANTUM) * QUANTUM for amount in problem.memory]
         answer = eliminator.solve(charges)
         charged = _charged(answer, charges)
-        bound = max(bound, _rounded_down(charged - Fraction(price) * limit))
+        least_cost = charged - Fraction(price) * limit
+        rounded = float(least_cost)  # the nearest: may be above
+        bound = max(bound, rounded if rounded <= least_cost else math.nextafter(rounded, -math.inf))
         if (
             min(_charged(large, charges), _charged(small, charges)) <= charged
             or best.objective - bound <= _CLOSE * bound
@@ -336,8 +327,3 @@ def _charged(solution: Solution, charges: Sequence[torch.Tensor]) -> Fraction:
     return Fraction(solution.objective) + sum(
         Fraction(float(charge[choice])) for charge, choice in zip(charges, solution.assignment, strict=True)
     )
-
-
-def _rounded_down(value: Fraction) -> float:
-    number = float(value)  # nearest: may be above
-    return number if Fraction(number) <= value else math.nextafter(number, -math.inf)

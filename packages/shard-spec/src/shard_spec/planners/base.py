@@ -13,7 +13,7 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
-from shard_spec.layout.text import format_layout
+from shard_spec.layout.text import split_items
 from shard_spec.plan.globs import glob_rules, pattern_of
 from shard_spec.sharding_plan import ShardingPlan
 
@@ -60,8 +60,8 @@ class OptimalityBound:
 
 def short_text(layout: Layout) -> str:
     """Format a layout without its replicated axes."""
-    pairs = [pair for pair in zip(layout.mesh.axis_names, layout.specs, strict=True) if str(pair[1]) != "R"]
-    return format_layout([axis for axis, _ in pairs], [spec for _, spec in pairs], layout.order)
+    placements, semicolon, order = str(layout).partition(";")
+    return ", ".join(item for item in split_items(placements) if not item.endswith(":R")) + semicolon + order
 
 
 MeshLike = MeshSpec | Mapping[str, int] | str

@@ -9,15 +9,14 @@ from typing import Any
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.intervals import Box, chunk
+from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import PlacementLike, UnevenShard
+from shard_spec.layout.placements import PlacementLike, UnevenShard, chunk
 from shard_spec.specs.shards import (
     DeviceLike,
     Interval,
     RemoteDevice,
-    Sharder,
     ShardMetadata,
     TensorShards,
     cover_problems,
@@ -295,16 +294,6 @@ def as_spec(value: object) -> ShardingSpec | None:
     if _torch_compat.shard_kind(value) in ("chunk", "enumerable"):
         spec: ShardingSpec = from_torch(value)
         return spec
-    return None
-
-
-def as_sharder(value: object) -> Sharder | None:
-    """Return ``value`` if it is a sharder, ours or torch's; else None."""
-    if isinstance(value, Sharder):
-        return value
-    if _torch_compat.shard_kind(value) == "sharder":
-        sharder: Any = value  # torch's class has the same one method
-        return sharder  # type: ignore[no-any-return]  # ruled out by its kind
     return None
 
 

@@ -19,6 +19,15 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron.linear import LinearView
 
+POSITION_WORDS = (
+    "pos",
+    "wpe",
+    "token_type",
+    "segment",
+    "relative",
+    "bucket",
+)  # in names of tables without a vocabulary
+
 
 class TPBlockKind(StrEnum):
     """Kinds of units."""
