@@ -384,3 +384,21 @@ class ShardingPlan(PlanContent):
         from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
 
         return cls._of(from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
+
+    @classmethod
+    def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
+        """Return the plan of a model loaded by transformers with a ``DistributedConfig``.
+
+        Its axes are ``dp_replicate``, ``fsdp`` and ``tp``, those of more than one rank. For ``ep_size`` greater than
+        ``tp_size`` experts are sharded over ``ep`` and ``tp``, and ``fsdp`` is ``efsdp`` and ``ep``.
+
+        Args:
+            config: A ``DistributedConfig`` or its ``to_dict()``; a plan of None means the model's own.
+            module: The model (on meta).
+
+        Raises:
+            PlanError: ``not-expressible`` for pipeline stages and unknown styles.
+        """
+        from shard_spec.convert.hf import from_distributed_config  # imports torch.distributed.tensor
+
+        return cls.from_layouts(from_distributed_config(config, module)).compact(module)
