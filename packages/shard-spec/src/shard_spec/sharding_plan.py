@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
-from shard_spec.estimate.memory import is_foreach, memory_of
+from shard_spec.estimate.memory import memory_of
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
@@ -163,7 +163,9 @@ class ShardingPlan(PlanContent):
             return static
         if isinstance(module, ModelMetadata):
             raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-        return static.with_activations(self.activations(module, batch, **step), foreach=is_foreach(module))
+        # Off the CPU torch's optimizers update all parameters at once.
+        foreach = any(each.device.type != "cpu" for each in module.parameters())
+        return static.with_activations(self.activations(module, batch, **step), foreach=foreach)
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
@@ -301,9 +303,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each layout without DTensor placements.
         """
-        from shard_spec.convert.parallelize import (
-            to_dtensor_placements,  # imports torch.distributed.tensor: a second or more
-        )
+        from shard_spec.convert.parallelize import to_dtensor_placements  # imports torch.distributed.tensor
 
         return to_dtensor_placements(self, module)
 
@@ -320,9 +320,7 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        from shard_spec.convert.parallelize import (
-            to_parallelize_plan,  # imports torch.distributed.tensor: a second or more
-        )
+        from shard_spec.convert.parallelize import to_parallelize_plan  # imports torch.distributed.tensor
 
         return to_parallelize_plan(self, module, axis)
 

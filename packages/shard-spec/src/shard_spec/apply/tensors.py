@@ -164,11 +164,6 @@ def refuse_second_derivative() -> None:
         raise RuntimeError("a sharded module has no second derivatives: leave out create_graph=True")
 
 
-def sums_over(parameter: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether the gradient of ``parameter`` is summed over ``group`` already."""
-    return any(each.group is group for each in summed_over(parameter))
-
-
 def summed_over(parameter: torch.Tensor) -> list[GroupRef]:
     """The groups over which the gradient of ``parameter`` is summed."""
     return [hook.group for hook in _torch_compat.tensor_hooks(parameter) if isinstance(hook, SumGradient)]

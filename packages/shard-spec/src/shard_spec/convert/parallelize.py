@@ -145,11 +145,7 @@ def cut_dim(layout: Layout | None, tensor: TensorMetadata, axis: str) -> int | N
 
 
 def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
-    """Return the entry of ``output_plan``: ``"whole"``, ``"last"`` (last dim sharded), or None.
-
-    Raises:
-        PlanError: For any other layout.
-    """
+    """Return the entry of ``output_plan``: ``"whole"``, ``"last"`` (last dim sharded), or None."""
     value = (plan.output_plan or {}).get(path)
     if value is None:
         return None

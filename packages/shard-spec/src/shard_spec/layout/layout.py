@@ -159,12 +159,7 @@ class Layout:
         Raises:
             PlanError: When the layout does not match the shape, or ``rank`` is not on the mesh.
         """
-        coordinate = self._coordinate(rank)
-        shape = tuple(shape)
-        local = list(shape)  # dims without a sharding axis stay full
-        for dim, cuts in _recipe(self, shape):
-            local[dim] = sum(size for _, size in _dim_intervals(cuts, shape[dim], coordinate))
-        return tuple(local)
+        return tuple(sum(size for _, size in along) for along in self.intervals(rank, shape))
 
     def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the offsets of the local tensor of ``rank``. An empty dim begins at its end, as in DTensor.
@@ -172,16 +167,12 @@ class Layout:
         Raises:
             PlanError: As :meth:`local_shape`, and ``not-a-grid`` if the local tensor is not one box.
         """
-        coordinate = self._coordinate(rank)
-        shape = tuple(shape)
-        offsets = [0] * len(shape)
-        for dim, cuts in _recipe(self, shape):
-            intervals = _dim_intervals(cuts, shape[dim], coordinate)
-            if len(intervals) > 1:
-                text = f"rank {rank} holds {len(intervals)} separate intervals"
+        intervals = self.intervals(rank, shape)
+        for dim, along in enumerate(intervals):
+            if len(along) > 1:
+                text = f"rank {rank} holds {len(along)} separate intervals"
                 raise PlanError(Problem("not-a-grid", dim=dim, found=text, hint="ask boxes(rank, shape)"))
-            offsets[dim] = intervals[0][0] if intervals else shape[dim]
-        return tuple(offsets)
+        return tuple(along[0][0] for along in intervals)
 
     def intervals(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
         """Return each dim's ``(offset, size)`` intervals on ``rank``, in local order."""

@@ -250,11 +250,7 @@ def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int)
 
 
 def placement_spec(placement: object) -> PlacementSpec:
-    """Return the spec of a placement object; `text.to_placement_spec` takes text as well.
-
-    Raises:
-        PlanError: ``wrong-type`` if it is no placement, ``invalid-argument`` for a partial of an unknown op.
-    """
+    """Return the spec of a placement object; `text.to_placement_spec` takes text as well."""
     if isinstance(placement, ReplicateSpec | PartialSpec | CuttingPlacement):
         return placement  # type: ignore[return-value]  # the union is closed
     types: Any = sys.modules.get("torch.distributed.tensor.placement_types")

@@ -37,11 +37,7 @@ _HINT = "write for example 'dp:S(0), tp:R'; placements are R, P(sum), S(0), U(0,
 
 
 def parse_placement(text: str) -> PlacementSpec:
-    """Parse one placement.
-
-    Raises:
-        PlanError: ``invalid-layout``.
-    """
+    """Parse one placement."""
     match = _PLACEMENT.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None
     kind = match[1] if match else ""
     arguments = split_items(match[2] or "") if match else []
@@ -71,11 +67,7 @@ def parse_placement(text: str) -> PlacementSpec:
 
 
 def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, PlacementSpec], tuple[str, ...]]:
-    """Parse a layout: the spec of each named axis, and the order of axes.
-
-    Raises:
-        PlanError: With every invalid item.
-    """
+    """Parse a layout: the spec of each named axis, and the order of axes."""
     if len(text) > _MAX_TEXT:
         raise PlanError(Problem("invalid-layout", found=f"a text of {len(text)} characters", hint=_HINT))
     body, _, tail = map(str.strip, text.partition(";"))

@@ -51,11 +51,7 @@ class ShardedForward:
         return ""
 
     def batch(self, input: object, least_dims: int) -> DTensor:
-        """The full batch as a DTensor, from this rank's rows or from the module before.
-
-        Raises:
-            PlanError: See `BatchRows.enter`; ``not-sharded`` where a full parameter took the place of the weight.
-        """
+        """The full batch as a DTensor, from this rank's rows or from the module before."""
         weight = self.module.weight
         if not isinstance(weight, DTensor):
             reason = f"a {type(weight).__qualname__} in place of the sharded weight"

@@ -89,11 +89,7 @@ _MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is
 
 
 def output_layout(wanted: ShardingSpec | Layout) -> Layout:
-    """Return a layout on the mesh of an output: it has to exist before the forward.
-
-    Raises:
-        PlanError: No mesh can say what a spec says, or its ranks depend on the output's shape.
-    """
+    """Return a layout on the mesh of an output: it has to exist before the forward."""
     if isinstance(wanted, Layout):
         return wanted
     if isinstance(wanted, ChunkShardingSpec):

@@ -19,7 +19,7 @@ from shard_spec import _torch_compat
 from shard_spec._shared.consensus import assert_consistent
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.tensors import LayGradient, SumGradient, is_sharded, replica_problems, summed_over, sums_over
+from shard_spec.apply.tensors import LayGradient, SumGradient, is_sharded, replica_problems, summed_over
 from shard_spec.distributed.exchange import fingerprint
 from shard_spec.legacy.forwards import ShardedForward
 from shard_spec.legacy.rows import NOT_RUN, BatchRows
@@ -94,9 +94,9 @@ class CompareAndHook:
                 ours = any(isinstance(each, LayGradient) for each in _torch_compat.tensor_hooks(tensor))
             else:
                 hook = SumGradient(self.rows.group, partial(self._note, fqn))
-                ours = sums_over(tensor, self.rows.group.group)
+                ours = any(each.group is self.rows.group.group for each in summed_over(tensor))
             if ours:
-                _torch_compat.revive_hooks(tensor)
+                tensor._backward_hooks = tensor._backward_hooks  # registers them again: swap_tensors stops them
             elif not is_sharded(tensor) or _runs_sharded(owner):
                 self._handles.append(tensor.register_hook(hook))
         self._known = tensors

@@ -127,11 +127,7 @@ class BatchRows:
         return wrap(rows, self.line(mesh), [Shard(0)], (total, *rows.shape[1:]))
 
     def leave(self, value: DTensor, name: str) -> torch.Tensor:
-        """This rank's rows of an output, with all columns. A collective where other ranks have parts of them.
-
-        Raises:
-            PlanError: On every rank: ``invalid-layout`` for an output that has no row for each row of a batch.
-        """
+        """This rank's rows of an output, with all columns. A collective where other ranks have parts of them."""
         if not value.dim() or value.shape[0] not in self.totals:
             reason = f"an output of shape {list(value.shape)} from batches of {sorted(self.totals)} rows"
             hint = "name a module whose output has one row for each row of the batch"
@@ -144,11 +140,7 @@ class BatchRows:
 
 
 def on_mesh(value: DTensor, mesh: DeviceMesh, name: str) -> DTensor:
-    """``value`` on ``mesh``: as it is, or gathered where the meshes differ.
-
-    Raises:
-        PlanError: ``mesh-mismatch`` where the meshes hold other ranks.
-    """
+    """``value`` on ``mesh``: as it is, or gathered where the meshes differ."""
     if value.device_mesh == mesh:
         return value
     mine, wanted = (sorted(each.mesh.flatten().tolist()) for each in (value.device_mesh, mesh))

@@ -24,11 +24,7 @@ ITEM_BYTES = {
 
 
 def require_floating(*dtypes: object) -> None:
-    """Refuse dtypes that a module cannot be converted to; None and flags are no dtype.
-
-    Raises:
-        PlanError: ``unsupported-dtype``.
-    """
+    """Refuse dtypes that a module cannot be converted to; None and flags are no dtype."""
     kinds = [name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex"))]
     for dtype in dtypes:
         if not isinstance(dtype, bool | None) and dtype not in kinds:  # grads= may be a flag

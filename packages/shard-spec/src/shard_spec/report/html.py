@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -64,6 +63,11 @@ def html_report(
     for (name, text, *_), (first, *others) in list(kinds.items())[:_MAX_ROWS]:
         cells = [_cell(found.layouts.get(first.name), first, rank, hues) for rank in ranks]
         rows.append((name, text, 1 + len(others), cells))
+    bars = []
+    for group, sizes in fillings[:_MAX_FILLINGS]:
+        listed = human_ranks(group)
+        shown = listed if len(listed) < 28 else f"{listed[:26]}…"
+        bars.append((f"rank {listed}" if len(group) == 1 else f"ranks {shown}", list(sizes.items())))
     by_axis = {} if communication is None else communication.by_axis()
     source = resources.files(__package__).joinpath("plan.html.j2").read_text(encoding="utf-8")
     return (
@@ -84,13 +88,13 @@ def html_report(
             ranks=ranks,
             rows=rows,
             num_kinds=len(kinds),
-            bars=[(_ranks_text(group), list(sizes.items())) for group, sizes in fillings[:_MAX_FILLINGS]],
+            bars=bars,
             num_fillings=len(fillings),
             part_colours=_PART_COLOURS,
             transfers=[
-                (axis, [(kind, round(size)) for kind, size in sizes.items()]) for axis, sizes in by_axis.items()
+                (axis, [(kind, round(size)) for kind, size in kinds.items()]) for axis, kinds in by_axis.items()
             ],
-            sent=sum(sum(sizes.values()) for sizes in by_axis.values()),
+            sent=sum(sum(kinds.values()) for kinds in by_axis.values()),
             tensors=tensor_table(found),
         )
     )
@@ -112,8 +116,3 @@ def _cell(layout: Layout | None, tensor: TensorMetadata, rank: int, hues: dict[s
             shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
             colours.append(f"hsl({hues[axis]} 55% {shade}%)")
     return colours or [_GREY], tip
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    listed = human_ranks(ranks)
-    return "rank " + listed if len(ranks) == 1 else f"ranks {listed if len(listed) < 28 else listed[:26] + '…'}"

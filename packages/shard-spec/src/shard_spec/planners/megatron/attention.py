@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -125,18 +127,10 @@ def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
 # Output order of the fused projections of library classes: all of q, then k, then v ("sections"), q, k and v
 # of each head together ("heads"), or a group of query heads with its k and v together ("groups").
 _LIBRARY_ORDER: dict[str, FusedOrder] = {
-    "GPT2Attention": "sections",
-    "DecisionTransformerGPT2Attention": "sections",
-    "ImageGPTAttention": "sections",
-    "MptAttention": "sections",
-    "Phi3Attention": "sections",
-    "DbrxAttention": "sections",
-    "ModernBertAttention": "sections",
-    "OpenAIGPTAttention": "sections",
-    "GPTNeoXAttention": "heads",
-    "GPTNeoXJapaneseAttention": "heads",
-    "BloomAttention": "heads",
-    "PersimmonAttention": "heads",
+    **dict.fromkeys(("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"), "sections"),
+    **dict.fromkeys(("MptAttention", "Phi3Attention", "DbrxAttention", "OpenAIGPTAttention"), "sections"),
+    **dict.fromkeys(("ModernBertAttention",), "sections"),
+    **dict.fromkeys(("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention"), "heads"),
 }
 
 
@@ -295,7 +289,19 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
 
 def _fused(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
     (fused,) = projections.inputs
-    orders, why = _possible_orders(context, projections, heads)
+    # The order of the outputs: of the class, as the caller says, or a candidate for the probe.
+    holder, why = context.modules[projections.holder], None
+    order, class_name = _LIBRARY_ORDER.get(type(holder).__name__), type(holder).__name__
+    if class_name in ("FalconAttention", "GPTBigCodeAttention"):  # by configuration
+        order = "sections" if getattr(holder, "multi_query", True) else "heads"
+    if class_name == "FalconAttention" and getattr(holder, "new_decoder_architecture", False):
+        order = "groups"
+    # "groups" equals "heads" where every head has its own k and v.
+    orders: list[FusedOrder] = ["sections", "heads" if heads.num_kv_heads == heads.num_heads else "groups"]
+    if order is not None and from_library(holder):
+        orders, why = [order], Evidence.LIBRARY
+    elif context.options.fused is not None:
+        orders, why = [context.options.fused], Evidence.USER_SPECIFIED
     has_one_order, tp_size = len(orders) == 1, context.options.tp_size
     q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     refused: Problem | None = None
@@ -322,25 +328,6 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
     )
 
 
-def _possible_orders(
-    context: Context, projections: Projections, heads: Heads
-) -> tuple[tuple[FusedOrder, ...], Evidence | None]:
-    """Return the candidate orders, or the single known order with its evidence."""
-    holder = context.modules[projections.holder]
-    if from_library(holder):
-        order, class_name = _LIBRARY_ORDER.get(type(holder).__name__), type(holder).__name__
-        if class_name in ("FalconAttention", "GPTBigCodeAttention"):  # by configuration
-            order = "sections" if getattr(holder, "multi_query", True) else "heads"
-        if class_name == "FalconAttention" and getattr(holder, "new_decoder_architecture", False):
-            order = "groups"
-        if order is not None:
-            return (order,), Evidence.LIBRARY
-    if context.options.fused is not None:
-        return (context.options.fused,), Evidence.USER_SPECIFIED
-    # "groups" equals "heads" where every head has its own k and v.
-    return ("sections", "heads" if heads.num_kv_heads == heads.num_heads else "groups"), None
-
-
 def _evidence(
     context: Context,
     projections: Projections,
@@ -349,35 +336,54 @@ def _evidence(
     head_dim: int,
     known: Evidence | None = None,
 ) -> Evidence | Problem:
-    """Return the evidence for sharding, from knowledge, probing or names, or the problem."""
-    holder = context.modules[projections.holder]
-    library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
-    if not library and context.options.probe:
-        scope = context.modules[projections.scope]
-        row_slices = even_slices(projections.out.in_features, context.options.tp_size)
-        within = f"{projections.scope}." if projections.scope else ""
-        doubts = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
-        verdict = simulate_block(scope, slices, projections.out, row_slices, head_dim, doubts)
-        if verdict.separate:  # norms before q, k and v or after the output are outside the region: not between
-            return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
+    scope, holder = projections.scope, context.modules[projections.holder]
+    if not projections.fused and from_library(holder):
+        known = Evidence.LIBRARY
+    doubts = (*inner.doubts, *(doubt(name, (1,)) for name in inner.numbers))
+    within = f"{scope}." if scope else ""
+    inside = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
+    return evidence_of(context, scope, projections.out, slices, known, doubts, projections.fused, head_dim, inside)
+
+
+def evidence_of(
+    context: Context,
+    scope: str,
+    row: LinearView,
+    slices: dict[LinearView, Slices],
+    known: Evidence | None,
+    doubts: Sequence[Problem],
+    fused: bool,
+    head_dim: int | None = None,
+    inside: Mapping[str, Problem] = MappingProxyType({}),
+) -> Evidence | Problem:
+    """Return the evidence for sharding, from knowledge, probing or names, or the problem.
+
+    Args:
+        context: the model.
+        scope: the smallest module around the columns and the row.
+        row: the row linear.
+        slices: each column linear and, for each rank, the indices of its output channels.
+        known: evidence of the arrangement; a library's needs no probe.
+        doubts: parameters that forbid sharding where the forward was not probed.
+        fused: True if several projections come out of one linear.
+        head_dim: channels of an attention head.
+        inside: doubts that a probe does not clear if they act between columns and row, by name within `scope`.
+    """
+    reason = "it was not probed"
+    if known is not Evidence.LIBRARY and context.options.probe:
+        row_slices = even_slices(row.in_features, context.options.tp_size)
+        verdict = simulate_block(context.modules[scope], slices, row, row_slices, head_dim, inside)
+        if verdict.separate:  # norms before the columns or after the row are outside the region: not between
+            return next((one for name, one in inside.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:  # None: the forward could not be run, so fall through to the names
-            description = f"its forward was probed: {verdict.reason}"
-            hint = "its heads cannot be computed separately; leave it replicated"
-            return Problem("slices-mix", projections.scope, found=description, hint=hint)
+            hint = "an operation inside acts across the slices of ranks; leave it replicated"
+            return Problem("slices-mix", scope, found=f"its forward was probed: {verdict.reason}", hint=hint)
         reason = verdict.reason
-    else:
-        reason = "it was not probed"
-    if inner.doubts:
-        return inner.doubts[0]
-    if inner.numbers:
-        return doubt(inner.numbers[0], (1,))
-    if library:
-        return Evidence.LIBRARY
-    if known is Evidence.USER_SPECIFIED:
-        return Evidence.USER_SPECIFIED
-    if projections.fused:  # order unknown and not probed
-        return Problem("heads-not-recognised", projections.scope, found=reason)
-    return Evidence.NAMED
+    if doubts:
+        return doubts[0]
+    if known is None and fused:  # order unknown and not probed
+        return Problem("heads-not-recognised", scope, found=reason)
+    return Evidence.NAMED if known is None else known
 
 
 def _unit(

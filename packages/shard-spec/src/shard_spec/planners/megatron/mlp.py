@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
-from shard_spec.planners.megatron.attention import OUTPUT_BLOCK, column_cuts, kept_replicated, unverified
+from shard_spec.planners.block_simulator import Slices, even_slices
+from shard_spec.planners.megatron.attention import OUTPUT_BLOCK, column_cuts, evidence_of, kept_replicated, unverified
 from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.linear import LinearView, as_linear, from_library, join, linear_children, words
 
@@ -109,9 +109,14 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
     doubt = _parameters_between(context, block, known)
     refused: Problem | None = doubt
     for pattern, slices in _arrangements(context, block, known):
-        evidence = _evidence(context, block, slices, known, doubt)
+        arrangement = Evidence.USER_SPECIFIED if block.fused and context.options.fused is not None else known
+        doubts = [] if doubt is None else [doubt]  # a probe clears them: it runs them
+        evidence = evidence_of(context, block.scope, block.row, slices, known or arrangement, doubts, block.fused)
         if isinstance(evidence, Problem):
             refused = evidence
+            if evidence.code == "heads-not-recognised":
+                text = f"gate and up come out of one linear, in an unknown order; {evidence.found}"
+                refused = replace(evidence, found=text, hint='pass fused="sections" or fused="pairs"')
             continue
         notes = list(unverified(block.scope, evidence))
         if width % tp_size:
@@ -150,37 +155,6 @@ def _arrangements(
     if context.options.fused is not None:
         return [pairs] if context.options.fused == "pairs" else [sections]
     return [sections] if known is Evidence.LIBRARY else [sections, pairs]
-
-
-def _evidence(
-    context: Context,
-    block: FeedForward,
-    slices: dict[LinearView, Slices],
-    known: Evidence | None,
-    doubt: Problem | None,
-) -> Evidence | Problem:
-    reason = "it was not probed"
-    if known is None and context.options.probe:
-        row_slices = even_slices(block.row.in_features, context.options.tp_size)
-        verdict = simulate_block(context.modules[block.scope], slices, block.row, row_slices)
-        if verdict.separate:  # a probe also clears doubtful parameters: it ran them
-            return Evidence.PROBED
-        if verdict.separate is False:
-            hint = "an operation between its linears acts across channels; leave it replicated"
-            return Problem("slices-mix", block.scope, found=f"its forward was probed: {verdict.reason}", hint=hint)
-        reason = verdict.reason
-    if doubt is not None:
-        return doubt
-    if known is not None:
-        return known
-    if not block.fused:
-        return Evidence.NAMED
-    if context.options.fused is not None:
-        return Evidence.USER_SPECIFIED
-    description = f"gate and up come out of one linear, in an unknown order; {reason}"
-    return Problem(
-        "heads-not-recognised", block.scope, found=description, hint='pass fused="sections" or fused="pairs"'
-    )
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
