@@ -47,12 +47,8 @@ def load_model(source: str) -> nn.Module | ModelMetadata:
         return ModelMetadata(tuple(_header(path)))
     if path.suffix == ".json":
         return _from_config(path)
-    if ":" in source:
-        return _from_factory(source)
-    raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json and no .safetensors file")
-
-
-def _from_factory(source: str) -> nn.Module:
+    if ":" not in source:
+        raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json and no .safetensors file")
     import torch
     from torch import nn
 

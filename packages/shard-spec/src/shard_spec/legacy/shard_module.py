@@ -136,14 +136,26 @@ def _act(
     layouts = [action.layout for action in actions.tensors if action.layout is not None]
     meshes = MeshCache(ref, actions.device.type, [*layouts, *map(output_layout, actions.outputs.values())])
     rows = BatchRows(ref, meshes.flat)
-    if whole and ref.size > 1:
-        _warn_of_batch_statistics(module)
+    norms = [name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS)]
+    if whole and ref.size > 1 and norms:
+        warnings.warn(
+            f"shard_module: each rank normalizes with the statistics of its own rows in {', '.join(norms)}, where the "
+            "unsharded module uses the full batch; use nn.SyncBatchNorm, or a norm over features",
+            stacklevel=3,
+        )
     call = Call(module, group, meshes.mesh_of, src_rank=src_rank)
     with undone_on_failure() as log:
         staged = stage(call, actions)
         replaced = run_sharders(module, actions, group, log) if actions.sharders else {}
-        if ref.size > 1:
-            _warn_of_unsummed_gradients(replaced)
+        for path, new in replaced.items() if ref.size > 1 else ():
+            named = [(name, each) for name, each in new.named_parameters() if each.requires_grad]
+            owned = [name for name, each in named if not is_sharded(each) and not summed_over(each)]
+            if owned:
+                warnings.warn(
+                    f"shard_module: values and gradients of {', '.join(owned)} in {path} are each rank's own, since a "
+                    "Sharder decides about them; where they are replicas, call shard_module inside of the Sharder",
+                    stacklevel=3,
+                )
         installed = install(call, actions, staged, replaced, log)
         for path, sharded in actions.forwards.items():
             owner = module.get_submodule(path)
@@ -165,28 +177,3 @@ def _act(
         # Before the user's own hooks: they may run modules that communicate.
         installed.register(module.register_forward_pre_hook(compare, prepend=True), log)
     return ShardHandle(plan, actions, module, group, installed)
-
-
-def _warn_of_batch_statistics(module: nn.Module) -> None:
-    names = [name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS)]
-    if names:
-        warnings.warn(
-            f"shard_module: each rank normalizes with the statistics of its own rows in {', '.join(names)}, where the "
-            "unsharded module uses the full batch; use nn.SyncBatchNorm, or a norm over features",
-            stacklevel=4,
-        )
-
-
-def _warn_of_unsummed_gradients(replaced: dict[str, nn.Module]) -> None:
-    for path, module in replaced.items():
-        owned = [
-            name
-            for name, each in module.named_parameters()
-            if each.requires_grad and not is_sharded(each) and not summed_over(each)
-        ]
-        if owned:
-            warnings.warn(
-                f"shard_module: values and gradients of {', '.join(owned)} in {path} are each rank's own, since a "
-                "Sharder decides about them; where they are replicas, call shard_module inside of the Sharder",
-                stacklevel=4,
-            )

@@ -95,9 +95,18 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     if len(copies) > 1:
         reason = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
         raise _not_said(reason, "keep sections with other copies in a weight of their own")
-    layout, at = _with_copies(layout, at, copies.pop())
-    if layout.specs[at].dim is None:  # all copies: the axis replicates
-        return layout
+    # Every shard lies on so many neighbouring ranks: the axis splits into a sharding and a replicating one.
+    mesh, size, num_copies = layout.mesh, layout.mesh.shape[at], copies.pop()
+    if size % num_copies:
+        raise _not_said(f"{num_copies} copies over {size} ranks", "copies have to divide the ranks of the axis")
+    if num_copies == size > 1:  # every rank holds all
+        return Layout(mesh, [REPLICATE if place == at else each for place, each in enumerate(layout.specs)])
+    if num_copies > 1:
+        axes: dict[str, int] = {}
+        for axis, length in mesh.axes.items():
+            parts = {f"{axis}.part": size // num_copies, f"{axis}.copy": num_copies}
+            axes |= parts if axis == mesh.axis_names[at] else {axis: length}
+        layout = Layout(MeshSpec(axes, mesh.ranks), [*layout.specs[: at + 1], REPLICATE, *layout.specs[at + 1 :]])
     # The axis shards each section between units.
     count = layout.mesh.shape[at]
     even = all(each.unit == 1 or each.size // each.unit % count == 0 for each in sections)
@@ -108,23 +117,6 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     if len(sections) == 1:
         spec = ShardSpec(dim) if even else BlockShard(dim, sections[0].unit)
     return Layout(layout.mesh, [spec if place == at else other for place, other in enumerate(layout.specs)])
-
-
-def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
-    """Put every shard on ``copies`` neighbouring ranks: the axis splits into a sharding and a replicating one."""
-    mesh, size = layout.mesh, layout.mesh.shape[at]
-    if copies == 1:
-        return layout, at
-    if size % copies:
-        raise _not_said(f"{copies} copies over {size} ranks", "copies have to divide the ranks of the axis")
-    if copies == size:  # every rank holds all
-        return Layout(mesh, [REPLICATE if place == at else spec for place, spec in enumerate(layout.specs)]), at
-    name = mesh.axis_names[at]
-    axes: dict[str, int] = {}
-    for axis, length in mesh.axes.items():
-        axes.update({f"{name}.part": size // copies, f"{name}.copy": copies} if axis == name else {axis: length})
-    specs = [*layout.specs[: at + 1], REPLICATE, *layout.specs[at + 1 :]]
-    return Layout(MeshSpec(axes, mesh.ranks), specs), at
 
 
 def _not_said(found: str, hint: str) -> PlanError:

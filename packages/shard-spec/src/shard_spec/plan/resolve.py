@@ -6,7 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from shard_spec.plan.content import PlanContent
     from shard_spec.plan.metadata import ModelMetadata
+
+
+Checked: TypeAlias = set[tuple[Layout, tuple[int, ...]]]  # layouts that are valid for a shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +125,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     rules = [rule for rule in usable if rule.kind != "sharder"]
     exact = {rule.key: rule for rule in rules if rule.is_exact}  # a dict lookup: most rules are exact
     globs = [(rule, rule.pattern) for rule in rules if rule.pattern is not None and not rule.is_exact]
-    good: set[tuple[Layout, tuple[int, ...]]] = set()
+    good: Checked = set()
     decided: dict[str, tuple[Rule | None, Layout | None]] = {}
     matched: dict[str, tuple[str, ...]] = {}
     for tensor in metadata.tensors:
@@ -139,7 +142,14 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
             continue  # its layout is the Sharder's business
         decided[tensor.name] = _decide(tensor, matching, good, plan.strict, problems)
     used = set().union(*matched.values())
-    problems += [_matches_nothing(rule.key, metadata) for rule in rules if rule.key not in used]
+    for key in (rule.key for rule in rules if rule.key not in used):
+        if key in metadata.modules:
+            hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
+        else:
+            close = difflib.get_close_matches(key, list(tensors)[:5000], n=1)  # quadratic: bounded
+            hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"
+        text = "no parameter or buffer has a name like this"
+        problems.append(Problem("unmatched-pattern", key, found=text, hint=hint))
     # Tensors without a rule replicate on the others' mesh, or on all their ranks on one axis.
     meshes = list(dict.fromkeys(layout.mesh for _, layout in decided.values() if layout is not None))
     mesh = plan.mesh or (meshes[0] if meshes else None)
@@ -165,9 +175,7 @@ class _Name(Pattern):
         """Skip parsing: the key is a name."""
 
 
-def _layout_of(
-    rule: Rule, tensor: TensorMetadata, good: set[tuple[Layout, tuple[int, ...]]], problems: list[Problem]
-) -> Layout | None:
+def _layout_of(rule: Rule, tensor: TensorMetadata, good: Checked, problems: list[Problem]) -> Layout | None:
     """Return the layout of ``tensor`` under ``rule``; None after recording the problem. ``good`` ones are checked."""
     layout = rule.layout
     if rule.kind == "spec":
@@ -193,11 +201,7 @@ def _layout_of(
 
 
 def _decide(
-    tensor: TensorMetadata,
-    rules: dict[str, list[Rule]],
-    good: set[tuple[Layout, tuple[int, ...]]],
-    strict: bool,
-    problems: list[Problem],
+    tensor: TensorMetadata, rules: dict[str, list[Rule]], good: Checked, strict: bool, problems: list[Problem]
 ) -> tuple[Rule | None, Layout | None]:
     """Return the deciding rule of ``tensor`` and its layout; (None, None) without a rule."""
     if not rules:
@@ -228,16 +232,6 @@ def _same_value(rule: Rule, other: Rule) -> bool:
     if rule.layout is not None or other.layout is not None:
         return rule.layout == other.layout
     return rule.value is other.value or bool(rule.value == other.value)  # specs may have costly equality
-
-
-def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
-    if key in metadata.modules:
-        hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
-    else:
-        names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
-        close = difflib.get_close_matches(key, names[:5000], n=1)  # quadratic: bounded
-        hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"
-    return Problem("unmatched-pattern", key, found="no parameter or buffer has a name like this", hint=hint)
 
 
 def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[Problem]) -> dict[str, Any]:

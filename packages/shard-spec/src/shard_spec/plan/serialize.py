@@ -103,18 +103,14 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
         problems.append(Problem("invalid-plan", key, found=f"a spec of type {name}", hint=hint))
         return {"spec": name, "repr": "" if " at 0x" in repr(value) else repr(value)}
     try:
-        return _layout_text(value, mesh)
+        if mesh is not None:
+            return str(Layout(mesh, as_placements(value)))
+        if isinstance(value, str):
+            return value  # its axes depend on the mesh
+        named = value.items() if isinstance(value, Mapping) else (("", each) for each in as_placements(value))
+        specs = [(axis, parse_placement(p) if isinstance(p, str) else placement_spec(p)) for axis, p in named]
+        return ", ".join(f"{axis}:{spec}" if axis else str(spec) for axis, spec in specs)
     except (PlanError, TypeError) as error:
         reason = f"{value!r:.200}: {error}"
         problems.append(Problem("invalid-plan", key, found=reason, hint="correct the rule; see plan.problems"))
         return {"wrong": repr(value)}  # for the digest only
-
-
-def _layout_text(value: Any, mesh: MeshSpec | None) -> str:
-    if mesh is not None:
-        return str(Layout(mesh, as_placements(value)))
-    if isinstance(value, str):
-        return value  # its axes depend on the mesh
-    named = value.items() if isinstance(value, Mapping) else (("", each) for each in as_placements(value))
-    specs = ((axis, parse_placement(each) if isinstance(each, str) else placement_spec(each)) for axis, each in named)
-    return ", ".join(f"{axis}:{spec}" if axis else str(spec) for axis, spec in specs)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.formatting import Table, human_ranks
-from shard_spec.layout.layout import Layout
 from shard_spec.plan.content import Rule
 from shard_spec.plan.globs import pattern_of
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
@@ -93,28 +92,21 @@ def _explain_tensor(found: Resolution, name: str) -> str:
     else:
         lines.append("no rule mentions it: replicated")
     if layout is not None:
-        lines += _layout_lines(layout, tensor)
+        lines.append(f"layout {layout} on mesh {layout.mesh}")
+        for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
+            count, dim = layout.mesh.axis_size(axis), spec.dim
+            where = f"dim {dim % len(tensor.shape)} is sharded over" if dim is not None else "the same on all"
+            lines.append(f"  along {axis}: {where} {count} ranks")
+        ranks = list(layout.mesh.ranks)
+        for rank in ranks[:8]:  # enough to see the pattern
+            boxes = layout.boxes(rank, tensor.shape)
+            places = " + ".join("[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices()) + "]" for box in boxes[:4])
+            more = f" + {len(boxes) - 4} more" if len(boxes) > 4 else ""
+            local = list(layout.local_shape(rank, tensor.shape))
+            lines.append(f"  rank {rank}: local shape {local}, holds {places or 'nothing'}{more}")
+        if len(ranks) > 8:  # the list above is capped
+            lines.append(f"  ... and ranks {human_ranks(ranks[8:])}")
     return "\n".join(lines + _problem_lines(p for p in found.problems if p.name in tensor.aliases))
-
-
-def _layout_lines(layout: Layout, tensor: TensorMetadata) -> list[str]:
-    lines = [f"layout {layout} on mesh {layout.mesh}"]
-    for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
-        size = layout.mesh.axis_size(axis)
-        if spec.dim is None:
-            lines.append(f"  along {axis}: the same on all {size} ranks")
-        else:
-            lines.append(f"  along {axis}: dim {spec.dim % len(tensor.shape)} is sharded over {size} ranks")
-    ranks = list(layout.mesh.ranks)
-    for rank in ranks[:8]:  # enough to see the pattern
-        boxes = layout.boxes(rank, tensor.shape)
-        places = " + ".join("[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices()) + "]" for box in boxes[:4])
-        more = f" + {len(boxes) - 4} more" if len(boxes) > 4 else ""
-        local = list(layout.local_shape(rank, tensor.shape))
-        lines.append(f"  rank {rank}: local shape {local}, holds {places or 'nothing'}{more}")
-    if len(ranks) > 8:  # the list above is capped
-        lines.append(f"  ... and ranks {human_ranks(ranks[8:])}")
-    return lines
 
 
 def _value_text(rule: Rule) -> str:

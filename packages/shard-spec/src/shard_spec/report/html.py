@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import human_bytes, page_parts
 from shard_spec.formatting import human_count, human_ranks
-from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import examine
 from shard_spec.report.explain import alike, tensor_table
 
@@ -61,7 +60,23 @@ def html_report(
     ranks, kinds, fillings = list(found.ranks)[:_MAX_RANKS], alike(found), memory.groups()
     rows = []
     for (name, text, *_), (first, *others) in list(kinds.items())[:_MAX_ROWS]:
-        cells = [_cell(found.layouts.get(first.name), first, rank, hues) for rank in ranks]
+        cells: list[tuple[list[str], str]] = []  # colours of a cell, shaded by the rank's coordinate, and its tip
+        for rank in ranks:
+            layout = found.layouts.get(first.name)
+            coordinate = None if layout is None else layout.mesh.coordinate(rank)
+            if layout is None or coordinate is None:
+                cells.append((["none"], ""))
+                continue
+            boxes = layout.boxes(rank, first.shape)
+            places = " + ".join(
+                str([f"{s.start}:{s.stop}" for s in box.slices()]).replace("'", "") for box in boxes[:4]
+            )
+            colours = [] if boxes else ["none"]  # an empty rank is an outline
+            for at, (axis, size) in enumerate(layout.mesh.axes.items() if boxes else ()):
+                if layout.specs[at].dim is not None and size > 1:
+                    shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
+                    colours.append(f"hsl({hues[axis]} 55% {shade}%)")
+            cells.append((colours or [_GREY], f"{first.name} on rank {rank}: {places or 'nothing'}"))
         rows.append((name, text, 1 + len(others), cells))
     bars = []
     for group, sizes in fillings[:_MAX_FILLINGS]:
@@ -98,21 +113,3 @@ def html_report(
             tensors=tensor_table(found),
         )
     )
-
-
-def _cell(layout: Layout | None, tensor: TensorMetadata, rank: int, hues: dict[str, int]) -> tuple[list[str], str]:
-    """Return the colours of a cell, shaded by the rank's coordinate, and its tip. An empty rank is an outline."""
-    coordinate = None if layout is None else layout.mesh.coordinate(rank)
-    if layout is None or coordinate is None:
-        return ["none"], ""
-    boxes = layout.boxes(rank, tensor.shape)
-    places = " + ".join(str([f"{s.start}:{s.stop}" for s in box.slices()]).replace("'", "") for box in boxes[:4])
-    tip = f"{tensor.name} on rank {rank}: {places or 'nothing'}"
-    if not boxes:
-        return ["none"], tip
-    colours = []
-    for at, (axis, size) in enumerate(layout.mesh.axes.items()):
-        if layout.specs[at].dim is not None and size > 1:
-            shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
-            colours.append(f"hsl({hues[axis]} 55% {shade}%)")
-    return colours or [_GREY], tip

@@ -108,7 +108,16 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         return kept_replicated(problem, *block.columns, block.row)
     doubt = _parameters_between(context, block, known)
     refused: Problem | None = doubt
-    for pattern, slices in _arrangements(context, block, known):
+    # Candidate placements, each with the channels of every rank.
+    even, first = even_slices(width, tp_size), block.columns[0]
+    candidates: list[tuple[str, dict[LinearView, Slices]]] = [("S({dim})", dict.fromkeys(block.columns, even))]
+    if block.fused:  # gate first, then up: a rank gets its slice of each; or they alternate, in pairs
+        halves = [torch.cat([own, own + width]) for own in even]
+        pairs = [torch.stack([2 * own, 2 * own + 1], dim=1).flatten() for own in even]
+        candidates = [(f"I({{dim}}, [{width}, {width}])", {first: halves}), ("B({dim}, 2)", {first: pairs})]
+        if known is Evidence.LIBRARY or context.options.fused is not None:
+            candidates = candidates[1:] if context.options.fused == "pairs" else candidates[:1]
+    for pattern, slices in candidates:
         arrangement = Evidence.USER_SPECIFIED if block.fused and context.options.fused is not None else known
         doubts = [] if doubt is None else [doubt]  # a probe clears them: it runs them
         evidence = evidence_of(context, block.scope, block.row, slices, known or arrangement, doubts, block.fused)
@@ -133,28 +142,6 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         return Found(unit, notes=tuple(notes))
     assert refused is not None
     return kept_replicated(refused, *block.columns, block.row)
-
-
-def _arrangements(
-    context: Context, block: FeedForward, known: Evidence | None
-) -> list[tuple[str, dict[LinearView, Slices]]]:
-    """Return candidate placement patterns, each with the channels of every rank."""
-    tp_size, width = context.options.tp_size, block.row.in_features
-    even = even_slices(width, tp_size)
-    if not block.fused:
-        return [("S({dim})", dict.fromkeys(block.columns, even))]
-    (column,) = block.columns
-    sections: tuple[str, dict[LinearView, Slices]] = (
-        f"I({{dim}}, [{width}, {width}])",  # gate first, then up: a rank gets its slice of each
-        {column: [torch.cat([own, own + width]) for own in even]},
-    )
-    pairs: tuple[str, dict[LinearView, Slices]] = (
-        "B({dim}, 2)",  # gate and up alternate: a rank gets its channels in pairs
-        {column: [torch.stack([2 * own, 2 * own + 1], dim=1).flatten() for own in even]},
-    )
-    if context.options.fused is not None:
-        return [pairs] if context.options.fused == "pairs" else [sections]
-    return [sections] if known is Evidence.LIBRARY else [sections, pairs]
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
