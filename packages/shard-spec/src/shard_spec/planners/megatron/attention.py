@@ -18,7 +18,7 @@ from shard_spec.planners.megatron.blocks import (
     Evidence,
     Found,
     FusedOrder,
-    TPBlock,
+    Region,
     TPBlockKind,
     leaf,
     parent,
@@ -135,21 +135,15 @@ _LIBRARY_ORDER: dict[str, FusedOrder] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Projections:
-    """The linears of one attention: ``(q, k, v)`` or ``(fused,)``, and the output projection."""
+class Projections(Region):
+    """The linears of one attention: columns ``(q, k, v)`` or ``(fused,)``, and the output projection."""
 
-    inputs: tuple[LinearView, ...]
-    out: LinearView
-    holder: str  # FQN of the module that holds the inputs
-    scope: str  # FQN of the smallest module that holds all of them
+    holder: str  # FQN of the module that holds the columns
 
     @property
     def fused(self) -> bool:
-        return len(self.inputs) == 1  # q, k and v come out of one linear
-
-    @property
-    def linears(self) -> tuple[LinearView, ...]:
-        return (*self.inputs, self.out)
+        """True if q, k and v come out of one linear."""
+        return len(self.columns) == 1
 
 
 def find_attention(context: Context, name: str) -> Found | None:
@@ -166,7 +160,7 @@ def find_attention(context: Context, name: str) -> Found | None:
     context.claim(*projections.linears)  # even if refused below: others must not take them
     heads = _heads(context, projections)
     if isinstance(heads, Problem):
-        return kept_replicated(heads, *projections.linears)
+        return projections.left_whole(heads)
     inner = inner_parameters(context, projections.holder, projections.linears, heads)
     decide = _fused if projections.fused else _separate
     return decide(context, projections, heads, inner)
@@ -217,7 +211,7 @@ def _with_output(
         if sibling_name.lower() in OUTPUT_BLOCK and sibling is not context.modules[name]:
             dense = linear_children(join(parent(name), sibling_name), sibling).get("dense")
             if dense is not None and at_least <= dense.in_features <= at_most:
-                return Projections(inputs, dense, name, parent(name))
+                return Projections(inputs, dense, parent(name), name)
     return None
 
 
@@ -233,8 +227,8 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
         hint = f"give the module one of the attributes {', '.join(NUM_HEADS[:4])}"
         return Problem("missing-argument", where, found=reason, hint=hint)
     # The output projection reads num_heads * head_dim channels; its width is the one reliable size.
-    width, wrong = projections.out.in_features, ""
-    head_dim, *outputs = width // num_heads, *(view.out_features for view in projections.inputs)
+    width, wrong = projections.row.in_features, ""
+    head_dim, *outputs = width // num_heads, *(view.out_features for view in projections.columns)
     # Fused outputs are q + k + v, with k and v of one width.
     kv_width = (outputs[0] - width) // 2 if projections.fused else outputs[1]
     if width % num_heads:
@@ -268,15 +262,15 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
 
 
 def _separate(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
-    q, k, v = projections.inputs
+    q, k, v = projections.columns
     share_kv = heads.num_kv_heads % context.options.tp_size == 0
     columns = (q, k, v) if share_kv else (q,)  # fewer key-value heads than ranks: k and v stay replicated
     slices = {view: even_slices(view.out_features, context.options.tp_size) for view in columns}
     if not share_kv:
         slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
-    evidence = _evidence(context, projections, slices, inner, heads.head_dim)
+    evidence = _evidence(context, projections, slices, inner, heads, None)
     if isinstance(evidence, Problem):
-        return kept_replicated(evidence, *projections.linears)
+        return projections.left_whole(evidence)
     notes = unverified(projections.scope, evidence)
     if not share_kv:
         text = f"num_key_value_heads={heads.num_kv_heads} with tp={context.options.tp_size}: k and v stay replicated"
@@ -284,11 +278,14 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
         notes = (*notes, Problem("kv-replicated", projections.scope, found=f"{text} on every rank", hint=hint))
     cuts = tuple(cut for view in columns for cut in column_cuts(view, "S({dim})"))
     replicated = () if share_kv else tuple(name for view in (k, v) for name in view.parameters)
-    return Found(_unit(projections, heads, cuts, inner, evidence, replicated), notes=notes)
+    replicated += (*inner.replicated, *inner.numbers)
+    pieces = heads.num_kv_heads if share_kv else heads.num_heads
+    unit = projections.block(TPBlockKind.ATTENTION, cuts, pieces, evidence, inner.cuts, replicated)
+    return Found(unit, notes=notes)
 
 
 def _fused(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
-    (fused,) = projections.inputs
+    (fused,) = projections.columns
     # The order of the outputs: of the class, as the caller says, or a candidate for the probe.
     holder, why = context.modules[projections.holder], None
     order, class_name = _LIBRARY_ORDER.get(type(holder).__name__), type(holder).__name__
@@ -312,47 +309,44 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
             parts = [[at + own for own in even_slices(n, tp_size)] for at, n in ((0, q), (q, kv), (q + kv, kv))]
             rows, pattern = [torch.cat(own) for own in zip(*parts, strict=True)], f"I({{dim}}, [{q}, {kv}, {kv}])"
         slices = {fused: rows}
-        evidence = _evidence(context, projections, slices, inner, heads.head_dim, known=why if has_one_order else None)
+        evidence = _evidence(context, projections, slices, inner, heads, why if has_one_order else None)
         if isinstance(evidence, Problem):
             refused = evidence
             continue
         cuts = column_cuts(fused, pattern)
-        return Found(_unit(projections, heads, cuts, inner, evidence), notes=unverified(projections.scope, evidence))
+        same = (*inner.replicated, *inner.numbers)
+        unit = projections.block(TPBlockKind.ATTENTION, cuts, heads.num_kv_heads, evidence, inner.cuts, same)
+        return Found(unit, notes=unverified(projections.scope, evidence))
     assert refused is not None
     if has_one_order or refused.code == "slices-mix":
-        return kept_replicated(refused, *projections.linears)
+        return projections.left_whole(refused)
     text = f"q, k and v come out of {leaf(fused.name)!r} together, in an unknown order; {refused.found}"
     hint = 'pass fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)'
-    return kept_replicated(
-        Problem("heads-not-recognised", projections.scope, found=text, hint=hint), *projections.inputs, projections.out
-    )
+    return projections.left_whole(Problem("heads-not-recognised", projections.scope, found=text, hint=hint))
 
 
 def _evidence(
     context: Context,
-    projections: Projections,
+    found: Projections,
     slices: dict[LinearView, Slices],
     inner: Inner,
-    head_dim: int,
-    known: Evidence | None = None,
+    heads: Heads,
+    known: Evidence | None,
 ) -> Evidence | Problem:
-    scope, holder = projections.scope, context.modules[projections.holder]
-    if not projections.fused and from_library(holder):
+    if not found.fused and from_library(context.modules[found.holder]):
         known = Evidence.LIBRARY
     doubts = (*inner.doubts, *(doubt(name, (1,)) for name in inner.numbers))
-    within = f"{scope}." if scope else ""
+    within = f"{found.scope}." if found.scope else ""
     inside = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
-    return evidence_of(context, scope, projections.out, slices, known, doubts, projections.fused, head_dim, inside)
+    return evidence_of(context, found, slices, known, doubts, heads.head_dim, inside)
 
 
 def evidence_of(
     context: Context,
-    scope: str,
-    row: LinearView,
+    region: Region,
     slices: dict[LinearView, Slices],
     known: Evidence | None,
     doubts: Sequence[Problem],
-    fused: bool,
     head_dim: int | None = None,
     inside: Mapping[str, Problem] = MappingProxyType({}),
 ) -> Evidence | Problem:
@@ -360,15 +354,14 @@ def evidence_of(
 
     Args:
         context: the model.
-        scope: the smallest module around the columns and the row.
-        row: the row linear.
+        region: the linears.
         slices: each column linear and, for each rank, the indices of its output channels.
         known: evidence of the arrangement; a library's needs no probe.
         doubts: parameters that forbid sharding where the forward was not probed.
-        fused: True if several projections come out of one linear.
         head_dim: channels of an attention head.
-        inside: doubts that a probe does not clear if they act between columns and row, by name within `scope`.
+        inside: doubts that a probe does not clear if they act between columns and row, by name within the scope.
     """
+    scope, row = region.scope, region.row
     reason = "it was not probed"
     if known is not Evidence.LIBRARY and context.options.probe:
         row_slices = even_slices(row.in_features, context.options.tp_size)
@@ -381,31 +374,9 @@ def evidence_of(
         reason = verdict.reason
     if doubts:
         return doubts[0]
-    if known is None and fused:  # order unknown and not probed
+    if known is None and region.fused:  # order unknown and not probed
         return Problem("heads-not-recognised", scope, found=reason)
     return Evidence.NAMED if known is None else known
-
-
-def _unit(
-    projections: Projections,
-    heads: Heads,
-    columns: tuple[Cut, ...],
-    inner: Inner,
-    evidence: Evidence,
-    whole: tuple[str, ...] = (),
-) -> TPBlock:
-    out = projections.out
-    return TPBlock(
-        TPBlockKind.ATTENTION,
-        projections.scope,
-        columns=columns,
-        rows=(Cut(out.weight_name, f"S({out.in_dim})"),),
-        inner=inner.cuts,
-        replicated=(*whole, *inner.replicated, *inner.numbers),
-        row_biases=out.biases,
-        num_pieces=heads.num_kv_heads if not whole else heads.num_heads,
-        evidence=evidence,
-    )
 
 
 def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
@@ -413,11 +384,6 @@ def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
     reason = "recognised by names and shapes; its forward could not be run on its own"
     hint = "compare one step with the unsharded module before you trust it"
     return (Problem("unverified", scope, found=reason, hint=hint),) if evidence is Evidence.NAMED else ()
-
-
-def kept_replicated(problem: Problem, *views: LinearView) -> Found:
-    """Report linears as replicated, with the reason."""
-    return Found(left_whole=tuple((name, problem) for view in views for name in view.parameters))
 
 
 def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:

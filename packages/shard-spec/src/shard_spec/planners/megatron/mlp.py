@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.block_simulator import Slices, even_slices
-from shard_spec.planners.megatron.attention import OUTPUT_BLOCK, column_cuts, evidence_of, kept_replicated, unverified
-from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind
+from shard_spec.planners.megatron.attention import OUTPUT_BLOCK, column_cuts, evidence_of, unverified
+from shard_spec.planners.megatron.blocks import Context, Evidence, Found, Region, TPBlockKind
 from shard_spec.planners.megatron.linear import LinearView, as_linear, from_library, join, linear_children, words
 
 UP = words(
@@ -31,17 +31,12 @@ _ELEMENTWISE = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class FeedForward:
+class FeedForward(Region):
     """The linears of one feed-forward block."""
-
-    columns: tuple[LinearView, ...]
-    row: LinearView
-    scope: str
 
     @property
     def fused(self) -> bool:
-        # Gate and up come out of one linear.
+        """True if gate and up come out of one linear."""
         return len(self.columns) == 1 and self.columns[0].out_features == 2 * self.row.in_features
 
 
@@ -101,11 +96,11 @@ def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward 
 
 
 def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Found:
-    context.claim(*block.columns, block.row)  # even if refused: not for other recognisers
+    context.claim(*block.linears)  # even if refused: not for other recognisers
     tp_size, width = context.options.tp_size, block.row.in_features
     if width < tp_size:  # a rank would be empty
         problem = Problem("does-not-divide", block.scope, found=f"{width} channels with tp={tp_size}")
-        return kept_replicated(problem, *block.columns, block.row)
+        return block.left_whole(problem)
     doubt = _parameters_between(context, block, known)
     refused: Problem | None = doubt
     # Candidate placements, each with the channels of every rank.
@@ -120,7 +115,7 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
     for pattern, slices in candidates:
         arrangement = Evidence.USER_SPECIFIED if block.fused and context.options.fused is not None else known
         doubts = [] if doubt is None else [doubt]  # a probe clears them: it runs them
-        evidence = evidence_of(context, block.scope, block.row, slices, known or arrangement, doubts, block.fused)
+        evidence = evidence_of(context, block, slices, known or arrangement, doubts)
         if isinstance(evidence, Problem):
             refused = evidence
             if evidence.code == "heads-not-recognised":
@@ -130,23 +125,16 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         notes = list(unverified(block.scope, evidence))
         if width % tp_size:
             notes.append(uneven(block.scope, width, tp_size))
-        unit = TPBlock(
-            TPBlockKind.MLP,
-            block.scope,
-            columns=tuple(cut for view in block.columns for cut in column_cuts(view, pattern)),
-            rows=(Cut(block.row.weight_name, f"S({block.row.in_dim})"),),
-            row_biases=block.row.biases,
-            num_pieces=width,
-            evidence=evidence,
-        )
+        cuts = tuple(cut for view in block.columns for cut in column_cuts(view, pattern))
+        unit = block.block(TPBlockKind.MLP, cuts, width, evidence)
         return Found(unit, notes=tuple(notes))
     assert refused is not None
-    return kept_replicated(refused, *block.columns, block.row)
+    return block.left_whole(refused)
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
     """Report a parameter of the hidden size between the linears: a norm over all hidden channels."""
-    own = {id(p) for view in (*block.columns, block.row) for p in view.module.parameters()}
+    own = {id(p) for view in block.linears for p in view.module.parameters()}
     width, outer = block.row.in_features, block.row.out_features
     for name, parameter in context.modules[block.scope].named_parameters():
         owner = context.modules.get(join(block.scope, name.rpartition(".")[0]))
