@@ -114,14 +114,14 @@ def from_hf_tp_plan(
 
 def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, str]:
     """Derive generic module names and styles; see ``ShardingPlan.to_hf_tp_plan``."""
-    found = resolve(plan, module)
-    problems = one_axis_problems(found, axis, "a tp_plan")
+    resolution = resolve(plan, module)
+    problems = one_axis_problems(resolution, axis, "a tp_plan")
     by_itself = {"colwise": "last", "rowwise": "whole", "embedding_rowwise": "whole", "embedding_colwise": "whole"}
     by_name: dict[str, dict[str, str]] = {}  # "" where the parameters are replicated
-    for path, tensors in tensors_by_module(found.metadata).items():
+    for path, tensors in tensors_by_module(resolution.metadata).items():
         style, output = "", None
         try:
-            style, output = style_of_module(plan, path, tensors, found, axis, packed=True) or ("", None)
+            style, output = style_of_module(plan, path, tensors, resolution, axis, packed=True) or ("", None)
         except PlanError as error:
             problems.extend(error.problems)
         if style == "colwise" and output == "whole":
@@ -139,8 +139,8 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
             styles[name] = next(iter(style_names.values()))
     # Modules with further names of tied tensors only: an embedding's rows are a head's rows.
     same = {"embedding_rowwise": "colwise_gather_output", "colwise": "embedding_rowwise"}
-    modules = found.metadata.modules
-    for tensor in found.metadata.parameters:
+    modules = resolution.metadata.modules
+    for tensor in resolution.metadata.parameters:
         owner, *others = (alias.rpartition(".")[0] for alias in tensor.aliases)
         tied = styles.get(generic_name(owner))
         for path in others:
@@ -176,12 +176,14 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
     names |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
     plans: dict[str, dict[str, str]] = {}
     for which, size in (("tp_plan", tp), ("ep_plan", ep)):
-        own, given = dict(getattr(module, which, None) or {}), settings.get(which)
-        given = given if isinstance(given, Mapping) else None
-        unknown = [str(key) for key in given or () if key not in {*names, *own}]  # a typo would replicate silently
+        own, configured = dict(getattr(module, which, None) or {}), settings.get(which)
+        configured = configured if isinstance(configured, Mapping) else None
+        unknown = [str(key) for key in configured or () if key not in {*names, *own}]  # a typo would replicate silently
         hint = "use the names of modules and parameters, '*' for layer numbers"
         raise_problems(Problem("unmatched-pattern", key, found=f"in {which}", hint=hint) for key in unknown)
-        merged = {} if which == "tp_plan" and given == {} else {**own, **(given or {})}  # an empty one turns it off
+        merged = (
+            {} if which == "tp_plan" and configured == {} else {**own, **(configured or {})}
+        )  # an empty one turns it off
         plans[which] = {k: v for k, v in merged.items() if k in names and size > 1}  # a model's own may have more
     experts = plans["ep_plan"]  # their rules take precedence
     styles = {k: v for k, v in plans["tp_plan"].items() if not any(f"{k}.".startswith(f"{e}.") for e in experts)}

@@ -97,17 +97,17 @@ def to_parallelize_plan(
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
-    found = resolve(plan, module)
-    problems = one_axis_problems(found, axis, "a parallelize_plan")
-    for tensor in found.metadata.parameters:
-        if len(tensor.aliases) > 1 and cut_dim(found.layouts.get(tensor.name), tensor, axis) is not None:
+    resolution = resolve(plan, module)
+    problems = one_axis_problems(resolution, axis, "a parallelize_plan")
+    for tensor in resolution.metadata.parameters:
+        if len(tensor.aliases) > 1 and cut_dim(resolution.layouts.get(tensor.name), tensor, axis) is not None:
             reason = f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module"
             problems.append(not_expressible(tensor.name, reason, "use plan.apply, which keeps them tied"))
     styles: dict[str, ParallelStyle] = {}
     outputs: dict[str | None, Any] = {"whole": Replicate(), "last": Shard(-1), None: None}
-    for path, tensors in tensors_by_module(found.metadata).items():
+    for path, tensors in tensors_by_module(resolution.metadata).items():
         try:
-            style = style_of_module(plan, path, tensors, found, axis)
+            style = style_of_module(plan, path, tensors, resolution, axis)
         except PlanError as error:
             problems.extend(error.problems)
             continue

@@ -108,11 +108,10 @@ class ParameterFormat:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Torch's placement for each mesh axis; without the sections of a local parameter."""
+        specs = self.specs
         if self.kind == "local":
-            return tuple(
-                dtensor_placement(ShardSpec(t.dim) if isinstance(t, InterleavedShard) else t) for t in self.specs
-            )
-        return tuple(dtensor_placement(spec) for spec in self.specs)
+            specs = tuple(ShardSpec(spec.dim) if isinstance(spec, InterleavedShard) else spec for spec in specs)
+        return tuple(map(dtensor_placement, specs))
 
 
 def choose_format(

@@ -626,8 +626,8 @@ class _Flow:
         """Compute small results for real if all inputs are known: integers and constants."""
         results = list(_tensors(result))
         small = results and all(tensor.numel() <= _MAX_VALUES for tensor in results)
-        known = small and torch.Tag.nondeterministic_seeded not in operator.tags
-        if not known or any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
+        computable = small and torch.Tag.nondeterministic_seeded not in operator.tags
+        if not computable or any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
             return
         real = operator(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(results, _tensors(real), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -69,7 +69,7 @@ def shard_module(
         PlanError: With every problem of every rank, before anything moved.
     """
     group = group_or_default(process_group)
-    return _act(module, plan, src_rank, group, whole=True)
+    return _act(module, lambda: plan, src_rank, group, whole=True)
 
 
 def shard_parameter(
@@ -98,14 +98,16 @@ def shard_parameter(
     """
     group = group_or_default(process_group)
 
-    problems: list[Problem] = []
-    name: Any = param_name  # callers are untyped
-    if not isinstance(name, str) or "." in name:
-        hint = "the name of a parameter of this very module; for deeper ones use shard_module"
-        problems = [Problem("invalid-argument", "param_name", found=repr(param_name), hint=hint)]
-    elif not isinstance(sharding_spec, Layout) and as_spec(sharding_spec) is None:
-        problems = [unknown_spec("sharding_spec", sharding_spec)]
-    return _act(module, ShardingPlan({param_name: sharding_spec}), src_rank, group, whole=False, problems=problems)
+    def check() -> list[Problem]:
+        name: Any = param_name  # callers are untyped
+        if not isinstance(name, str) or "." in name:
+            hint = "the name of a parameter of this very module; for deeper ones use shard_module"
+            return [Problem("invalid-argument", "param_name", found=repr(param_name), hint=hint)]
+        if not isinstance(sharding_spec, Layout) and as_spec(sharding_spec) is None:
+            return [unknown_spec("sharding_spec", sharding_spec)]
+        return []
+
+    return _act(module, lambda: ShardingPlan({param_name: sharding_spec}), src_rank, group, whole=False, check=check)
 
 
 # ---- the recipe -----------------------------------------------------------------------------------------------
@@ -113,25 +115,30 @@ def shard_parameter(
 
 def _act(
     module: nn.Module,
-    plan: Any,
+    plan_of_call: Callable[[], Any],
     src_rank: int,
     group: dist.ProcessGroup,
     *,
     whole: bool,
-    problems: Sequence[Problem] = (),
+    check: Callable[[], list[Problem]] = list,
 ) -> ShardHandle:
-    """Shard the ``whole`` module, or only what the plan names. ``problems`` are those of the arguments."""
+    """Shard the ``whole`` module, or only what the plan names.
 
-    def planned() -> ExecutionPlan:
+    What ``plan_of_call`` and ``check`` raise on one rank, all ranks raise.
+    """
+
+    def planned() -> tuple[Any, ExecutionPlan]:
+        problems = check()
         try:
+            plan = plan_of_call()
             actions = plan_module(module, plan, group, src_rank, whole=whole)
         except Exception as error:
             raise PlanError((*problems_of(error), *problems)) from error
         raise_problems(problems)
-        return actions
+        return plan, actions
 
     what = "shard_module" if whole else "shard_parameter"
-    actions = on_all_ranks(group, what, planned, lambda execution: execution.lines)
+    plan, actions = on_all_ranks(group, what, planned, lambda plan_and_actions: plan_and_actions[1].lines)
     ref = GroupRef(group)
     layouts = [action.layout for action in actions.tensors if action.layout is not None]
     meshes = MeshCache(ref, actions.device.type, [*layouts, *map(output_layout, actions.outputs.values())])

@@ -131,13 +131,13 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     for tensor in metadata.tensors:
         matching: dict[str, list[Rule]] = {}  # by alias, an exact rule first
         for alias in tensor.aliases:
-            found = [exact[alias]] if alias in exact else []
+            listed = [exact[alias]] if alias in exact else []
             for rule, pattern in globs:
                 if (tensor.kind == "parameter" or pattern.names_buffers) and pattern.matches(alias):
-                    found.append(rule)
-            if found:
-                matching[alias] = found
-        matched[tensor.name] = tuple(dict.fromkeys(rule.key for found in matching.values() for rule in found))
+                    listed.append(rule)
+            if listed:
+                matching[alias] = listed
+        matched[tensor.name] = tuple(dict.fromkeys(rule.key for listed in matching.values() for rule in listed))
         if sharders and _taken_by_sharder(tensor, matching, sharders, problems):
             continue  # its layout is the Sharder's business
         decided[tensor.name] = _decide(tensor, matching, good, plan.strict, problems)

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
     """Explain the plan, or one tensor of it, in words; see ``ShardingPlan.explain``."""
     if module is not None:
-        found = examine(plan, module)
+        resolution = examine(plan, module)
         if name is not None:
-            return _explain_tensor(found, name)
-        lines = [f"mesh: {found.mesh}", str(tensor_table(found))]
-        lines += [f"tied: {' = '.join(names)}" for names in found.tied]
-        return "\n".join([*lines, *_outputs(plan), *_problem_lines(found.problems)])
+            return _explain_tensor(resolution, name)
+        lines = [f"mesh: {resolution.mesh}", str(tensor_table(resolution))]
+        lines += [f"tied: {' = '.join(names)}" for names in resolution.tied]
+        return "\n".join([*lines, *_outputs(plan), *_problem_lines(resolution.problems)])
     rest = "a problem (strict)" if plan.strict else "replicated"
     if name is None:
         lines = [f"mesh: {plan.mesh if plan.mesh else 'not stated'}"]

@@ -54,15 +54,15 @@ def html_report(
     """
     from jinja2 import Environment  # torch brings it; a program that draws no page need not import it
 
-    found = examine(plan, module)
-    axes = dict.fromkeys(axis for layout in found.layouts.values() for axis in layout.mesh.axis_names)
+    resolution = examine(plan, module)
+    axes = dict.fromkeys(axis for layout in resolution.layouts.values() for axis in layout.mesh.axis_names)
     hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}
-    ranks, kinds, fillings = list(found.ranks)[:_MAX_RANKS], alike(found), memory.groups()
+    ranks, kinds, fillings = list(resolution.ranks)[:_MAX_RANKS], alike(resolution), memory.groups()
     rows = []
     for (name, text, *_), (first, *others) in list(kinds.items())[:_MAX_ROWS]:
         cells: list[tuple[list[str], str]] = []  # colours of a cell, shaded by the rank's coordinate, and its tip
         for rank in ranks:
-            layout = found.layouts.get(first.name)
+            layout = resolution.layouts.get(first.name)
             coordinate = None if layout is None else layout.mesh.coordinate(rank)
             if layout is None or coordinate is None:
                 cells.append((["none"], ""))
@@ -94,7 +94,7 @@ def html_report(
             human_count=human_count,
             title=title,
             plan=plan,
-            found=found,
+            found=resolution,
             memory=memory,
             communication=communication,
             limit=limit,
@@ -110,6 +110,6 @@ def html_report(
                 (axis, [(kind, round(size)) for kind, size in kinds.items()]) for axis, kinds in by_axis.items()
             ],
             sent=sum(sum(kinds.values()) for kinds in by_axis.values()),
-            tensors=tensor_table(found),
+            tensors=tensor_table(resolution),
         )
     )

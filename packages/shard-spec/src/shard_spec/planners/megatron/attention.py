@@ -333,12 +333,12 @@ def _evidence(
     heads: Heads,
     known: Evidence | None,
 ) -> Evidence | Problem:
-    if not found.fused and from_library(context.modules[found.holder]):
-        known = Evidence.LIBRARY
+    is_known = not found.fused and from_library(context.modules[found.holder])
     doubts = (*inner.doubts, *(doubt(name, (1,)) for name in inner.numbers))
     within = f"{found.scope}." if found.scope else ""
     inside = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
-    return evidence_of(context, found, slices, known, doubts, heads.head_dim, inside)
+    evidence = Evidence.LIBRARY if is_known else known
+    return evidence_of(context, found, slices, evidence, doubts, heads.head_dim, inside)
 
 
 def evidence_of(
