@@ -47,6 +47,8 @@ def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch
 
 
 def _differentiated_once(value: T) -> T:
+    if not torch.is_grad_enabled():
+        return value.detach()  # type: ignore[return-value]  # of its type; torch's functions hand requires_grad on
     if value.requires_grad:
         value.register_hook(lambda grad: refuse_second_derivative())  # type: ignore[no-untyped-call]  # DTensor's
     return value
