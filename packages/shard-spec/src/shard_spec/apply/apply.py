@@ -71,17 +71,16 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
         raise PlanError(Problem("rank-outside-mesh", "mesh", found=text, hint=hint))
     if group is None and mesh.ndim == 1:  # groups of one axis exist already
         return mesh.get_group()
-    if group is None and len(ranks) == dist.get_world_size():
-        return group_or_default(None)
-    if group is None:
+    if group is None and len(ranks) < dist.get_world_size():
         text = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
         hint = "pass group=, a process group of all ranks of the mesh"
         raise PlanError(Problem("no-process-group", "group", found=text, hint=hint))
-    members = sorted(dist.get_process_group_ranks(group_or_default(group)))
+    meeting = group_or_default(group)
+    members = sorted(dist.get_process_group_ranks(meeting))
     if members != ranks:
         text, hint = f"a group of ranks {members} for a mesh of ranks {ranks}", "pass the group of the mesh's ranks"
         raise PlanError(Problem("mesh-mismatch", "group", found=text, hint=hint))
-    return group
+    return meeting
 
 
 def argument_problems(call: Call, mesh: DeviceMesh) -> list[Problem]:

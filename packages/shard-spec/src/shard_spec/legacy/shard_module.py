@@ -122,10 +122,7 @@ def _act(
     whole: bool,
     check: Callable[[], list[Problem]] = list,
 ) -> ShardHandle:
-    """Shard the ``whole`` module, or only what the plan names.
-
-    What ``plan_of_call`` and ``check`` raise on one rank, all ranks raise.
-    """
+    """Shard the ``whole`` module, or only what the plan names. What the functions raise on one rank, all raise."""
 
     def planned() -> tuple[Any, ExecutionPlan]:
         problems = check()
