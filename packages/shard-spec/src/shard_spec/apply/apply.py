@@ -276,7 +276,7 @@ def scattered(call: Call, tensor: torch.Tensor, action: TensorAction, device: to
 def materialized(call: Call, action: TensorAction, device: torch.device) -> torch.Tensor:
     """Return this rank's shard of a meta tensor: of what ``init`` writes, or NaN (0 for dtypes without NaN)."""
     assert action.layout is not None
-    shape = action.shape if call.init else action.layout.local_shape(dist.get_rank(), action.shape)
+    shape = action.shape if call.init is not None else action.layout.local_shape(dist.get_rank(), action.shape)
     value = torch.empty(shape, dtype=action.dtype, device=device)  # NaN: unwritten entries show
     value.fill_(float("nan") if value.is_floating_point() or value.is_complex() else 0)
     if call.init is None:
