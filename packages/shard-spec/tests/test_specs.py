@@ -12,6 +12,7 @@ import torch
 from shard_spec import ShardingPlan
 from shard_spec._shared.problems import PlanError
 from shard_spec.layout.intervals import Box
+from shard_spec.plan.values import is_sharder
 from shard_spec.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -20,7 +21,6 @@ from shard_spec.specs import (
     ShardingSpec,
     ShardMetadata,
     TensorShards,
-    as_sharder,
     as_spec,
     from_torch,
     to_torch,
@@ -358,9 +358,9 @@ def test_torch_specs_are_taken_for_specs() -> None:
     assert as_spec("rows") is None
     ours: Any = Ours()
     theirs: Any = Theirs()
-    assert as_sharder(ours) is ours
-    assert as_sharder(theirs) is theirs
-    assert as_sharder(ChunkShardingSpec(0, cpu(0))) is None
+    assert is_sharder(ours)
+    assert is_sharder(theirs)
+    assert not is_sharder(ChunkShardingSpec(0, cpu(0)))
     for wrong in (3, "rank:0/cpu"):
         with pytest.raises(PlanError, match="wrong-type"):
             from_torch(wrong)

@@ -35,7 +35,6 @@ _SHARD_MODULES = (
     ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec", "chunk"),
     ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec", "enumerable"),
     ("torch.distributed._shard.metadata", "ShardMetadata", "shard"),
-    ("torch.distributed._shard.sharder", "Sharder", "sharder"),
     ("torch.distributed._shard.sharding_plan.api", "ShardingPlan", "plan"),
     ("torch.distributed.remote_device", "_remote_device", "device"),
 )
@@ -104,11 +103,6 @@ def tensor_hooks(tensor: Any) -> list[Any]:
     """Return the gradient hooks of a tensor, including those after accumulation."""
     tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values()]
-
-
-def revive_hooks(tensor: Any) -> None:
-    """Reactivate the gradient hooks of a tensor: torch's ``swap_tensors`` copies the list and stops the hooks."""
-    tensor._backward_hooks = tensor._backward_hooks  # the setter registers them again
 
 
 def all_gather_flat(output: Any, own: Any, group: Any) -> None:

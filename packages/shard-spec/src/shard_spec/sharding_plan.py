@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
-from shard_spec.estimate.memory import is_foreach, memory_of
+from shard_spec.estimate.memory import memory_of
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
+from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.read import from_dict, from_json
-from shard_spec.plan.resolve import compact_rules, resolve, validate
+from shard_spec.plan.resolve import examine, plan_problems, resolve
 from shard_spec.plan.serialize import to_json
 from shard_spec.report.diff import diff
 from shard_spec.report.explain import explain
@@ -87,8 +88,21 @@ class ShardingPlan(PlanContent):
             PlanError: If the plan does not match the model.
         """
         resolution = resolve(self, module)
-        values, mesh = compact_rules(resolution, self.mesh)
-        plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
+        tensors = [tensor for tensor in resolution.metadata.tensors if tensor.name in resolution.layouts]
+        parameters = {tensor.name for tensor in tensors if tensor.kind == "parameter"}
+        stored = {  # buffers replicate by default
+            name: layout
+            for name, layout in resolution.layouts.items()
+            if name in parameters or not layout.is_replicated
+        }
+        meshes = {layout.mesh for layout in stored.values()}
+        mesh = self.mesh or (next(iter(meshes)) if len(meshes) == 1 else None)
+        values = {name: str(layout) if layout.mesh == mesh else layout for name, layout in stored.items()}
+        aliases = {alias for tensor in tensors if tensor.name in parameters for alias in tensor.aliases} - parameters
+        others = {alias for tensor in resolution.metadata.tensors for alias in tensor.aliases} - aliases - parameters
+        globs = glob_rules({name: values.pop(name) for name in stored if name in parameters}, aliases, others)
+        rules = {**globs, **values, **resolution.sharders}
+        plan = ShardingPlan(rules, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
         assert dict(resolve(plan, resolution.metadata)) == dict(resolution), "the compact plan differs"
         return plan
 
@@ -112,7 +126,12 @@ class ShardingPlan(PlanContent):
             module: The model, or its metadata.
             world_size: Number of ranks; a mesh with other ranks is a problem.
         """
-        return validate(self, module, world_size=world_size)
+        resolution = examine(self, module)
+        problems = plan_problems(self, resolution)
+        if world_size is not None and resolution.ranks and resolution.ranks[-1] >= world_size:
+            text = f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks"
+            problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
+        return tuple(dict.fromkeys(problems))  # once each, in order
 
     def memory(
         self,
@@ -144,7 +163,9 @@ class ShardingPlan(PlanContent):
             return static
         if isinstance(module, ModelMetadata):
             raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-        return static.with_activations(self.activations(module, batch, **step), foreach=is_foreach(module))
+        # Off the CPU torch's optimizers update all parameters at once.
+        foreach = any(each.device.type != "cpu" for each in module.parameters())
+        return static.with_activations(self.activations(module, batch, **step), foreach=foreach)
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
@@ -282,9 +303,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each layout without DTensor placements.
         """
-        from shard_spec.convert.parallelize import (
-            to_dtensor_placements,  # imports torch.distributed.tensor: a second or more
-        )
+        from shard_spec.convert.parallelize import to_dtensor_placements  # imports torch.distributed.tensor
 
         return to_dtensor_placements(self, module)
 
@@ -301,9 +320,7 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        from shard_spec.convert.parallelize import (
-            to_parallelize_plan,  # imports torch.distributed.tensor: a second or more
-        )
+        from shard_spec.convert.parallelize import to_parallelize_plan  # imports torch.distributed.tensor
 
         return to_parallelize_plan(self, module, axis)
 
@@ -365,3 +382,21 @@ class ShardingPlan(PlanContent):
         from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
 
         return cls._of(from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
+
+    @classmethod
+    def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
+        """Return the plan of a model loaded by transformers with a ``DistributedConfig``.
+
+        Its axes are ``dp_replicate``, ``fsdp`` and ``tp``, those of more than one rank. For ``ep_size`` greater than
+        ``tp_size`` experts are sharded over ``ep`` and ``tp``, and ``fsdp`` is ``efsdp`` and ``ep``.
+
+        Args:
+            config: A ``DistributedConfig`` or its ``to_dict()``; a plan of None means the model's own.
+            module: The model (on meta).
+
+        Raises:
+            PlanError: ``not-expressible`` for pipeline stages and unknown styles.
+        """
+        from shard_spec.convert.hf import from_distributed_config  # imports torch.distributed.tensor
+
+        return cls.from_layouts(from_distributed_config(config, module)).compact(module)

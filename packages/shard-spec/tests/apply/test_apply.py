@@ -529,5 +529,5 @@ def test_functions_that_apply_enters(ranks: Ranks) -> None:
         finally:
             sys.setprofile(None)
     files = {file for file, _ in entered}
-    assert len(entered) <= 115, (len(entered), sorted(entered))
-    assert len(files) <= 16, sorted(files)
+    assert len(entered) <= 78, (len(entered), sorted(entered))
+    assert len(files) <= 14, sorted(files)

@@ -100,6 +100,13 @@ def test_grad_modes_training_and_eval(ranks: Ranks) -> None:
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             torch.testing.assert_close(sharded(x), full(x), **CLOSE)
+    # Without grad mode nothing asks for a gradient, and no hook stays on the caller's tensor, also where it passes.
+    passing, leaf = nn.Sequential(nn.Identity()), x.clone().requires_grad_()
+    shard_module(passing, ShardingPlan({}, {"": "S(0)"}, [""], mesh={"rank": ranks.world_size}))
+    with torch.no_grad():
+        assert not passing(leaf).requires_grad
+    assert not leaf._backward_hooks
+    assert passing(leaf).requires_grad
     sharded.eval()
     torch.testing.assert_close(sharded(x), full(x), **CLOSE)
     with torch.autocast(ranks.device.type, torch.bfloat16):

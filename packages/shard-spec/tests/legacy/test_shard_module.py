@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rank_orders import chunk, needs_orders
 from ranktest import Ranks
-from shard_spec import shard_module
+from shard_spec import shard_module, shard_parameter
 from shard_spec._shared.problems import PlanError
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
@@ -308,3 +308,20 @@ def test_a_llama_with_every_matrix_sharded(ranks: Ranks) -> None:
             torch.testing.assert_close(whole(two), one.detach(), **CLOSE, msg=name)
             compared += 1
     assert compared == STEPS * 20
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_argument_of_shard_parameter_on_one_rank_is_every_ranks_error(ranks: Ranks) -> None:
+    """Names that no mapping takes as a key, and specs that are none: nobody waits, and nothing changes."""
+    model = nn.Linear(4, 4)
+    before = dict(model.named_parameters())
+    good: tuple[Any, Any] = "weight", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    wrong: list[tuple[Any, Any]] = [(["weight"], good[1]), (3, good[1]), ("a.b", good[1]), ("weight", "rows"), ("w", 3)]
+    for name, spec in wrong:
+        with pytest.raises(PlanError) as caught:
+            shard_parameter(model, *((name, spec) if ranks.rank == 1 else good))
+        assert len(set(ranks.gather(str(caught.value)))) == 1
+        assert not {problem.code for problem in caught.value.problems}.isdisjoint({"invalid-argument", "wrong-type"})
+    assert dict(model.named_parameters()) == before
+    shard_parameter(model, *good)
+    assert isinstance(model.weight, DTensor)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -19,12 +19,11 @@ from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.handle import (
     Installed,
     ShardHandle,
-    Transaction,
-    install_module,
-    irreversible,
-    mark_replaced_stale,
+    UndoLog,
     place,
+    put,
     run_sharders,
+    undone_on_failure,
 )
 from shard_spec.apply.tensors import (
     ExecutionPlan,
@@ -38,14 +37,7 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.distributed.exchange import (
-    as_bytes,
-    broadcast_,
-    fingerprint,
-    group_or_default,
-    on_all_ranks,
-    take,
-)
+from shard_spec.distributed.exchange import as_bytes, broadcast_, fingerprint, group_or_default, on_all_ranks, take
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
@@ -53,7 +45,6 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import ReplicateSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import examine, plan_problems
-from shard_spec.specs import as_sharder
 
 Source: TypeAlias = Literal["scatter", "local", "meta"]
 Initializer: TypeAlias = Callable[[str, torch.Tensor], object]
@@ -80,53 +71,38 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
         raise PlanError(Problem("rank-outside-mesh", "mesh", found=text, hint=hint))
     if group is None and mesh.ndim == 1:  # groups of one axis exist already
         return mesh.get_group()
-    if group is None and len(ranks) == dist.get_world_size():
-        return group_or_default(None)
-    if group is None:
+    if group is None and len(ranks) < dist.get_world_size():
         text = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
         hint = "pass group=, a process group of all ranks of the mesh"
         raise PlanError(Problem("no-process-group", "group", found=text, hint=hint))
-    members = sorted(dist.get_process_group_ranks(group_or_default(group)))
+    meeting = group_or_default(group)
+    members = sorted(dist.get_process_group_ranks(meeting))
     if members != ranks:
         text, hint = f"a group of ranks {members} for a mesh of ranks {ranks}", "pass the group of the mesh's ranks"
         raise PlanError(Problem("mesh-mismatch", "group", found=text, hint=hint))
-    return group
+    return meeting
 
 
-def argument_problems(source: object, src_rank: object, size: int, init: object) -> list[Problem]:
-    problems = []
+def argument_problems(call: Call, mesh: DeviceMesh) -> list[Problem]:
+    """Report arguments that are wrong or contradict each other, and axes that a plan cannot be applied along."""
+    init: object = call.init
+    problems, source = mesh_order_problems(mesh), call.source
     if source not in SOURCES:
         hint = f"one of {', '.join(map(repr, SOURCES))}"
         problems.append(Problem("invalid-argument", "source", found=repr(source), hint=hint))
-    problems += source_problems(src_rank, size)
+    problems += source_problems(call.src_rank, dist.get_world_size(call.group))
     if init is not None and source != "meta":
         reason, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
         problems.append(Problem("conflicting-arguments", "init", found=reason, hint=hint))
     if not (init is None or callable(init)):
         hint = "a function init(fqn, tensor), or None"
         problems.append(Problem("invalid-argument", "init", found=repr(init), hint=hint))
-    return problems
-
-
-def pipeline_problems(mesh: DeviceMesh) -> list[Problem]:
-    """Report axes with different layers on their ranks: a layout cannot express that a rank holds none."""
-    names = mesh.mesh_dim_names or ()
+    # A layout cannot express that a rank holds none of the layers of another stage.
     hint = "apply one stage's plan on the mesh of that stage, mesh[the other axes]"
     reason = "the stages of a pipeline hold different layers"
-    axes = [axis for axis in names if axis in PIPELINE_AXIS_NAMES and mesh[axis].size() > 1]
-    return [Problem("plan-not-executable", "mesh", axis=axis, found=reason, hint=hint) for axis in axes]
-
-
-def frequency_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
-    """Report sharded tables with ``scale_grad_by_freq``. DTensor divides by the counts of a part of the ids."""
-    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
-    hint = "turn the option off, leave the table replicated, or use shard_module"
-    reason = "a sharded table with scale_grad_by_freq"
-    return [
-        Problem("unsupported-option", name, found=reason, hint=hint)
-        for name, owner in owners.items()
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.scale_grad_by_freq
-    ]
+    axes = [axis for axis in mesh.mesh_dim_names or () if axis in PIPELINE_AXIS_NAMES and mesh[axis].size() > 1]
+    problems += [Problem("plan-not-executable", "mesh", axis=axis, found=reason, hint=hint) for axis in axes]
+    return problems
 
 
 def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
@@ -141,15 +117,6 @@ def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
     reason = f"{layout} on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
     hint = "give the plan the axes of the mesh, in its order"
     return Problem("mesh-mismatch", name, found=reason, hint=hint)
-
-
-def source_text(source: object, src_rank: int, init: object, seed: int) -> str:
-    if source == "scatter":
-        return f"rank {src_rank} of the group"
-    if source == "meta":
-        how = getattr(init, "__qualname__", repr(init))
-        return f"meta tensors filled by {how} with seed {seed}"
-    return "every rank's own values"
 
 
 def apply_plan(
@@ -199,11 +166,11 @@ def apply_plan(
         return actions, None if source == "scatter" else stage(call, actions)
 
     actions, staged = on_all_ranks(meeting, "apply", planned, lambda plan_and_shards: plan_and_shards[0].lines)
-    with Transaction() as transaction:
+    with undone_on_failure() as log:
         staged = stage(call, actions) if staged is None else staged
-        replaced = run_sharders(module, actions, meeting, transaction)  # before install: they may raise
-        handle = ShardHandle(plan, actions, module, meeting, install(call, actions, staged, replaced, transaction))
-    return mark_replaced_stale(handle)
+        replaced = run_sharders(module, actions, meeting, log) if actions.sharders else {}  # first: they may raise
+        installed = install(call, actions, staged, replaced, log)
+    return ShardHandle(plan, actions, module, meeting, installed)
 
 
 @dataclass(frozen=True)
@@ -224,45 +191,48 @@ class Call:
 
 def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
     """Plan the action on each tensor, without changes or communication."""
-    module, source, src_rank, init = call.module, call.source, call.src_rank, call.init
+    module, source, me = call.module, call.source, dist.get_rank(call.group)
     spec = MeshSpec.from_device_mesh(mesh)
-    problems = argument_problems(source, src_rank, dist.get_world_size(call.group), init)
-    problems += mesh_order_problems(mesh)
-    problems += pipeline_problems(mesh)
+    problems = argument_problems(call, mesh)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
         plan = plan.on_mesh(spec)  # text rules need the axes
     resolution = examine(plan, module)
     problems += plan_problems(plan, resolution)
     if plan.output_plan or plan.return_local_tensor:
         text = "apply changes no forward, so output_plan and return_local_tensor have no effect"
-        problems.append(
-            Problem("conflicting-arguments", "output_plan", found=text, hint="use shard_module, or leave them out")
-        )
+        hint = "use shard_module, or leave them out"
+        problems.append(Problem("conflicting-arguments", "output_plan", found=text, hint=hint))
     tensors: list[TensorAction] = []
     fingerprints = []
-    me = dist.get_rank(call.group)
     for metadata in resolution.metadata.tensors:
-        layout = resolution.layouts.get(metadata.name)
+        name, layout = metadata.name, resolution.layouts.get(metadata.name)
         if layout is None:
             continue  # taken by a Sharder
-        tensor = tensor_at(module, metadata.name)
-        problems += replacing_problems(tensor, metadata.name)
-        needed = source == "local" or (source == "scatter" and me == src_rank)
-        problems += missing_values(tensor, metadata.name, needed)
-        problems += [] if layout.is_replicated else frequency_problems(module, metadata.aliases)
-        outcome: Layout | ParameterFormat | Problem = on_mesh(layout, spec, metadata.name)
+        tensor = tensor_at(module, name)
+        problems += replacing_problems(tensor, name)
+        problems += missing_values(tensor, name, source == "local" or (source == "scatter" and me == call.src_rank))
+        for alias in () if layout.is_replicated else metadata.aliases:
+            owner = module.get_submodule(alias.rpartition(".")[0])
+            if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.scale_grad_by_freq:
+                # DTensor divides by the counts of a part of the ids.
+                hint = "turn the option off, leave the table replicated, or use shard_module"
+                reason = "a sharded table with scale_grad_by_freq"
+                problems.append(Problem("unsupported-option", alias, found=reason, hint=hint))
+        outcome: Layout | ParameterFormat | Problem = on_mesh(layout, spec, name)
         if isinstance(outcome, Layout):
             tensors.append(action_of(tensor, metadata, outcome))
-            outcome = choose_format(outcome, metadata.shape, metadata.name, local=True, strided=True)
+            outcome = choose_format(outcome, metadata.shape, name, local=True, strided=True)
         problems += [outcome] if isinstance(outcome, Problem) else []
         if source != "scatter":
-            fingerprints.append(f"{metadata.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
+            fingerprints.append(f"{name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
     raise_problems(dict.fromkeys(problems))
+    how = getattr(call.init, "__qualname__", repr(call.init))
+    texts = {"scatter": "", "meta": f"meta tensors filled by {how} with seed {call.seed}"}
     return ExecutionPlan(
         tensors=tuple(tensors),
-        sharders={path: as_sharder(sharder) for path, sharder in sorted(resolution.sharders.items())},
-        src_rank=src_rank,
-        source=source_text(source, src_rank, init, call.seed),
+        sharders=dict(sorted(resolution.sharders.items())),
+        src_rank=call.src_rank,
+        source=texts.get(source, "every rank's own values"),
         values=tuple(fingerprints),
         device=torch.empty(0, device=mesh.device_type).device,  # with the index of the current one
     )
@@ -303,82 +273,55 @@ def scattered(call: Call, tensor: torch.Tensor, action: TensorAction, device: to
     return local
 
 
-def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
-    """Copy this rank's shard; the full tensor can be freed afterwards."""
-    return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
-
-
 def materialized(call: Call, action: TensorAction, device: torch.device) -> torch.Tensor:
-    """Return this rank's shard of a meta tensor: of what ``init`` writes, or NaN.
-
-    The random numbers depend on the seed and the FQN, neither on the layout nor on the rank.
-    """
+    """Return this rank's shard of a meta tensor: of what ``init`` writes, or NaN (0 for dtypes without NaN)."""
     assert action.layout is not None
-    rank = dist.get_rank()
+    shape = action.shape if call.init is not None else action.layout.local_shape(dist.get_rank(), action.shape)
+    value = torch.empty(shape, dtype=action.dtype, device=device)  # NaN: unwritten entries show
+    value.fill_(float("nan") if value.is_floating_point() or value.is_complex() else 0)
     if call.init is None:
-        local = torch.empty(action.layout.local_shape(rank, action.shape), dtype=action.dtype, device=device)
-        return fill_nan_(local)
-    full = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))  # unwritten entries show
-    with seeded(call.seed, action.names[0], device), torch.no_grad():
-        call.init(action.names[0], full)
-    return local_shard(full, action.layout, device, rank)
-
-
-def fill_nan_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with NaN, which cannot be mistaken for weights, or 0 for dtypes without NaN."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(float("nan"))
-    return tensor.zero_()
-
-
-@contextmanager
-def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
-    """Seed random numbers by ``seed`` and ``name`` alone; the generators are restored afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
-        torch.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 63))
-        yield
+        return value
+    name = action.names[0]
+    # The random numbers depend on the seed and the FQN, neither on the layout nor on the rank.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"), torch.no_grad():
+        torch.manual_seed((call.seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 63))
+        call.init(name, value)
+    return take(value, action.layout, dist.get_rank()).clone(memory_format=torch.contiguous_format)
 
 
 def stage(call: Call, actions: ExecutionPlan) -> list[torch.Tensor]:
-    """Create this rank's tensors, in one order on all ranks; only ``source="scatter"`` communicates."""
-    return [_shard(call, action, actions.device) for action in actions.tensors]
+    """Create this rank's shards (whole tensors where there is no layout), in one order on all ranks.
 
-
-def _shard(call: Call, action: TensorAction, device: torch.device) -> torch.Tensor:
-    """Create this rank's shard, or the whole tensor where it has no layout."""
-    tensor, layout = tensor_at(call.module, action.names[0]), action.layout
-    if call.source == "scatter":
-        local = scattered(call, tensor, action, device)
-    elif tensor.is_meta:
-        local = materialized(call, action, device)
-    else:
-        assert layout is not None
-        local = local_shard(tensor, layout, device, dist.get_rank())
-    if layout is None:
-        return local
-    mesh = call.mesh_of(layout)
-    expression = choose_format(layout, action.shape, action.names[0], local=True, strided=True)
-    assert isinstance(expression, ParameterFormat)  # planned
-    if expression.kind == "local":
-        return _local(local, action, mesh, expression)
-    placements = expression.placements
-    value = dtensor_of(local, mesh, placements, action.shape)
-    if action.kind == "buffer":
-        return value
-    parameter = nn.Parameter(value, requires_grad=action.requires_grad)
-    if parameter.requires_grad:
-        parameter.register_hook(LayGradient(placements))  # gradients in the parameter's layout
-    return parameter
-
-
-def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expression: ParameterFormat) -> torch.Tensor:
-    info = sharding_info(mesh, expression, action.shape)
-    if action.kind == "parameter":
-        parameter = LocalParameter(local, action.requires_grad)
-        parameter._sharding_info = info
-        return parameter
-    local._sharding_info = info  # type: ignore[attr-defined]  # our convention for local tensors
-    return local
+    Only ``source="scatter"`` communicates.
+    """
+    staged: list[torch.Tensor] = []
+    for action in actions.tensors:
+        tensor, layout = tensor_at(call.module, action.names[0]), action.layout
+        if call.source == "scatter":
+            local = scattered(call, tensor, action, actions.device)
+        elif tensor.is_meta:
+            local = materialized(call, action, actions.device)
+        else:
+            assert layout is not None
+            shard = take(tensor, layout, dist.get_rank()).to(actions.device)
+            local = shard.clone(memory_format=torch.contiguous_format)  # a copy: the full tensor can be freed
+        if layout is None:
+            staged.append(local)
+            continue
+        mesh = call.mesh_of(layout)
+        expression = choose_format(layout, action.shape, action.names[0], local=True, strided=True)
+        assert isinstance(expression, ParameterFormat)  # planned
+        placements, is_parameter = expression.placements, action.kind == "parameter"
+        if expression.kind == "local":
+            local = LocalParameter(local, action.requires_grad) if is_parameter else local
+            local._sharding_info = sharding_info(mesh, expression, action.shape)  # type: ignore[attr-defined]  # our convention for local tensors
+        else:
+            local = dtensor_of(local, mesh, placements, action.shape)
+            local = nn.Parameter(local, requires_grad=action.requires_grad) if is_parameter else local
+            if local.requires_grad:
+                local.register_hook(LayGradient(placements))  # type: ignore[no-untyped-call]  # DTensor's
+        staged.append(local)
+    return staged
 
 
 def install(
@@ -386,23 +329,29 @@ def install(
     actions: ExecutionPlan,
     staged: list[torch.Tensor],
     replaced: dict[str, nn.Module],
-    transaction: Transaction,
+    log: UndoLog,
 ) -> Installed:
-    """Put everything in its place; local, and logged in ``transaction``."""
+    """Put everything in its place; local, and logged."""
     module, installed = call.module, Installed()
     for action, value in zip(actions.tensors, staged, strict=True):
         old = tensor_at(module, action.names[0])
         if action.layout is not None:
-            installed.placed.append(place(module, action, old, value, transaction))
+            installed.placed.append(place(module, action, old, value, log))
         elif old.is_meta:  # undo leaves it
             new = nn.Parameter(value, requires_grad=action.requires_grad) if action.kind == "parameter" else value
-            place(module, action, old, new, transaction)
-        else:
-            transaction.overwrite(old, value.to(old.device))
+            place(module, action, old, new, log)
+        elif not torch.equal(old.detach(), value.to(old.device)):  # equal values need no copy
+            log.append(partial(old.detach().copy_, old.detach().clone()))
+            old.detach().copy_(value)  # the same memory, outside of autograd
     for path, new_module in replaced.items():
-        install_module(module, path, new_module, transaction)
-        installed.checks.append(irreversible(path, actions.sharders[path]))
-    places = [(owner, each.value) for each in installed.placed for owner, _, _ in each.places]
-    for owner in {id(owner): owner for owner, value in places if hasattr(value, "_sharding_info")}.values():
-        installed.register(owner.register_state_dict_post_hook(InfoOnSave()), transaction)
+        inside = module.get_submodule(path)
+        for parent in list(module.modules()):
+            for name in [name for name, child in parent._modules.items() if child is inside]:
+                put(parent._modules, name, new_module, log)
+        reason = f"{type(actions.sharders[path]).__qualname__} replaced this module; its weights may have changed since"
+        hint = "keep a copy of the module to go back to"
+        installed.final.append(Problem("sharder-nesting", path, found=reason, hint=hint))
+    local = [each for each in installed.placed if hasattr(each.value, "_sharding_info")]
+    for path in dict.fromkeys(fqn.rpartition(".")[0] for each in local for _, _, fqn in each.places):
+        installed.register(module.get_submodule(path).register_state_dict_post_hook(InfoOnSave()), log)
     return installed

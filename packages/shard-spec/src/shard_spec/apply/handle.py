@@ -1,11 +1,12 @@
-"""ShardHandle: the replaced tensors of a call, and undo; Transaction: an undo log of a call's changes; Sharders."""
+"""ShardHandle: the replaced tensors of a call, and undo; the log of a call's changes; Sharders."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,65 +20,33 @@ from shard_spec.apply.tensors import ExecutionPlan, TensorAction
 from shard_spec.distributed.exchange import gather_shards, on_all_ranks
 from shard_spec.layout.layout import Layout
 
+Undo: TypeAlias = Callable[[], object]
+UndoLog: TypeAlias = list[Undo]
 
-class Transaction:
-    """A log of changes. Leaving its block with an error undoes them, last first, and without one keeps them."""
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+@contextmanager
+def undone_on_failure() -> Iterator[UndoLog]:
+    """Yield a log of changes. If the block raises, they are undone, last first."""
+    log: UndoLog = []
+    try:
+        yield log
+    except BaseException:
+        while log:
+            log.pop()()
+        raise
+    log.clear()  # the old tensors can be freed
 
-    def __enter__(self) -> Transaction:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        while self._undo and kind is not None:
-            self._undo.pop()()
-        self._undo.clear()  # the old tensors can be freed
+def put(table: dict[str, Any], key: str, value: object, log: UndoLog) -> Undo:
+    """Set an entry of a module's table, in its place, and log and return the way back."""
+    before = {key: table[key]} if key in table else {}
 
-    def set_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """Replace a registered parameter or buffer; order, kind and persistence of the entry are preserved."""
-        table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-        old = table[name]
-        self._undo.append(lambda: table.__setitem__(name, old))
-        table[name] = value
+    def undo() -> None:
+        table.update(before) if before else table.pop(key, None)
 
-    def set_module(self, parent: nn.Module, name: str, value: nn.Module) -> None:
-        """Install a submodule."""
-        old = parent._modules[name]
-        self._undo.append(lambda: parent._modules.__setitem__(name, old))
-        parent._modules[name] = value
-
-    def set_attribute(self, module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-        """Install a plain attribute of the instance, and return its undo function."""
-        before = dict(module.__dict__)
-
-        def undo() -> None:
-            if name in before:
-                module.__dict__[name] = before[name]
-            else:
-                module.__dict__.pop(name, None)  # the class attribute again
-
-        self._undo.append(undo)
-        module.__dict__[name] = value
-        return undo
-
-    def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Write ``value`` into ``tensor``; equal values need no copy."""
-        if torch.equal(tensor.detach(), value):  # no copy to keep
-            return
-        old = tensor.detach().clone()
-
-        def undo() -> None:
-            with torch.no_grad():
-                tensor.copy_(old)
-
-        self._undo.append(undo)
-        with torch.no_grad():
-            tensor.copy_(value)
-
-    def on_rollback(self, undo: Callable[[], None]) -> None:
-        """Register the undo function of a change by the caller."""
-        self._undo.append(undo)
+    log.append(undo)
+    table[key] = value
+    return undo
 
 
 class Snapshot:
@@ -101,28 +70,17 @@ class Snapshot:
             tensor._backward_hooks = hooks
 
 
-def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Transaction) -> None:
-    """Replace the module at ``path`` by ``new``, at every place."""
-    old = module.get_submodule(path)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is old:
-                transaction.set_module(parent, name, new)
-
-
 def run_sharders(
-    module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, transaction: Transaction
+    module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, log: UndoLog
 ) -> dict[str, nn.Module]:
     """Call the Sharders in the order of their FQNs. If one fails on a rank, all ranks raise."""
-    if not actions.sharders:
-        return {}
 
     def run() -> dict[str, nn.Module]:
         tensors = {}
         try:
             for path, sharder in actions.sharders.items():
                 old = module.get_submodule(path)
-                transaction.on_rollback(Snapshot(old).restore)
+                log.append(Snapshot(old).restore)
                 new = sharder.shard(old)
                 if not isinstance(new, nn.Module):
                     reason = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
@@ -156,14 +114,14 @@ class Placed:
     """One replaced tensor.
 
     Attributes:
-        places: ``(module, name, FQN)`` of every entry that holds it; several if it is tied.
+        places: ``(table of a module, name, FQN)`` of every entry that holds it; several if it is tied.
         value: The current value.
         before: The previous value, while other objects still hold it.
         layout: Layout of its shards.
         shape: Global shape.
     """
 
-    places: tuple[tuple[nn.Module, str, str], ...]
+    places: tuple[tuple[dict[str, Any], str, str], ...]
     value: torch.Tensor
     before: weakref.ref[torch.Tensor]
     layout: Layout | None
@@ -177,15 +135,23 @@ class Placed:
 
 @dataclass
 class Installed:
-    """Changes of one call: tensors in place, removals of its hooks, and checks before an undo."""
+    """Changes of one call.
+
+    Attributes:
+        placed: Tensors in place.
+        removals: Removals of its hooks and forwards.
+        forwards: FQN of a module to the module and the forward that it has to have at an undo.
+        final: Changes that cannot be undone.
+    """
 
     placed: list[Placed] = field(default_factory=list)
-    removals: list[Callable[[], None]] = field(default_factory=list)
-    checks: list[Callable[[], Problem | None]] = field(default_factory=list)
+    removals: UndoLog = field(default_factory=list)
+    forwards: dict[str, tuple[nn.Module, object]] = field(default_factory=dict)
+    final: list[Problem] = field(default_factory=list)
 
-    def register(self, hook: Any, transaction: Transaction) -> None:
+    def register(self, hook: Any, log: UndoLog) -> None:
         """Remove a hook of torch at undo, or at a failure of this call."""
-        transaction.on_rollback(hook.remove)
+        log.append(hook.remove)
         self.removals.append(hook.remove)
 
 
@@ -207,6 +173,12 @@ class ShardHandle:
         self._group = group
         self._installed = installed
         self._undone = False
+        # An optimizer that still trains a replaced parameter raises.
+        reason = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
+        hint = "build the optimizer after the module is sharded; shard a module that holds all ties"
+        for placed in installed.placed:
+            if isinstance(original := placed.before(), nn.Parameter):
+                mark_stale(original, Problem("parameter-replaced", placed.name, found=reason, hint=hint))
 
     def __repr__(self) -> str:
         state = "undone" if self._undone else f"{len(self._installed.placed)} tensors"
@@ -222,14 +194,13 @@ class ShardHandle:
             PlanError: On every rank, without changes: ``already-applied``; ``model-changed`` if a tensor or a forward
                 was replaced after the call (undo later calls first); ``sharder-nesting``.
         """
-        on_all_ranks(self._group, "undo", lambda: raise_problems(self._undo_problems()), self._undo_lines)
+        on_all_ranks(self._group, "undo", self._check_undo, list)
         full_tensors = [self._whole(placed) for placed in self._installed.placed]
         for removal in reversed(self._installed.removals):
             removal()
-        changes = Transaction()
         for placed, value in zip(self._installed.placed, full_tensors, strict=True):
-            for module, name, _ in placed.places:
-                changes.set_tensor(module, name, value)
+            for table, name, _ in placed.places:
+                table[name] = value
             mark_current(value)
             if isinstance(placed.value, nn.Parameter):
                 why = "undo() gave the module a full parameter; an optimizer still holds the shard"
@@ -239,21 +210,27 @@ class ShardHandle:
         self._installed = Installed()  # frees the shards
         return self.module
 
-    def _undo_lines(self, _: None) -> list[str]:
-        return [f"undo {placed.name}: {_state(placed.value)}" for placed in self._installed.placed]
-
-    def _undo_problems(self) -> list[Problem]:
+    def _check_undo(self) -> list[str]:
+        """Raise if this rank cannot undo the call; return what ranks compare before they gather."""
         if self._undone:
-            return [Problem("already-applied", found="this handle was undone before", hint="shard the module again")]
-        problems = [problem for check in self._installed.checks if (problem := check()) is not None]
+            hint = "shard the module again"
+            raise PlanError(Problem("already-applied", found="this handle was undone before", hint=hint))
+        problems = list(self._installed.final)
+        for path, (module, forward) in self._installed.forwards.items():
+            if module.__dict__.get("forward") is not forward:
+                reason, hint = "its forward was replaced after this call", "undo later calls first"
+                problems.append(Problem("model-changed", path, found=reason, hint=hint))
+        lines = []
         for placed in self._installed.placed:
-            for module, name, fqn in placed.places:
-                now = module._parameters.get(name, module._buffers.get(name))
-                if now is not placed.value:
+            for table, name, fqn in placed.places:
+                if table.get(name) is not placed.value:
                     reason = "another tensor has replaced the sharded one"
                     hint = "undo later calls first, or put the sharded tensor back"
                     problems.append(Problem("model-changed", fqn, found=reason, hint=hint))
-        return problems
+            grad = "no gradient" if placed.value.grad is None else f"with a gradient of {placed.value.grad.dtype}"
+            lines.append(f"undo {placed.name}: {placed.value.dtype}, {grad}".replace("torch.", ""))
+        raise_problems(problems)
+        return lines
 
     def _whole(self, placed: Placed) -> torch.Tensor:
         """Return the full tensor with its gradient; a collective."""
@@ -283,37 +260,17 @@ class ShardHandle:
         return gather_shards(tensor, placed.layout, placed.shape, self._group)
 
 
-def place(
-    module: nn.Module, action: TensorAction, old: torch.Tensor, value: torch.Tensor, transaction: Transaction
-) -> Placed:
+def place(module: nn.Module, action: TensorAction, old: torch.Tensor, value: torch.Tensor, log: UndoLog) -> Placed:
     """Put ``value`` in place of ``old``, under each of its names, with the user's attributes."""
     value.__dict__.update(user_attributes(old))  # e.g. weight-decay flags
     places = []
     for fqn in action.names:
         path, _, name = fqn.rpartition(".")
         owner = module.get_submodule(path)
-        transaction.set_tensor(owner, name, value)
-        places.append((owner, name, fqn))
+        table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+        put(table, name, value, log)
+        places.append((table, name, fqn))
     return Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape)
-
-
-def _state(value: torch.Tensor) -> str:
-    """Describe the properties that ranks compare before they gather a tensor and its gradient."""
-    dtype = str(value.dtype).removeprefix("torch.")
-    if value.grad is None:
-        return f"{dtype}, no gradient"
-    return f"{dtype}, with a gradient of {str(value.grad.dtype).removeprefix('torch.')}"
-
-
-def mark_replaced_stale(handle: ShardHandle) -> ShardHandle:
-    """Mark replaced parameters as stale, so that an optimizer that still trains them raises."""
-    for placed in handle._installed.placed:
-        original = placed.before()
-        if isinstance(original, nn.Parameter):
-            reason = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
-            hint = "build the optimizer after the module is sharded; shard a module that holds all ties"
-            mark_stale(original, Problem("parameter-replaced", placed.name, found=reason, hint=hint))
-    return handle
 
 
 # Attributes of a parameter that torch and this repository write themselves.
@@ -323,22 +280,3 @@ _OWN_ATTRIBUTES = {"_sharding_info", "_is_param", "_local_tensor", "_spec", "_st
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the user's attributes of a parameter, for the tensor that replaces it."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
-
-
-def irreversible(path: str, sharder: object) -> Callable[[], Problem]:
-    """Return a check that always fails: a Sharder's change cannot be undone."""
-    reason = f"{type(sharder).__qualname__} replaced this module; its weights may have changed since"
-    problem = Problem("sharder-nesting", path, found=reason, hint="keep a copy of the module to go back to")
-    return lambda: problem
-
-
-def still_ours(module: nn.Module, attribute: str, value: object, path: str) -> Callable[[], Problem | None]:
-    """Return a check that an instance attribute is still the installed one."""
-
-    def check() -> Problem | None:
-        if module.__dict__.get(attribute) is value:
-            return None
-        reason, hint = f"its {attribute} was replaced after this call", "undo later calls first"
-        return Problem("model-changed", path, found=reason, hint=hint)
-
-    return check

@@ -47,14 +47,18 @@ class TensorAction:
     @property
     def line(self) -> str:
         """The action as text."""
-        where = "whole"
-        if self.layout is not None:
-            mesh = self.layout.mesh
-            axes = f" as {' x '.join(map(str, mesh.shape))}" if mesh.ndim > 1 else ""
-            where = f"{self.layout} on ranks {list(mesh.ranks)}{axes}"
+        where = "whole" if self.layout is None else _on_ranks(self.layout)
         grad = "" if self.requires_grad else ", frozen"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind} {' = '.join(self.names)}: {dtype} {list(self.shape)}{grad} -> {where}"
+
+
+def _on_ranks(wanted: ShardingSpec | Layout) -> str:
+    if not isinstance(wanted, Layout):
+        return repr(wanted)
+    shape = wanted.mesh.shape
+    axes = f" as {' x '.join(map(str, shape))}" if len(shape) > 1 else ""
+    return f"{wanted} on ranks {list(wanted.mesh.ranks)}{axes}"
 
 
 def tensor_at(module: nn.Module, fqn: str) -> Any:
@@ -115,6 +119,7 @@ def replica_problems(owners: list[nn.Module], name: str) -> list[Problem]:
     return problems
 
 
+@dataclass(frozen=True, eq=False)
 class LayGradient:
     """A tensor hook on a DTensor parameter: its gradient, laid out like the parameter.
 
@@ -122,11 +127,10 @@ class LayGradient:
     sums. Both are right, but take more memory than the plan says, and every op of an optimizer reduces them again.
     """
 
+    placements: tuple[Placement, ...]
+
     # Torch warns that hooks of a tensor are not saved with it; without it a module computes the same.
     __torch_unserializable__ = True
-
-    def __init__(self, placements: tuple[Placement, ...]) -> None:
-        self.placements = placements
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         """Redistribute; a plain gradient (somebody made the parameter local) is handed on."""
@@ -135,15 +139,15 @@ class LayGradient:
         return grad
 
 
+@dataclass(frozen=True, eq=False)
 class SumGradient:
     """A tensor hook: the gradient summed over the group, in each backward before it is accumulated."""
 
+    group: GroupRef
+    note: Callable[[], None]  # ranks compare at the next forward what they have summed
+
     # Torch warns that hooks of a tensor are not saved with it; CompareAndHook puts them back at the next forward.
     __torch_unserializable__ = True
-
-    def __init__(self, group: GroupRef, note: Callable[[], None]) -> None:
-        self.group = group
-        self.note = note  # ranks compare at the next forward what they have summed
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum; every rank's backward calls it in the same order."""
@@ -158,11 +162,6 @@ def refuse_second_derivative() -> None:
     """Raise in a backward with ``create_graph=True``: its result would lack what other ranks add."""
     if torch.is_grad_enabled():
         raise RuntimeError("a sharded module has no second derivatives: leave out create_graph=True")
-
-
-def sums_over(parameter: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether the gradient of ``parameter`` is summed over ``group`` already."""
-    return any(each.group is group for each in summed_over(parameter))
 
 
 def summed_over(parameter: torch.Tensor) -> list[GroupRef]:
@@ -265,7 +264,7 @@ class ExecutionPlan:
             *(action.line for action in self.tensors),
             *(f"module {path or '(root)'}: sharded forward of {self.options[path]}" for path in self.forwards),
             *(f"module {path}: {type(sharder).__qualname__}" for path, sharder in self.sharders.items()),
-            *(f"output of {path or '(root)'}: {_wanted_text(wanted)}" for path, wanted in self.outputs.items()),
+            *(f"output of {path or '(root)'}: {_on_ranks(wanted)}" for path, wanted in self.outputs.items()),
             *(f"output of {path or '(root)'}: this rank's rows" for path in self.locals),
             *(f"values of {text}" for text in self.values),
         )
@@ -282,9 +281,3 @@ class ExecutionPlan:
     def to_json(self) -> str:
         """The lines as JSON."""
         return json.dumps({"actions": self.lines, "digest": self.digest}, indent=1)
-
-
-def _wanted_text(wanted: ShardingSpec | Layout) -> str:
-    if not isinstance(wanted, Layout):
-        return repr(wanted)
-    return f"{wanted} on ranks {list(wanted.mesh.ranks)} as {' x '.join(map(str, wanted.mesh.shape))}"

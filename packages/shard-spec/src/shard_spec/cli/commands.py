@@ -14,11 +14,8 @@ from shard_spec.cli.sources import UsageError, load_model, read_text
 from shard_spec.estimate.cost import PRESETS, topology_preset
 from shard_spec.estimate.memory import STEP_PARTS, Memory
 from shard_spec.estimate.roles import DATA_AXIS_NAMES, PIPELINE_AXIS_NAMES
-from shard_spec.formatting import joined
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
-from shard_spec.plan.resolve import examine
-from shard_spec.report.explain import explain_model
 from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
@@ -29,8 +26,13 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec plan``: print the plan, its costs and problems (there should be none)."""
+    if not arguments.mesh:
+        raise UsageError("pass --mesh, for example --mesh dp=4,tp=2")
     model = load_model(arguments.model)
-    mesh = _mesh(arguments)
+    try:
+        mesh = MeshSpec.parse(arguments.mesh)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
     plans, notes = _planned(arguments, mesh, model)
     metadata = metadata_of(model)
     plan = plans.compact(metadata)  # globs: a file for people
@@ -72,15 +74,6 @@ def load_plan(path: str) -> ShardingPlan:
     return ShardingPlan.from_json(read_text(Path(path)))
 
 
-def _mesh(arguments: argparse.Namespace) -> MeshSpec:
-    if not arguments.mesh:
-        raise UsageError("pass --mesh, for example --mesh dp=4,tp=2")
-    try:
-        return MeshSpec.parse(arguments.mesh)
-    except PlanError as error:
-        raise UsageError(str(error)) from None
-
-
 def _planned(
     arguments: argparse.Namespace, mesh: MeshSpec, model: nn.Module | ModelMetadata
 ) -> tuple[ShardingPlan, list[Problem]]:
@@ -118,23 +111,6 @@ def _data_axis(mesh: MeshSpec) -> str | None:
     return next((axis for axis in ("fsdp", "dp_shard", "dp") if axis in mesh.axis_names), None)
 
 
-def _batch(arguments: argparse.Namespace) -> tuple[int, int] | None:
-    if not arguments.batch:
-        return None
-    match = re.fullmatch(r"(\d+)x(\d+)", arguments.batch)
-    if match is None:
-        raise UsageError(f"--batch {arguments.batch!r}: write sequences x length, for example 512x8192")
-    return int(match[1]), int(match[2])
-
-
-def _topology(arguments: argparse.Namespace) -> Any:
-    if not arguments.topology:
-        return None
-    if arguments.topology not in PRESETS:
-        raise UsageError(f"--topology {arguments.topology!r}: one of {', '.join(sorted(PRESETS))}")
-    return topology_preset(arguments.topology)
-
-
 def _limit(arguments: argparse.Namespace) -> int | None:
     if not arguments.memory_limit:
         return None
@@ -161,9 +137,18 @@ def _report(
         memory, communication, reason = _costs_of(plan, model, arguments)
         notes = [*notes, Problem("unverified", found=reason)] if reason else notes
         if limit is not None and memory.max_bytes > limit:  # a problem like others: status 1
-            problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=_hint(memory, limit)))
+            state = sum(size for part, size in memory.on(memory.worst_rank).items() if part not in STEP_PARTS)
+            hint = "try --checkpointing, --loss vocab-parallel, a smaller batch, or more ranks"
+            if not memory.moment or state > limit:
+                largest = memory.largest(memory.worst_rank, 3)
+                hint = f"use more ranks, or shard more of the largest tensors of rank {memory.worst_rank}: "
+                hint += ", ".join(f"{name} ({human_bytes(size)})" for name, size in largest)
+            problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=hint))
         if arguments.html:
-            _write_html(plan, metadata, arguments, memory, communication)
+            from shard_spec.report.html import html_report
+
+            title = "/".join(Path(arguments.model).parts[-2:])
+            _write(arguments.html, html_report(plan, metadata, memory, communication, limit=limit, title=title))
     if arguments.json:
         document: dict[str, Any] = {
             "digest": plan.digest,
@@ -178,7 +163,7 @@ def _report(
         return 1 if problems else 0
     print(f"{len(metadata.tensors)} tensors, plan {plan.digest[:12]}")
     if memory is not None:
-        parts = [("plan", joined(explain_model(plan, examine(plan, metadata)))), ("memory on each rank", memory)]
+        parts: list[tuple[str, object]] = [("plan", plan.explain(None, metadata)), ("memory on each rank", memory)]
         parts += [] if communication is None else [("communication of a step", communication)]
         for title, part in parts:
             print(f"\n{title}:\n{part}")
@@ -205,7 +190,16 @@ def _costs_of(
     plan: ShardingPlan, model: nn.Module | ModelMetadata, arguments: argparse.Namespace
 ) -> tuple[Memory, Any, str]:
     """Return memory, communication (None with several meshes), and the reason if activations are not counted."""
-    batch, reason = _batch(arguments), ""
+    batch, topology, reason = None, None, ""
+    if arguments.batch:
+        match = re.fullmatch(r"(\d+)x(\d+)", arguments.batch)
+        if match is None:
+            raise UsageError(f"--batch {arguments.batch!r}: write sequences x length, for example 512x8192")
+        batch = int(match[1]), int(match[2])
+    if arguments.topology:
+        if arguments.topology not in PRESETS:
+            raise UsageError(f"--topology {arguments.topology!r}: one of {', '.join(sorted(PRESETS))}")
+        topology = topology_preset(arguments.topology)
     options: dict[str, Any] = {"dtype": arguments.dtype, "checkpointing": arguments.checkpointing}
     options["loss"] = None if arguments.loss == "none" else arguments.loss
     memory = plan.memory(model, optimizer=arguments.optimizer, **options)
@@ -216,39 +210,16 @@ def _costs_of(
             memory = plan.memory(model, batch, optimizer=arguments.optimizer, **options)
         except Exception as error:  # a forward of other inputs; the report is valid without it
             line = (str(error).splitlines() or [""])[0][:200]  # torch's errors have many lines
-            reason = (
-                f"activations are not counted: forward on token ids {arguments.batch}: {type(error).__name__}: {line}"
-            )
+            reason = f"activations are not counted: forward on token ids {arguments.batch}: "
+            reason += f"{type(error).__name__}: {line}"
     try:
         counted = None if reason else batch
-        communication = plan.communication(model, counted, topology=_topology(arguments), **options)
+        communication = plan.communication(model, counted, topology=topology, **options)
     except PlanError as error:
         if any(problem.code != "mesh-mismatch" for problem in error.problems):
             raise
         communication = None
     return memory, communication, reason
-
-
-def _hint(memory: Memory, limit: int) -> str:
-    state = sum(size for part, size in memory.on(memory.worst_rank).items() if part not in STEP_PARTS)
-    if memory.moment and state <= limit:
-        return "try --checkpointing, --loss vocab-parallel, a smaller batch, or more ranks"
-    largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in memory.largest(memory.worst_rank, 3))
-    return f"use more ranks, or shard more of the largest tensors of rank {memory.worst_rank}: {largest}"
-
-
-def _write_html(
-    plan: ShardingPlan,
-    metadata: ModelMetadata,
-    arguments: argparse.Namespace,
-    memory: Memory,
-    communication: Any,
-) -> None:
-    from shard_spec.report.html import html_report
-
-    title = "/".join(Path(getattr(arguments, "model", None) or "plan").parts[-2:])
-    page = html_report(plan, metadata, memory, communication, limit=_limit(arguments), title=title)
-    _write(arguments.html, page)
 
 
 def _write(path: str, text: str) -> None:

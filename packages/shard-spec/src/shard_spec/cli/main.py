@@ -26,13 +26,14 @@ _ARGUMENTS = {"invalid-argument", "unsupported-dtype"}  # errors of the command 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     arguments = _parser().parse_args(argv)
-    from shard_spec._shared.problems import PlanError  # --help stays fast
+    from shard_spec._shared.problems import PlanError
+    from shard_spec.cli import commands  # imports torch: --help and errors of arguments stay fast
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names from files may hold letters that the terminal lacks
             stream.reconfigure(errors="backslashreplace")
     try:
-        status: int = _command(arguments.command)(arguments)
+        status: int = getattr(commands, f"run_{arguments.command}")(arguments)
     except UsageError as error:
         print(f"shard-spec: {error}", file=sys.stderr)
         return 2
@@ -45,12 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0  # the reader closed early, as head does
     return status
-
-
-def _command(name: str):  # type: ignore[no-untyped-def]  # a function of the namespace
-    from shard_spec.cli import commands  # imports torch: after argument errors
-
-    return getattr(commands, f"run_{name}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,13 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("plan", help="a plan file (JSON)")
     explain.add_argument("name", nargs="?", help="FQN of a parameter or buffer")
     explain.add_argument("--model", help="the model, for reasons and local shapes")
-    _common(explain)
 
     diff = _add(commands, "diff", "compare two plans; exit status 1 when they differ")
     diff.add_argument("before")
     diff.add_argument("after")
     diff.add_argument("--model", help="the model, to compare tensors instead of rules")
-    _common(diff)
+    for each in (explain, diff):
+        each.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
@@ -103,12 +98,8 @@ def _add(commands, name: str, text: str) -> argparse.ArgumentParser:  # type: ig
     return parser
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
 def _costs(parser: argparse.ArgumentParser) -> None:
-    _common(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures there")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, momentum, mixed-adamw, none, ...")
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")

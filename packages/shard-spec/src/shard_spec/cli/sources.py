@@ -47,12 +47,8 @@ def load_model(source: str) -> nn.Module | ModelMetadata:
         return ModelMetadata(tuple(_header(path)))
     if path.suffix == ".json":
         return _from_config(path)
-    if ":" in source:
-        return _from_factory(source)
-    raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json and no .safetensors file")
-
-
-def _from_factory(source: str) -> nn.Module:
+    if ":" not in source:
+        raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json and no .safetensors file")
     import torch
     from torch import nn
 
@@ -155,19 +151,19 @@ def _header(path: Path) -> list[TensorMetadata]:
             json_values(file.read(min(int.from_bytes(file.read(8), "little"), MAX_BYTES)))
         with safe_open(path, framework="pt") as stored:
             slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
-            return [_tensor(path, name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
+            kinds = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"{path} is no safetensors file: {error!s:.300}") from None
-
-
-def _tensor(path: Path, name: str, stored: str, shape: tuple[int, ...]) -> TensorMetadata:
-    match = _DTYPE.fullmatch(stored)
-    dtype = _DTYPE_STEMS[match[1]] + match[2] if match else _OTHER_DTYPES.get(stored)
-    if dtype not in ITEM_BYTES:
-        raise UsageError(f"{path}: tensor {name[:200]!r} is of dtype {stored}, which torch cannot hold")
-    if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:  # 0 sizes do not hide huge ones
-        raise UsageError(f"{path}: tensor {name[:200]!r} has more elements than torch can count")
-    return TensorMetadata(name, shape, dtype, requires_grad=dtype.startswith(("float", "bfloat")))
+    tensors = []
+    for name, (kind, shape) in kinds.items():
+        match = _DTYPE.fullmatch(kind)
+        dtype = _DTYPE_STEMS[match[1]] + match[2] if match else _OTHER_DTYPES.get(kind)
+        if dtype not in ITEM_BYTES:
+            raise UsageError(f"{path}: tensor {name[:200]!r} is of dtype {kind}, which torch cannot hold")
+        if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:  # 0 sizes do not hide huge ones
+            raise UsageError(f"{path}: tensor {name[:200]!r} has more elements than torch can count")
+        tensors.append(TensorMetadata(name, shape, dtype, requires_grad=dtype.startswith(("float", "bfloat"))))
+    return tensors
 
 
 def read_text(path: Path) -> str:

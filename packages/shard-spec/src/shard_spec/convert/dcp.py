@@ -21,7 +21,7 @@ from shard_spec._shared.consensus import all_gather_header, all_gather_objects
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
-from shard_spec.distributed.exchange import fingerprint
+from shard_spec.distributed.exchange import fingerprint, split
 from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.from_module import layout_of_tensor
@@ -33,19 +33,10 @@ if TYPE_CHECKING:
     from shard_spec.plan.content import PlanContent
     from shard_spec.plan.metadata import ModelMetadata
 
-_READABLE: set[Any] = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.element_size,
-    torch.Tensor.__repr__,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse")
-    ),
-}
+_METHODS = ("size", "dim", "numel", "element_size", "__repr__", "is_floating_point", "is_complex")
+_PROPERTIES = ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse")
+_READABLE: set[Any] = {getattr(torch.Tensor, name) for name in _METHODS}
+_READABLE |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
 
 
 class CheckpointShard(torch.Tensor):
@@ -70,7 +61,7 @@ class CheckpointShard(torch.Tensor):
         shard = torch.Tensor.as_subclass(hollow, cls)  # size() is the global shape
         shard.local = local.detach()  # shares memory: loading fills the parameter
         shard.boxes = layout.boxes(rank, shape)
-        shard._shards = _cut_local(shard.local, layout, rank, tuple(shape))
+        shard._shards = split(shard.local, layout, rank, shape)
         return shard
 
     _shards: tuple[torch.Tensor, ...]
@@ -110,10 +101,7 @@ class CheckpointShard(torch.Tensor):
 
 
 def to_dcp(
-    plan: PlanContent,
-    module: nn.Module | ModelMetadata,
-    state_dict: Mapping[str, Any],
-    rank: int,
+    plan: PlanContent, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int
 ) -> dict[str, Any]:
     """Wrap the local tensors of the state dict for DCP; see ``ShardingPlan.to_dcp``."""
     resolution = resolve(plan, module)
@@ -170,13 +158,19 @@ def dcp_state_dict(state: Mapping[str, Any], *, loading: bool = False) -> dict[s
         if not isinstance(value, torch.Tensor) or isinstance(value, CheckpointShard):  # steps, lists
             return value
         try:
-            shard = _as_checkpoint_shard(value)
+            info = sharding_info_of(value)
+            if info is not None or (isinstance(value, DTensor) and any(map(strided_shard_factor, value.placements))):
+                layout = layout_of_tensor(value)  # raises if no layout expresses it
+                assert layout is not None
+                local = value.to_local() if isinstance(value, DTensor) else value
+                shape = tuple(value.shape if info is None else info.shape)
+                return CheckpointShard(local, layout, shape, dist.get_rank())
         except PlanError as error:
             problems.extend(replace(problem, name=name) for problem in error.problems)
             return value  # collect all; this rank still joins the collective
-        if shard is value and not isinstance(value, DTensor) and not value.is_meta:
+        if not isinstance(value, DTensor) and not value.is_meta:
             plain[name] = value
-        return shard
+        return value
 
     converted: dict[str, Any] = convert(state, "")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not loading:
@@ -208,16 +202,6 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
     return all_problems
 
 
-def _as_checkpoint_shard(tensor: torch.Tensor) -> torch.Tensor:
-    info = sharding_info_of(tensor)
-    if info is None and not (isinstance(tensor, DTensor) and any(map(strided_shard_factor, tensor.placements))):
-        return tensor
-    layout = layout_of_tensor(tensor)  # raises if no layout expresses it
-    assert layout is not None
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return CheckpointShard(local, layout, tuple(tensor.shape if info is None else info.shape), dist.get_rank())
-
-
 def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:
     reason = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
     return Problem("shape-mismatch", name, found=reason, hint="pass the local tensors of the plan's layout")
@@ -225,12 +209,3 @@ def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...],
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-
-
-def _cut_local(local: torch.Tensor, layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Split the local tensor into views of its boxes, in their order."""
-    views = [local]
-    for dim, intervals in enumerate(layout.intervals(rank, shape)):
-        sizes = [size for _, size in intervals]
-        views = [part for view in views for part in torch.split(view, sizes, dim)]  # row-major grid, like the boxes
-    return tuple(view for view in views if view.numel())

@@ -1,4 +1,4 @@
-"""Hugging Face's ``tp_plan``s, written for transformers 5.23.
+"""Hugging Face's ``tp_plan``s and ``DistributedConfig``s, written for transformers 5.23.
 
 A ``tp_plan`` maps module names, with ``*`` for layer numbers, to the names of styles. It fixes two things at once:
 layouts of parameters and the behaviour of forward. A sharding plan fixes the first. Styles with a forward beyond their
@@ -8,25 +8,24 @@ parameters' layout cannot be expressed and are refused by name, unless ``forward
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.parallelize import (
     STYLES,
-    cut_elsewhere,
     not_expressible,
-    sharder_problems,
+    one_axis_problems,
     style_of_module,
     tensors_by_module,
 )
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec
+from shard_spec.layout.placements import REPLICATE, PlacementLike, PlacementSpec, ShardSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
-from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.plan.metadata import ModelMetadata, metadata_of
+from shard_spec.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,13 +74,25 @@ def from_hf_tp_plan(
         reason = f"{tp_styles!r:.200} of type {type(tp_styles).__name__}"
         raise PlanError(Problem("invalid-plan", "tp_plan", found=reason, hint="a mapping from module name to style"))
     styles = {prefix + key: style for key, style in tp_styles.items()}  # base models lack the prefix
-    problems = _style_problems(styles, forward)  # before the model is matched
+    problems = []  # before the model is matched
+    for key, style in styles.items():
+        if not isinstance(style, str):
+            reason, hint = f"{style!r:.200} of type {type(style).__name__}", "a style is text, such as 'colwise'"
+            problems.append(not_expressible(key, reason, hint))
+        elif style in _FORWARD_STYLES and forward != "drop":
+            hint = "pass forward='drop' to take only the layout of its parameters"
+            problems.append(not_expressible(key, f"style {style!r} changes what forward does", hint))
+        elif style not in (*_STYLES, *_FORWARD_STYLES):
+            hint = f"styles that can be read: {', '.join((*_STYLES, *_FORWARD_STYLES))}"
+            problems.append(not_expressible(key, f"style {style!r}", hint))
     raise_problems(problems, "the tp_plan has styles that a sharding plan cannot express")
     used: set[str] = set()
     values: dict[str, str | None] = {}  # by each name: those of one tensor may differ, which validate() reports
     for tensor in metadata.parameters:
         for alias in tensor.aliases:
-            key = _key_of(generic_name(alias), styles)
+            name = generic_name(alias)
+            # Its own entry decides, else that of its module.
+            key = next((each for each in (name, name.rpartition(".")[0]) if each in styles), None)
             values[alias] = None
             if key is None:
                 continue
@@ -94,7 +105,9 @@ def from_hf_tp_plan(
         if styles.get(name) in _GATHERS:
             output[path] = str(Layout.replicated(mesh))  # forward gathers the output
     used |= {key for key in styles if key in generic.values()}
-    raise_problems([_unused(key) for key in styles if key not in used], "the tp_plan does not fit the model")
+    hint, reason = "a config's base_model_tp_plan needs prefix='model.'", "no module or parameter has this name"
+    unused = [Problem("unmatched-pattern", key, found=reason, hint=hint) for key in styles if key not in used]
+    raise_problems(unused, "the tp_plan does not fit the model")
     buffers = [alias for tensor in metadata.buffers for alias in tensor.aliases]
     return PlanContent(glob_rules(values, (), buffers), output or None, mesh=mesh)
 
@@ -102,15 +115,20 @@ def from_hf_tp_plan(
 def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, str]:
     """Derive generic module names and styles; see ``ShardingPlan.to_hf_tp_plan``."""
     resolution = resolve(plan, module)
-    resolution.one_mesh.axis_index(axis)  # raises for an unknown axis
-    problems = cut_elsewhere(resolution, axis, "a tp_plan") + sharder_problems(resolution, "a tp_plan")
-    by_name: dict[str, dict[str, str]] = {}
+    problems = one_axis_problems(resolution, axis, "a tp_plan")
+    by_itself = {"colwise": "last", "rowwise": "whole", "embedding_rowwise": "whole", "embedding_colwise": "whole"}
+    by_name: dict[str, dict[str, str]] = {}  # "" where the parameters are replicated
     for path, tensors in tensors_by_module(resolution.metadata).items():
+        style, output = "", None
         try:
-            style = _module_style(plan, path, tensors, resolution, axis)
+            style, output = style_of_module(plan, path, tensors, resolution, axis, packed=True) or ("", None)
         except PlanError as error:
             problems.extend(error.problems)
-            style = ""
+        if style == "colwise" and output == "whole":
+            style = "colwise_gather_output"
+        elif output not in (None, by_itself.get(style)):
+            text = f"the output layout {output} of style {style}"
+            problems.append(not_expressible(path, text, "leave the output layout out"))
         by_name.setdefault(generic_name(path), {})[path] = style
     styles = {}
     for name, style_names in by_name.items():
@@ -119,70 +137,76 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
             problems.append(not_expressible(name, text, "a tp_plan has one style for all layer numbers"))
         elif "" not in style_names.values():
             styles[name] = next(iter(style_names.values()))
-    styles |= _tied_styles(resolution, styles)
+    # Modules with further names of tied tensors only: an embedding's rows are a head's rows.
+    same = {"embedding_rowwise": "colwise_gather_output", "colwise": "embedding_rowwise"}
+    modules = resolution.metadata.modules
+    for tensor in resolution.metadata.parameters:
+        owner, *others = (alias.rpartition(".")[0] for alias in tensor.aliases)
+        tied = styles.get(generic_name(owner))
+        for path in others:
+            if tied is not None and generic_name(path) not in styles:
+                alike = modules.get(path) == modules.get(owner)
+                styles[generic_name(path)] = tied if alike else same.get(tied, tied)
     raise_problems(problems, "a tp_plan cannot express this plan")
     return styles
 
 
-def _module_style(plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str) -> str:
-    """Return the style of the module's own parameters, ``""`` if they are replicated."""
-    style_and_output = style_of_module(plan, path, tensors, found, axis, packed=True)
-    if style_and_output is None:
-        return ""
-    style, output = style_and_output
-    if style == "colwise" and output == "whole":
-        return "colwise_gather_output"
-    by_itself = {"colwise": "last", "rowwise": "whole", "embedding_rowwise": "whole", "embedding_colwise": "whole"}
-    if output in (None, by_itself.get(style)):
-        return style
-    text = f"the output layout {output} of style {style}"
-    raise PlanError(not_expressible(path, text, "leave the output layout out"))
+def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layout]:
+    """Derive the layouts of a model's parameters; see ``ShardingPlan.from_distributed_config``.
+
+    The dense mesh of transformers is ``(dp_replicate, fsdp, tp)``, that of experts ``(dp_replicate, efsdp, ep)`` over
+    the same ranks. Both are views of ``(dp_replicate, efsdp, ep, tp)``: there ``fsdp`` is ``(efsdp, ep)``, and a group
+    of experts is ``(ep, tp)``.
+    """
+    settings: Any = config if isinstance(config, Mapping) else vars(config)
+    sizes = ("pp_size", "dp_replicate_size", "fsdp_size", "tp_size", "ep_size")
+    pp, replicas, fsdp, tp, ep = (int(settings.get(name) or 1) for name in sizes)
+    if pp > 1:
+        text = f"{pp} stages; which layers each holds is not in it"
+        raise PlanError(not_expressible("pp_size", text, "import the plan of one stage"))
+    if ep > 1 and (ep % tp or (fsdp * tp) % ep):
+        hint = "ep_size is a multiple of tp_size and divides fsdp_size * tp_size"
+        raise PlanError(Problem("invalid-mesh", "ep_size", found=f"ep {ep}, tp {tp}, fsdp {fsdp}", hint=hint))
+    inner = max(ep // tp, 1)  # ranks of an expert group beside tp
+    axes = {"dp_replicate": replicas, "efsdp" if inner > 1 else "fsdp": fsdp // inner, "ep": inner, "tp": tp}
+    mesh = MeshSpec({name: size for name, size in axes.items() if size > 1} or {"tp": 1})  # a mesh needs an axis
+    dense = MeshSpec({"dp_replicate": replicas, "fsdp": fsdp, "tp": tp})
+    metadata = metadata_of(module)
+    names = {*map(generic_name, metadata.modules)}
+    names |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
+    plans: dict[str, dict[str, str]] = {}
+    for which, size in (("tp_plan", tp), ("ep_plan", ep)):
+        own, configured = dict(getattr(module, which, None) or {}), settings.get(which)
+        configured = configured if isinstance(configured, Mapping) else None
+        unknown = [str(key) for key in configured or () if key not in {*names, *own}]  # a typo would replicate silently
+        hint = "use the names of modules and parameters, '*' for layer numbers"
+        raise_problems(Problem("unmatched-pattern", key, found=f"in {which}", hint=hint) for key in unknown)
+        merged = (
+            {} if which == "tp_plan" and configured == {} else {**own, **(configured or {})}
+        )  # an empty one turns it off
+        plans[which] = {k: v for k, v in merged.items() if k in names and size > 1}  # a model's own may have more
+    experts = plans["ep_plan"]  # their rules take precedence
+    styles = {k: v for k, v in plans["tp_plan"].items() if not any(f"{k}.".startswith(f"{e}.") for e in experts)}
+    along_tp = resolve(from_hf_tp_plan(styles, metadata, MeshSpec({"tp": tp}), forward="drop"), metadata)
+    layouts, problems = {}, []
+    for tensor in metadata.parameters:
+        # FSDP2 shards dim 0 after tp; experts are sharded by their group first, then over its copies.
+        order = ["tp", *(("fsdp", "efsdp", "ep") if tensor.shape else ())]
+        cuts: dict[str, PlacementLike] = {**dict.fromkeys(order, "S(0)"), "tp": along_tp[tensor.name].specs[0]}
+        by_group = any(experts.get(generic_name(alias)) == "grouped_gemm" for alias in tensor.aliases)
+        if by_group:
+            order, cuts = ["ep", "tp", "efsdp", "fsdp"], dict.fromkeys(("ep", "tp", "efsdp", "fsdp"), "S(0)")
+        layouts[tensor.name] = _in_order(mesh, cuts, order)
+        if "ep" in mesh.axis_names and not by_group:
+            wanted = _in_order(dense, {name: cuts[name] for name in ("tp", "fsdp") if name in cuts}, ["tp", "fsdp"])
+            if not layouts[tensor.name].equivalent_to(wanted, tensor.shape):
+                text = f"rows of {list(tensor.shape)} over fsdp={fsdp}, of which experts take {inner}, do not divide"
+                problems.append(not_expressible(tensor.name, text, "choose sizes that divide its rows"))
+    raise_problems(problems, "one mesh cannot express both views of the ranks")
+    return layouts
 
 
-def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return styles of modules with further names of tied tensors only: an embedding's rows are a head's rows."""
-    same = {"embedding_rowwise": "colwise_gather_output", "colwise": "embedding_rowwise"}
-    added = {}
-    for tensor in found.metadata.parameters:
-        style = styles.get(generic_name(tensor.name.rpartition(".")[0]))
-        for alias in tensor.aliases[1:]:  # the first name has its style
-            path = alias.rpartition(".")[0]
-            if style is not None and generic_name(path) not in styles:
-                other = same.get(style, style)
-                added[generic_name(path)] = style if _same_kind(found, tensor, path) else other
-    return added
-
-
-def _same_kind(found: Resolution, tensor: TensorMetadata, path: str) -> bool:
-    return found.metadata.modules.get(path) == found.metadata.modules.get(tensor.name.rpartition(".")[0])
-
-
-def _key_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """Return the deciding entry of a parameter: its own, else that of its module."""
-    if name in styles:
-        return name
-    owner = name.rpartition(".")[0]
-    return owner if owner in styles else None
-
-
-def _style_problems(styles: Mapping[str, Any], forward: str) -> list[Problem]:
-    problems = []
-    for key, style in styles.items():
-        if not isinstance(style, str):
-            hint = "a style is text, such as 'colwise'"
-            problems.append(not_expressible(key, f"{style!r:.200} of type {type(style).__name__}", hint))
-            continue
-        if style in _STYLES or (style in _FORWARD_STYLES and forward == "drop"):
-            continue
-        if style in _FORWARD_STYLES:
-            hint = "pass forward='drop' to take only the layout of its parameters"
-            problems.append(not_expressible(key, f"style {style!r} changes what forward does", hint))
-        else:
-            reason = ", ".join((*_STYLES, *_FORWARD_STYLES))
-            problems.append(not_expressible(key, f"style {style!r}", f"styles that can be read: {reason}"))
-    return problems
-
-
-def _unused(key: str) -> Problem:
-    hint = "config.base_model_tp_plan is about the base model: pass prefix='model.'"
-    return Problem("unmatched-pattern", key, found="no module or parameter has this name", hint=hint)
+def _in_order(mesh: MeshSpec, cuts: Mapping[str, PlacementLike], order: Sequence[str]) -> Layout:
+    """Return the layout of those axes that ``mesh`` has, first to last in ``order``."""
+    layout = Layout(mesh, {axis: cut for axis, cut in cuts.items() if axis in mesh.axis_names})
+    return Layout(mesh, layout.specs, [axis for axis in order if axis in layout.sharded_axes])

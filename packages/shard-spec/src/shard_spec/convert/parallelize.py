@@ -26,8 +26,9 @@ def not_expressible(name: str, found: str, hint: str, dim: int | None = None, ax
     return Problem("not-expressible", name, dim, axis, found, hint)
 
 
-def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
-    """Report tensors sharded along axes other than ``axis``, for targets with one axis."""
+def one_axis_problems(found: Resolution, axis: str, target: str) -> list[Problem]:
+    """Report, for a target with one axis, tensors sharded along axes other than ``axis``, and Sharders."""
+    found.one_mesh.axis_index(axis)  # raises for an unknown axis
     problems = []
     for name, layout in found.layouts.items():
         for other in layout.sharded_axes:
@@ -35,7 +36,7 @@ def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
                 reason = f"{layout}: {target} is about one axis, here {axis}"
                 hint = f"replicate along {other} here, and shard along it by other means (fully_shard, ...)"
                 problems.append(not_expressible(name, reason, hint, axis=other))
-    return problems
+    return problems + sharder_problems(found, target)
 
 
 def sharder_problems(found: Resolution, target: str) -> list[Problem]:
@@ -93,19 +94,36 @@ def to_parallelize_plan(
     plan: PlanContent, module: nn.Module | ModelMetadata, axis: str = "tp"
 ) -> dict[str, ParallelStyle]:
     """Map module FQNs to styles; see ``ShardingPlan.to_parallelize_plan``."""
-    state = resolve(plan, module)
-    state.one_mesh.axis_index(axis)  # raises for an unknown axis
-    problems = cut_elsewhere(state, axis, "a parallelize_plan") + sharder_problems(state, "a parallelize_plan")
-    problems += _tied_problems(state, axis)
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
+    resolution = resolve(plan, module)
+    problems = one_axis_problems(resolution, axis, "a parallelize_plan")
+    for tensor in resolution.metadata.parameters:
+        if len(tensor.aliases) > 1 and cut_dim(resolution.layouts.get(tensor.name), tensor, axis) is not None:
+            reason = f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module"
+            problems.append(not_expressible(tensor.name, reason, "use plan.apply, which keeps them tied"))
     styles: dict[str, ParallelStyle] = {}
-    for path, tensors in tensors_by_module(state.metadata).items():
+    outputs: dict[str | None, Any] = {"whole": Replicate(), "last": Shard(-1), None: None}
+    for path, tensors in tensors_by_module(resolution.metadata).items():
         try:
-            style = style_of_module(plan, path, tensors, state, axis)
-            if style is not None:
-                styles[path] = _parallel_style(*style)
+            style = style_of_module(plan, path, tensors, resolution, axis)
         except PlanError as error:
             problems.extend(error.problems)
-    problems += _unused_outputs(plan, styles)
+            continue
+        if style is not None:
+            name, output = style
+            ids = {"input_layouts": Replicate()} if name == "embedding_rowwise" else {}  # token ids are replicated
+            kind: Any = ColwiseParallel if name in ("colwise", "embedding_colwise") else RowwiseParallel
+            styles[path] = kind(**ids, output_layouts=outputs[output])
+    for path in plan.output_plan or {}:
+        if path not in styles:
+            reason = "its parameters are replicated, so no style carries its output layout"
+            problems.append(not_expressible(f"output_plan[{path!r}]", reason, "use PrepareModuleOutput there yourself"))
+    for path in plan.return_local_tensor or ():
+        if path not in styles:
+            reason = "return_local_tensor of a module whose parameters are replicated"
+            problems.append(not_expressible(path, reason, "leave it out: its output is a plain tensor already"))
     raise_problems(problems, "parallelize_module cannot express this plan")
     return styles
 
@@ -127,11 +145,7 @@ def cut_dim(layout: Layout | None, tensor: TensorMetadata, axis: str) -> int | N
 
 
 def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
-    """Return the entry of ``output_plan``: ``"whole"``, ``"last"`` (last dim sharded), or None.
-
-    Raises:
-        PlanError: For any other layout.
-    """
+    """Return the entry of ``output_plan``: ``"whole"``, ``"last"`` (last dim sharded), or None."""
     value = (plan.output_plan or {}).get(path)
     if value is None:
         return None
@@ -170,49 +184,15 @@ def style_of_module(
     kind = found.metadata.modules.get(path, "")
     linear = ["colwise", "rowwise", *(["packed_colwise", "packed_rowwise"] if packed else [])]  # plain ones first
     for style in {"Linear": linear, "Embedding": ["embedding_rowwise", "embedding_colwise"]}.get(kind, []):
-        if all(_lies_as(style, layouts[tensor.name], tensor, axis) for tensor in tensors):
+        for tensor in tensors:
+            layout = layouts[tensor.name]
+            if layout is None or not tensor.shape:  # a Sharder's, or a scalar
+                break
+            wanted = Layout(layout.mesh, {axis: STYLES[style][min(len(tensor.shape), 2) - 1]})
+            if wanted.problems(tensor.shape) or not layout.equivalent_to(wanted, tensor.shape):
+                break
+        else:
             return style, output_of(plan, path, axis)
     text = ", ".join(f"{tensor.name.rsplit('.', 1)[-1]} {layouts[tensor.name]}" for tensor in tensors)
     hint = "styles shard a Linear's weight and bias by rows, its weight by columns, or an Embedding; or use tp-styles"
     raise PlanError(not_expressible(path, f"a {kind or 'module'} with {text}", hint, axis=axis))
-
-
-def _lies_as(style: str, layout: Layout | None, tensor: TensorMetadata, axis: str) -> bool:
-    if layout is None or not tensor.shape:  # a Sharder's, or a scalar
-        return False
-    wanted = Layout(layout.mesh, {axis: STYLES[style][min(len(tensor.shape), 2) - 1]})
-    return not wanted.problems(tensor.shape) and layout.equivalent_to(wanted, tensor.shape)
-
-
-def _parallel_style(style: str, output: str | None) -> Any:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-    from torch.distributed.tensor.placement_types import Replicate, Shard
-
-    layouts: Any = {"whole": Replicate(), "last": Shard(-1), None: None}[output]
-    if style in ("colwise", "embedding_colwise"):
-        return ColwiseParallel(output_layouts=layouts)
-    if style == "embedding_rowwise":  # token ids are replicated
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=layouts)
-    return RowwiseParallel(output_layouts=layouts)
-
-
-def _tied_problems(found: Resolution, axis: str) -> list[Problem]:
-    problems = []
-    for tensor in found.metadata.parameters:
-        if len(tensor.aliases) > 1 and cut_dim(found.layouts.get(tensor.name), tensor, axis) is not None:
-            reason = f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module"
-            problems.append(not_expressible(tensor.name, reason, "use plan.apply, which keeps them tied"))
-    return problems
-
-
-def _unused_outputs(plan: PlanContent, styles: dict[str, Any]) -> list[Problem]:
-    problems = []
-    for path in plan.output_plan or {}:
-        if path not in styles:
-            reason = "its parameters are replicated, so no style carries its output layout"
-            problems.append(not_expressible(f"output_plan[{path!r}]", reason, "use PrepareModuleOutput there yourself"))
-    for path in plan.return_local_tensor or ():
-        if path not in styles:
-            reason = "return_local_tensor of a module whose parameters are replicated"
-            problems.append(not_expressible(path, reason, "leave it out: its output is a plain tensor already"))
-    return problems

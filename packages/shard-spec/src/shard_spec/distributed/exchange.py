@@ -18,11 +18,7 @@ T = TypeVar("T")
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the given group, or the default group.
-
-    Raises:
-        PlanError: ``no-process-group`` or ``rank-outside-mesh``, on this rank only.
-    """
+    """Return the given group, or the default group."""
     if not (dist.is_available() and dist.is_initialized()):
         reason = "torch.distributed is not initialized"
         hint = "call torch.distributed.init_process_group first; planning needs no process group"
@@ -98,19 +94,18 @@ def gather_shards(
     full = local.new_empty(shape)
     for rank, numel, padded in zip(ranks, numels, torch.split(every, most or 1), strict=False):
         shard = padded[:numel].view(layout.local_shape(rank, shape))
-        _put(full, shard, layout.intervals(rank, shape), 0)
+        for box, part in zip(layout.boxes(rank, shape), split(shard, layout, rank, shape), strict=True):
+            full[box.slices()] = part
     return full
 
 
-def _put(whole: torch.Tensor, shard: torch.Tensor, intervals: Sequence[Sequence[tuple[int, int]]], dim: int) -> None:
-    """Copy ``shard`` into its intervals of ``whole``, dim by dim."""
-    if dim == whole.dim():
-        whole.copy_(shard)
-        return
-    position = 0
-    for start, size in intervals[dim]:
-        _put(whole.narrow(dim, start, size), shard.narrow(dim, position, size), intervals, dim + 1)
-        position += size
+def split(local: torch.Tensor, layout: Layout, rank: int, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Split the local tensor of ``rank`` into views of its boxes, in their order."""
+    views = [local]
+    for dim, intervals in enumerate(layout.intervals(rank, shape)):
+        sizes = [size for _, size in intervals]
+        views = [part for view in views for part in torch.split(view, sizes, dim)]
+    return tuple(view for view in views if view.numel())
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

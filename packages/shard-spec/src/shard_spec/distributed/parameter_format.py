@@ -108,11 +108,10 @@ class ParameterFormat:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Torch's placement for each mesh axis; without the sections of a local parameter."""
+        specs = self.specs
         if self.kind == "local":
-            return tuple(
-                dtensor_placement(ShardSpec(t.dim) if isinstance(t, InterleavedShard) else t) for t in self.specs
-            )
-        return tuple(dtensor_placement(spec) for spec in self.specs)
+            specs = tuple(ShardSpec(spec.dim) if isinstance(spec, InterleavedShard) else spec for spec in specs)
+        return tuple(map(dtensor_placement, specs))
 
 
 def choose_format(
@@ -133,9 +132,19 @@ def choose_format(
         return Problem("partial-value", name, found=str(layout), hint="replicate or shard what is stored")
     if not special and not plain.order:
         # The axes as written, not canonical ones: an axis of one rank keeps its shard.
-        return ParameterFormat("dtensor", tuple(_written(spec, len(shape)) for spec in layout.specs))
-    if not special:
-        return _in_order(layout, shape, name, strided)
+        dims = [None if spec.dim is None else spec.dim % len(shape) for spec in layout.specs]
+        return ParameterFormat("dtensor", tuple(REPLICATE if dim is None else ShardSpec(dim) for dim in dims))
+    if not special:  # axes in another order than the mesh's (FSDP over TP)
+        hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
+        specs, why = dtensor_specs(layout, shape)
+        if why is None and not strided:
+            why = "this call makes DTensors that shard in mesh order only"
+        if why is None and not _torch_compat.computes_with_strided_shards():
+            why = "this torch computes strided shards wrongly in some operators"
+            hint += "; or use torch >= 2.13"
+        if why is not None:
+            return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
+        return ParameterFormat("dtensor", specs)
     spec = plain.specs[special[0]]
     axis = layout.mesh.axis_names[special[0]]
     if (
@@ -145,36 +154,12 @@ def choose_format(
     ):
         section_sizes = tuple(size for _, size in spec.section_intervals(shape[spec.dim]))
         return ParameterFormat("local", plain.specs, section_sizes)
-    return Problem("not-expressible", name, spec.dim, axis, f"{layout}: {_WHY[type(spec)]}", _hint(spec, local))
-
-
-def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
-    """Return the format of axes in another order than the mesh's (FSDP over TP)."""
-    hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
-    specs, why = dtensor_specs(layout, shape)
-    if why is None and not strided:
-        why = "this call makes DTensors that shard in mesh order only"
-    if why is None and not _torch_compat.computes_with_strided_shards():
-        why = "this torch computes strided shards wrongly in some operators"
-        hint += "; or use torch >= 2.13"
-    if why is not None:
-        return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
-    return ParameterFormat("dtensor", specs)
-
-
-def _written(spec: PlacementSpec, ndim: int) -> PlacementSpec:
-    """Return the plain shard of a spec with its dim counted from the front."""
-    return REPLICATE if spec.dim is None else ShardSpec(spec.dim % ndim)
-
-
-def _hint(spec: PlacementSpec, local: bool) -> str:
+    hint = "use Shard(dim) here; shard-reshard moves tensors in any layout"
     if isinstance(spec, InterleavedShard):
-        return (
-            "a fused weight becomes a local parameter where all other axes replicate; or use tp-styles' fused styles"
-            if local
-            else "use plan.apply, or tp-styles' fused styles"
-        )
-    return "use Shard(dim) here; shard-reshard moves tensors in any layout"
+        hint = "use plan.apply, or tp-styles' fused styles"
+        if local:
+            hint = "a fused weight becomes a local parameter where all other axes replicate; or use tp-styles"
+    return Problem("not-expressible", name, spec.dim, axis, f"{layout}: {_WHY[type(spec)]}", hint)
 
 
 # ---- specs with DTensor placements ----
@@ -191,17 +176,28 @@ def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[
         # Axes of one rank keep their shard as written: canonical() replicates them.
         specs_written = [spec.from_front(len(shape)) if isinstance(spec, ShardSpec) else canon for spec, canon in pairs]
         layout = Layout(layout.mesh, specs_written, plain.order)
-    specs = [_equal_sections(spec) for spec in layout.specs]
-    for spec in specs:
+    specs = list(layout.specs)
+    for at, spec in enumerate(specs):
+        sections = getattr(spec, "sections", None)
+        if isinstance(sections, tuple) and len(set(sections)) == 1:  # torch.chunk shards sections of one size alike
+            specs[at] = spec = InterleavedShard(spec.dim or 0, len(sections))
         if isinstance(spec, SpecialShard) and not isinstance(getattr(spec, "sections", None), int):
             return (), _WHY[type(spec)]
     if not layout.order:  # mesh order is DTensor's own
         return tuple(specs), None
     if shape is None:  # equivalence needs one
         return (), "this order depends on the shape in a DTensor; pass the model"
-    strided = _strided(layout, specs)
-    if strided is not None and Layout(layout.mesh, strided).equivalent_to(layout, shape):
-        return strided, None
+    # In mesh order, with strided shards on axes applied after later ones. An interleaved spec has no second factor.
+    names, in_order = layout.mesh.axis_names, list(specs)
+    for place, axis in enumerate(layout.order):
+        at, dim = names.index(axis), specs[names.index(axis)].dim
+        before = [names.index(other) for other in layout.order[:place]]
+        factor = prod(layout.mesh.shape[b] for b in before if b > at and specs[b].dim == dim)
+        if factor > 1 and dim is not None:
+            in_order[at] = InterleavedShard(dim, factor)
+    interleaved = any(isinstance(spec, InterleavedShard) for spec in specs)
+    if not interleaved and Layout(layout.mesh, in_order).equivalent_to(layout, shape):
+        return tuple(in_order), None
     return (), "DTensor shards in mesh order, and a strided shard puts other rows on some ranks here"
 
 
@@ -210,29 +206,6 @@ _WHY: dict[type, str] = {
     BlockShard: "a DTensor cannot keep blocks together",
     InterleavedShard: "a DTensor cannot interleave these sections",
 }
-
-
-def _equal_sections(spec: PlacementSpec) -> PlacementSpec:
-    """Convert sections of one size to a number of sections: torch.chunk shards them alike."""
-    if isinstance(spec, InterleavedShard) and isinstance(spec.sections, tuple) and len(set(spec.sections)) == 1:
-        return InterleavedShard(spec.dim, len(spec.sections))
-    return spec
-
-
-def _strided(layout: Layout, specs: list[PlacementSpec]) -> tuple[PlacementSpec, ...] | None:
-    """Return specs in mesh order, with strided shards on axes applied after later ones."""
-    if any(isinstance(spec, InterleavedShard) for spec in specs):  # no second factor possible
-        return None
-    names = layout.mesh.axis_names
-    strided = list(specs)
-    for place, axis in enumerate(layout.order):
-        at = names.index(axis)
-        before = [names.index(other) for other in layout.order[:place]]
-        dim = specs[at].dim
-        factor = prod(layout.mesh.shape[b] for b in before if b > at and specs[b].dim == dim)
-        if factor > 1 and dim is not None:
-            strided[at] = InterleavedShard(dim, factor)
-    return tuple(strided)
 
 
 def dtensor_placement(spec: PlacementSpec) -> Any:

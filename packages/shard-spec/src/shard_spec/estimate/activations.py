@@ -197,14 +197,19 @@ class _Step(nn.Module):
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)
         # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
-        returned = {memory_of(tensor) for tensor in _held(output, set())}
+        returned = {memory_of(tensor) for tensor in _tensors(output, set())}
         sizes = {memory: flow.local_bytes(memory, storage) for memory, storage in storages.items()}
         for memory, allocation in flow.alive.items():
             if memory not in returned and allocation not in timeline.gathered:
                 sizes.setdefault(memory, timeline.sizes[allocation])  # setdefault: hooks' entries win
         self.local_bytes = sum(sizes.values())
         storages.clear()  # only the step itself may keep memory alive
-        logits = self._logits_of(output)
+        # Scores over a vocabulary: the field ``logits``, or a 3-d output as wide as an embedding table.
+        tables = {each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)}
+        field = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        if isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[-1] in tables:
+            field = output
+        logits = field if isinstance(field, torch.Tensor) and field.is_floating_point() else None
         if logits is not None:
             self.first_of_loss = flow.alive.get(memory_of(logits))
         timeline.begin("loss")
@@ -213,15 +218,15 @@ class _Step(nn.Module):
             timeline.begin("backward")
         else:
             logits.register_hook(lambda grad: timeline.begin("backward"))  # fires when the loss's own backward is done
-        self._backward(scalars)
-
-    def _logits_of(self, output: Any) -> torch.Tensor | None:
-        """Return the scores over a vocabulary: the field ``logits``, or a 3-d output as wide as an embedding table."""
-        tables = {each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)}
-        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        if isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[-1] in tables:
-            logits = output
-        return logits if isinstance(logits, torch.Tensor) and logits.is_floating_point() else None
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(flow.gradient)
+        scalars = [tensor for tensor in scalars if tensor.requires_grad]
+        try:
+            torch.autograd.backward(scalars, [torch.ones_like(tensor) for tensor in scalars])
+        except Exception as error:  # no shape function for an operator; forward's figures are valid all the same
+            reason = (str(error).splitlines() or [""])[0][:120]
+            self.notes.append(f"backward is not counted: {type(error).__name__}: {reason}")
 
     def _scalars(self, output: Any, logits: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the tensors to start backward from: the loss, or else every output."""
@@ -240,17 +245,6 @@ class _Step(nn.Module):
         if not (len(outputs) == 1 and outputs[0].dim() == 0):  # a scalar is a loss
             self.notes.append("the loss is not counted: pass labels in batch, or loss=")
         return outputs
-
-    def _backward(self, outputs: list[torch.Tensor]) -> None:
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.flow.gradient)
-        outputs = [tensor for tensor in outputs if tensor.requires_grad]
-        try:
-            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
-        except Exception as error:  # no shape function for an operator; forward's figures are valid all the same
-            reason = (str(error).splitlines() or [""])[0][:120]
-            self.notes.append(f"backward is not counted: {type(error).__name__}: {reason}")
 
 
 class _Timeline:
@@ -356,7 +350,7 @@ class _FullyShard:
         else:
             self._received = "", None
         self._order.append(name)
-        for tensor in _held(output, set()):
+        for tensor in _tensors(output, set()):
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._gather_again(name))
 
@@ -402,7 +396,7 @@ class _TorchFunctions(TorchFunctionMode):
         # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one), but these
         # look the name up in their module.
         self._unfused = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = self._attention  # undone in __exit__
+        functional.scaled_dot_product_attention = self._attention  # type: ignore[assignment]  # undone in __exit__
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *error: Any) -> None:
@@ -418,12 +412,8 @@ class _TorchFunctions(TorchFunctionMode):
         listed = isinstance(index, list) and index and all(type(at) is int for at in index)
         return self._flow.inputs(torch.tensor(index, device="cpu")) if listed else index
 
-    def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        fused = self._fused(*args, **kwargs)
-        return self._unfused(*args, **kwargs) if fused is None else fused
-
-    @staticmethod
-    def _fused(
+    def _attention(
+        self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -433,12 +423,13 @@ class _TorchFunctions(TorchFunctionMode):
         *,
         scale: float | None = None,
         enable_gqa: bool = False,  # the kernel reads shared heads in place
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
         # Torch broadcasts one head over many in the unfused formula only.
         equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
         if dropout_p or not equal or (attn_mask is not None and attn_mask.requires_grad):
-            return None
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = attn_mask.to(query.dtype)  # the kernel adds it, and saves it in the dtype of the scores
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -634,10 +625,9 @@ class _Flow:
     def _follow_values(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute small results for real if all inputs are known: integers and constants."""
         results = list(_tensors(result))
-        small = all(tensor.numel() <= _MAX_VALUES for tensor in results)
-        if not results or not small or torch.Tag.nondeterministic_seeded in operator.tags:  # not known
-            return
-        if any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
+        small = results and all(tensor.numel() <= _MAX_VALUES for tensor in results)
+        computable = small and torch.Tag.nondeterministic_seeded not in operator.tags
+        if not computable or any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
             return
         real = operator(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(results, _tensors(real), strict=True):
@@ -691,27 +681,16 @@ def _meta_state(
     return state, weights
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a container; with ``seen`` also from attributes of its objects (a key-value cache)."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _held(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield an output's tensors, also from attributes of its objects (a key-value cache)."""
-    if isinstance(value, torch.Tensor | Mapping | list | tuple):
-        items = value.values() if isinstance(value, Mapping) else value
-        yield from (
-            [value] if isinstance(value, torch.Tensor) else (each for item in items for each in _held(item, seen))
-        )
-    elif hasattr(value, "__dict__") and id(value) not in seen:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item, seen)
+    elif seen is not None and hasattr(value, "__dict__") and id(value) not in seen:
         seen.add(id(value))  # objects may refer to each other in circles
-        yield from _held(vars(value), seen)
+        yield from _tensors(vars(value), seen)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

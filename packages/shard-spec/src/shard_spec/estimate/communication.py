@@ -13,18 +13,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
+from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import StepOptions, run_on_shapes
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.data_parallel import Transfer, unit_transfers
-from shard_spec.estimate.roles import (
-    PIPELINE_AXIS_NAMES,
-    Batch,
-    data_axes_of,
-    expert_modules,
-    uncounted_axes,
-)
-from shard_spec.formatting import communication_parts, joined
+from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES, Batch, data_axes_of, expert_modules, uncounted_axes
+from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.metadata import ModelMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
@@ -79,7 +74,18 @@ class Communication:
         return json.dumps(document, sort_keys=True, indent=1)
 
     def __str__(self) -> str:
-        return joined(communication_parts(self))
+        sums: dict[tuple[str, str, str], list[float]] = {}  # a line for each axis and kind of collective
+        for transfer in self.transfers:
+            entry = sums.setdefault((transfer.axis, transfer.what, transfer.op), [0, 0.0])
+            entry[0] += transfer.count
+            entry[1] += transfer.sent_bytes
+        rows = [[*key, str(int(count)), human_bytes(sent)] for key, (count, sent) in sums.items()]
+        head = ["axis", "what", "collective", "count", "sent by each rank"]
+        lines = [str(Table(head, rows, (3, 4))) if rows else "nothing moves"]
+        if self.seconds is not None:
+            times = ", ".join(f"{axis} {seconds * 1e3:.2f} ms" for axis, seconds in self.seconds.items())
+            lines.append(f"time of the collectives, one after another: {times}")
+        return "\n".join([*lines, *(f"- {line}" for line in self.assumptions)])
 
 
 def communication(
@@ -118,17 +124,11 @@ def communication(
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 lines.append(f"{axis}: activations around {names[0]}{more} are not counted: no linear or embedding")
-    seconds = None if topology is None else _seconds(mesh, transfers, topology, cost_model)
+    seconds = None
+    if topology is not None:
+        model: Any = cost_model or AlphaBetaCostModel()
+        seconds = {}
+        for axis in mesh.axis_names:
+            link = topology.link(mesh.axes, axis, mesh.rank_list)
+            seconds[axis] = sum(t.count * getattr(model, t.op)(t.full_bytes, link) for t in transfers if t.axis == axis)
     return Communication(mesh, tuple(transfers), seconds, (*lines, *uncounted_axes(mesh)))
-
-
-def _seconds(
-    mesh: MeshSpec, transfers: list[Transfer], topology: Topology, cost_model: AlphaBetaCostModel | None
-) -> dict[str, float]:
-    model: Any = cost_model or AlphaBetaCostModel()
-    ranks = None if mesh.rank_list is None else mesh.rank_list
-    seconds = {}
-    for axis in mesh.axis_names:
-        link = topology.link(mesh.axes, axis, ranks)
-        seconds[axis] = sum(t.count * getattr(model, t.op)(t.full_bytes, link) for t in transfers if t.axis == axis)
-    return seconds

@@ -82,20 +82,9 @@ class Topology:
         world_size = math.prod(axes.values())
         if ranks is not None and len(ranks) != world_size:
             raise ValueError(f"Topology.link: {len(ranks)} ranks for a mesh of {world_size}.")
-        fewest_together = self._fewest_ranks_of_a_group_on_a_host(size, stride, world_size, ranks)
-        if fewest_together >= size:  # no group leaves its host
-            return Link(size, self.intra_bw, self.latency)
-        latency = self.latency if self.inter_latency is None else self.inter_latency  # between hosts
-        return Link(size, min(self.intra_bw, self.inter_bw * fewest_together), latency, crosses_hosts=True)
-
-    def _fewest_ranks_of_a_group_on_a_host(
-        self, size: int, stride: int, world_size: int, ranks: Sequence[int] | None
-    ) -> int:
-        """Return the fewest ranks of a group on one of its hosts."""
-        if ranks is None and stride * size <= self.ranks_per_host and self.ranks_per_host % (stride * size) == 0:
-            return size  # every group lies within one host: no search needed
-        fewest = size
-        for block in range(0, world_size, stride * size):
+        fewest, span = size, stride * size  # the fewest ranks of a group on one of its hosts
+        inside = ranks is None and span <= self.ranks_per_host and self.ranks_per_host % span == 0
+        for block in () if inside else range(0, world_size, span):  # no search if every group lies within one host
             for offset in range(stride):  # one group each
                 # Row-major numbering: members of a group are `stride` apart.
                 on_host: dict[int, int] = {}
@@ -104,7 +93,10 @@ class Topology:
                     host = rank // self.ranks_per_host
                     on_host[host] = on_host.get(host, 0) + 1
                 fewest = min(fewest, *on_host.values())
-        return fewest
+        if fewest >= size:  # no group leaves its host
+            return Link(size, self.intra_bw, self.latency)
+        latency = self.latency if self.inter_latency is None else self.inter_latency  # between hosts
+        return Link(size, min(self.intra_bw, self.inter_bw * fewest), latency, crosses_hosts=True)
 
 
 # ---- common machines, from their makers' data sheets ----
@@ -176,16 +168,10 @@ class AlphaBetaCostModel:
         return self.reduce_scatter(num_bytes, link) + self.all_gather(num_bytes, link)
 
     def all_gather(self, num_bytes: float, link: Link) -> float:
-        """``(n-1) alpha + (n-1)/n b / bw``."""
-        return self._steps(num_bytes, link)
+        """``(n-1) alpha + (n-1)/n b / bw``: ``n - 1`` messages of a shard each."""
+        return (link.size - 1) * self.p2p(num_bytes / link.size, link)
 
-    def reduce_scatter(self, num_bytes: float, link: Link) -> float:
-        """``(n-1) alpha + (n-1)/n b / bw``."""
-        return self._steps(num_bytes, link)
-
-    def all_to_all(self, num_bytes: float, link: Link) -> float:
-        """``(n-1) alpha + (n-1)/n b / bw`` (pairwise exchange)."""
-        return self._steps(num_bytes, link)
+    reduce_scatter = all_to_all = all_gather  # by the same formula
 
     def p2p(self, num_bytes: float, link: Link) -> float:
         """``alpha + b / bw``."""
@@ -196,7 +182,3 @@ class AlphaBetaCostModel:
     def compute(self, num_flops: float, topology: Topology) -> float:
         """``flops / (efficiency * rate)``."""
         return num_flops / (self.flops_efficiency * topology.flops)
-
-    def _steps(self, num_bytes: float, link: Link) -> float:
-        """``n - 1`` messages of a shard each."""
-        return (link.size - 1) * self.p2p(num_bytes / link.size, link)

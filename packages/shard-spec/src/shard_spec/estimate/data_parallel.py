@@ -13,7 +13,6 @@ from math import prod
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.roles import EXPERT_AXIS_NAMES, expert_modules, local_numels, role
-from shard_spec.layout.layout import Layout
 from shard_spec.layout.placements import SpecialShard
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution
@@ -67,9 +66,6 @@ def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, 
     Args:
         metadata: The model.
         units: FQNs or patterns of wrapped modules beside the root; None: the repeated blocks.
-
-    Raises:
-        PlanError: ``unmatched-pattern``.
     """
     names = block_names(metadata)
     if units is not None:
@@ -94,6 +90,7 @@ def unit_transfers(
     The root is gathered once a step, since FSDP2 frees it at the end alone; other units for forward and for backward.
     """
     mesh = resolution.one_mesh
+    mesh_at = {axis: at for at, axis in enumerate(mesh.axis_names)}
     experts = expert_modules(resolution.metadata.parameters)
     transfers: list[Transfer] = []
     for unit, tensors in units_of(resolution.metadata, units).items():
@@ -102,13 +99,26 @@ def unit_transfers(
             layout = resolution.layouts.get(tensor.name)
             if layout is None:  # a Sharder's
                 continue
+            # Of plain chunks rank 0 has the most elements.
+            special = any(isinstance(spec, SpecialShard) for spec in layout.specs)
+            first = prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape))
+            numel = max(local_numels(layout, tensor.shape)) if special else first
             # experts stay on their expert axis: tokens travel
             stays = EXPERT_AXIS_NAMES if tensor.name.rpartition(".")[0] in experts else ()
             for axis in data_axes:
                 if mesh.axis_size(axis) == 1 or (axis in stays and role(tensor, layout, axis) != "whole"):
                     continue
-                gathered = [other for other in data_axes if other not in stays]
-                for op, what, size in _of_tensor(tensor, layout, axis, gathered, dtype):
+                trains, is_whole = tensor.requires_grad and tensor.is_floating, role(tensor, layout, axis) == "whole"
+                size = numel * (ITEM_BYTES[dtype] if dtype and tensor.is_floating else tensor.item_bytes)
+                if is_whole and trains:
+                    sums[axis, "all_reduce", "gradients"] = sums.get((axis, "all_reduce", "gradients"), 0) + size
+                if is_whole:
+                    continue
+                # Other data axes that shard the tensor are gathered first, from the last axis to the first.
+                later = [other for other in data_axes if other not in stays and mesh_at[other] >= mesh_at[axis]]
+                size *= prod(mesh.axis_size(other) for other in later if role(tensor, layout, other) != "whole")
+                moved = (("all_gather", "parameters"), ("reduce_scatter", "gradients"))
+                for op, what in moved if trains else moved[:1]:
                     sums[axis, op, what] = sums.get((axis, op, what), 0) + size
         for (axis, op, what), size in sums.items():
             uses = 2 if op == "all_gather" and unit else 1
@@ -123,25 +133,3 @@ def gathered_bytes(transfers: Iterable[Transfer]) -> dict[str, int]:
         if each.op == "all_gather":  # the outermost axis gathers what inner ones have gathered
             sizes[each.name] = max(sizes.get(each.name, 0), each.full_bytes)
     return sizes
-
-
-def _of_tensor(
-    tensor: TensorMetadata, layout: Layout, axis: str, gathered: list[str], dtype: str | None
-) -> list[tuple[str, str, int]]:
-    """Return (operation, content, bytes): gather and scatter if sharded, all-reduce the gradient if replicated."""
-    item_bytes = ITEM_BYTES[dtype] if dtype and tensor.is_floating else tensor.item_bytes
-    local = _largest_local_numel(layout, tensor) * item_bytes
-    trains = tensor.requires_grad and tensor.is_floating
-    if role(tensor, layout, axis) == "whole":
-        return [("all_reduce", "gradients", local)] if trains else []
-    # Other data axes that shard the tensor are gathered first, from the last axis to the first.
-    later = [other for other in gathered if layout.mesh.axis_index(other) >= layout.mesh.axis_index(axis)]
-    full = local * prod(layout.mesh.axis_size(other) for other in later if role(tensor, layout, other) != "whole")
-    moved = [("all_gather", "parameters", full)]
-    return [*moved, ("reduce_scatter", "gradients", full)] if trains else moved
-
-
-def _largest_local_numel(layout: Layout, tensor: TensorMetadata) -> int:
-    if not any(isinstance(spec, SpecialShard) for spec in layout.specs):  # plain chunks: rank 0 is the fullest
-        return prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape))
-    return max(local_numels(layout, tensor.shape))

@@ -6,19 +6,16 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.estimate.roles import local_numels
-from shard_spec.formatting import joined, memory_parts
+from shard_spec.formatting import Table, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -57,31 +54,9 @@ OPTIMIZERS = {
     "adagrad": OptimizerState("adagrad", slots=1, scalar_bytes=4, step_slots=2),
     "rmsprop": OptimizerState("rmsprop", slots=1, scalar_bytes=4, step_slots=1),
     "adadelta": OptimizerState("adadelta", slots=2, scalar_bytes=4, step_slots=2),
-    "mixed-sgd": OptimizerState("mixed-sgd", master="float32"),
-    "mixed-momentum": OptimizerState("mixed-momentum", slots=1, master="float32"),
-    "mixed-adam": OptimizerState("mixed-adam", slots=2, scalar_bytes=4, master="float32", step_slots=1),
-    "mixed-adamw": OptimizerState("mixed-adamw", slots=2, scalar_bytes=4, master="float32", step_slots=1),
 }
-
-
-def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
-    """Return the state of ``optimizer``: by name, or as stated.
-
-    Raises:
-        PlanError: ``invalid-argument``, with the known names.
-    """
-    if isinstance(optimizer, OptimizerState):
-        return optimizer
-    items = OPTIMIZERS.get(str(optimizer).lower())
-    if items is None:
-        hint = f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)"
-        raise PlanError(Problem("invalid-argument", "optimizer", found=repr(optimizer)[:200], hint=hint))
-    return items
-
-
-def is_foreach(module: nn.Module) -> bool:
-    """Return True if torch's step updates all parameters at once, its default off the CPU."""
-    return any(each.device.type != "cpu" for each in module.parameters())
+for _name in ("sgd", "momentum", "adam", "adamw"):
+    OPTIMIZERS[f"mixed-{_name}"] = replace(OPTIMIZERS[_name], name=f"mixed-{_name}", master="float32")
 
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
@@ -201,7 +176,22 @@ class Memory:
         return json.dumps(document, sort_keys=True, indent=1)
 
     def __str__(self) -> str:
-        return joined(memory_parts(self))
+        groups = self.groups()  # a line for each group of ranks of equal needs
+        parts = list(groups[0][1]) if groups else []
+        rows = [
+            [human_ranks(ranks), *map(human_bytes, sizes.values()), human_bytes(sum(sizes.values()))]
+            for ranks, sizes in groups
+        ]
+        if len(rows) > 16:
+            rows[15:] = [[f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
+        lines = [str(Table(["ranks", *parts, "total"], rows, range(1, len(parts) + 2)))]
+        lines.append(f"optimizer: {self.optimizer.name}")
+        if self.moment:
+            lines.append(f"peak: {self.moment}; activations, logits and loss are an estimate")
+        lines += [f"- {note}" for note in self.notes]
+        if self.uncounted:
+            lines.append(f"not counted (sharded by a Sharder): {', '.join(self.uncounted)}")
+        return "\n".join(lines)
 
     def _at(self, rank: int) -> int:
         if rank not in self.ranks:
@@ -247,13 +237,22 @@ def memory_of(
 ) -> Memory:
     """Return the bytes per rank of a resolved plan."""
     require_floating(grads, dtype)
-    settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
+    state = optimizer if isinstance(optimizer, OptimizerState) else OPTIMIZERS.get(str(optimizer).lower())
+    if state is None:
+        hint = f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)"
+        raise PlanError(Problem("invalid-argument", "optimizer", found=repr(optimizer)[:200], hint=hint))
+    settings = MemorySettings(state, grads, dtype)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
     sums = {part: [0] * len(ranks) for part in PARTS}
     slots = [(0, 0)] * len(ranks)
-    # Tensors of one shape, layout and kind are counted together.
-    for (layout, sample), count in _groups(resolution).items():
+    # Tensors of one shape, layout and kind are counted together: nameless, so that they compare equal.
+    groups: Counter[tuple[Layout, TensorMetadata]] = Counter()
+    for t in resolution.metadata.tensors:
+        if t.name in resolution.layouts:
+            like = TensorMetadata("", t.shape, t.dtype, t.kind, t.requires_grad, ("",))
+            groups[resolution.layouts[t.name], like] += 1
+    for (layout, sample), count in groups.items():
         by_numel: dict[int, dict[str, int]] = {}  # most ranks share one local size
         for rank, numel in zip(layout.mesh.ranks, local_numels(layout, sample.shape), strict=True):
             if numel not in by_numel:
@@ -265,18 +264,5 @@ def memory_of(
                 slot = settings.slot_bytes(sample, numel)
                 slots[at] = slots[at][0] + slot * count, max(slots[at][1], slot)
     parts = {part: tuple(values) for part, values in sums.items()}
-    uncounted = tuple(resolution.sharders)
-    return Memory(
-        ranks, parts, settings.state, uncounted, _resolution=resolution, _settings=settings, _slots=tuple(slots)
-    )
-
-
-def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
-    groups: Counter[tuple[Layout, TensorMetadata]] = Counter()
-    for tensor in resolution.metadata.tensors:
-        layout = resolution.layouts.get(tensor.name)
-        if layout is not None:
-            # nameless, so that equal tensors compare equal
-            like = TensorMetadata("", tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, ("",))
-            groups[layout, like] += 1
-    return groups
+    more: dict[str, Any] = {"_resolution": resolution, "_settings": settings, "_slots": tuple(slots)}
+    return Memory(ranks, parts, settings.state, tuple(resolution.sharders), **more)

@@ -27,9 +27,8 @@ from shard_spec.plan.metadata import TensorMetadata
 EXPERT_AXIS_NAMES = frozenset({"ep", "expert", "experts"})
 CONTEXT_AXIS_NAMES = frozenset({"cp", "context"})
 PIPELINE_AXIS_NAMES = frozenset({"pp", "pipeline", "stage"})
-DATA_AXIS_NAMES = EXPERT_AXIS_NAMES.union(
-    CONTEXT_AXIS_NAMES,
-    (
+DATA_AXIS_NAMES = frozenset(
+    {
         "dp",
         "data",
         "ddp",
@@ -42,8 +41,8 @@ DATA_AXIS_NAMES = EXPERT_AXIS_NAMES.union(
         "dp_shard",
         "dp_shard_cp",
         "batch",
-    ),
-)
+    }
+).union(EXPERT_AXIS_NAMES, CONTEXT_AXIS_NAMES)
 
 # Class of module -> (output dim of its weight, input dim).
 _LINEAR = {"Linear": (0, 1), "Conv1D": (1, 0)}
@@ -63,10 +62,7 @@ def data_axes_of(mesh: MeshSpec, data_axes: Iterable[str] | None) -> tuple[str, 
 def uncounted_axes(mesh: MeshSpec) -> list[str]:
     """Return remarks on uncounted costs along axes of several ranks, judged by name."""
     remarks = (
-        (
-            EXPERT_AXIS_NAMES,
-            "experts stay where they are; the exchange of tokens, which depends on them, is not counted",
-        ),
+        (EXPERT_AXIS_NAMES, "experts stay where they are; the exchange of tokens for them is not counted"),
         (CONTEXT_AXIS_NAMES, "tokens of one sample lie on several ranks; what attention exchanges is not counted"),
         (PIPELINE_AXIS_NAMES, "every stage counts as planned; what stages send each other is not counted"),
     )
@@ -80,13 +76,6 @@ def expert_modules(parameters: Iterable[TensorMetadata]) -> frozenset[str]:
     return frozenset(t.name.rpartition(".")[0] for t in stacked if not t.module_type.startswith("Conv"))
 
 
-def weight_dims(tensor: TensorMetadata) -> tuple[int, int] | None:
-    """Return (output dim, input dim) of a matmul or embedding weight, else None."""
-    if len(tensor.shape) != 2 or not tensor.name.rsplit(".", 1)[-1].startswith("weight"):
-        return None
-    return _LINEAR.get(tensor.module_type) or _EMBEDDING.get(tensor.module_type)
-
-
 def is_embedding(tensor: TensorMetadata) -> bool:
     """Return True if the tensor is a lookup table, not a factor of a product."""
     return tensor.module_type in _EMBEDDING
@@ -97,8 +86,9 @@ def role(tensor: TensorMetadata, layout: Layout, axis: str) -> str:
     spec = layout.specs[layout.mesh.axis_index(axis)]
     if spec.dim is None or layout.mesh.axis_size(axis) == 1:  # one rank holds all
         return "whole"
-    dims = weight_dims(tensor)
-    if dims is None:
+    dims = _LINEAR.get(tensor.module_type) or _EMBEDDING.get(tensor.module_type)
+    is_weight = len(tensor.shape) == 2 and tensor.name.rsplit(".", 1)[-1].startswith("weight")
+    if dims is None or not is_weight:
         return "cut"
     return "column" if spec.dim % len(tensor.shape) == dims[0] else "row"
 
@@ -109,11 +99,7 @@ forward: one tensor, a tuple of arguments, or a mapping of keyword arguments."""
 
 
 def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return one rank's arguments of ``module.forward``; token ids are zeros on the meta device.
-
-    Raises:
-        PlanError: ``invalid-argument`` for a number of tokens alone, since it has no shape.
-    """
+    """Return one rank's arguments of ``module.forward``; token ids are zeros on the meta device."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if not is_token_batch(batch):

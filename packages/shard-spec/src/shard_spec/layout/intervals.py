@@ -1,4 +1,4 @@
-"""Intervals ``(offset, size)`` of one dim, in local order, and boxes of them."""
+"""Boxes of a global tensor, and the composition of intervals ``(offset, size)`` of one dim in local order."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-
-Interval = tuple[int, int]
-
-
-def chunk(length: int, count: int, index: int) -> Interval:
-    """Interval ``index`` of ``torch.chunk``: all but the last have length ``ceil(length / count)``, some are empty."""
-    step = -(-length // count)  # rounded up
-    start = min(index * step, length)
-    return start, min(step, length - start)
+from shard_spec.layout.placements import Interval
 
 
 def compose(outer: list[Interval], inner: list[Interval]) -> list[Interval]:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.intervals import Box, Interval, compose, grid, merge
+from shard_spec.layout.intervals import Box, compose, grid, merge
 from shard_spec.layout.mesh import MeshSpec, unknown_axis
 from shard_spec.layout.placements import (
     REPLICATE,
     CuttingPlacement,
+    Interval,
     PartialSpec,
     PlacementLike,
     PlacementSpec,
     ReplicateSpec,
     ShardSpec,
     UnevenShard,
+    placement_spec,
     to_placement,
 )
-from shard_spec.layout.text import format_layout, parse_layout, to_placement_spec
+from shard_spec.layout.text import parse_layout, parse_placement
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -52,6 +54,7 @@ class Layout:
     mesh: MeshSpec
     specs: tuple[PlacementSpec, ...]
     order: tuple[str, ...]
+    _hash: int = field(compare=False)  # computed once: layouts are keys of many tables
 
     def __init__(
         self,
@@ -62,26 +65,32 @@ class Layout:
         if not isinstance(mesh, MeshSpec):
             hint = "the order is Layout(mesh, placements), with a MeshSpec"  # type: ignore[unreachable]  # callers are untyped
             raise PlanError(Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint))
-        by_axis, text_order = _specs_by_axis(mesh, placements)
+        text_order: tuple[str, ...] = ()
+        if isinstance(placements, str):
+            by_axis, text_order = parse_layout(placements, mesh.axis_names)
+        else:
+            by_axis = _specs_by_axis(mesh, placements)
         order = text_order if order is None else tuple(order)
         specs = tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axis_names)
         raise_problems(_axis_problems(mesh, by_axis, specs, order))
+        # With every sharding axis, or () for mesh order: equal layouts compare equal.
+        own = tuple(axis for axis, spec in zip(mesh.axis_names, specs, strict=True) if spec.dim is not None)
+        full = order + tuple(axis for axis in own if axis not in order)
+        order = () if not order or full == own else full
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "specs", specs)
-        object.__setattr__(self, "order", _plain_order(mesh, specs, order))  # canonical: equal layouts compare equal
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "_hash", hash((mesh, specs, order)))
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {str(self)!r})"
 
     def __str__(self) -> str:
-        return format_layout(self.mesh.axis_names, self.specs, self.order)
+        text = ", ".join(f"{name}:{spec}" for name, spec in zip(self.mesh.axis_names, self.specs, strict=True))
+        return text + (f"; order={'>'.join(self.order)}" if self.order else "")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.mesh, self.specs, self.order)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.mesh, self.specs, self.order))
 
     def __hash__(self) -> int:
         return self._hash
@@ -125,9 +134,23 @@ class Layout:
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
         """Return the problems of this layout for a tensor of ``shape`` called ``name``. Empty if it is valid."""
         shape = tuple(shape)
-        problems: list[Problem] = list(_dim_problems(self, shape, name))
-        if not problems:  # the second check needs valid dims
-            problems.extend(_fit_problems(self, shape, name))
+        problems = []
+        for axis, spec in zip(self.mesh.axis_names, self.specs, strict=True):
+            if spec.dim is not None and not -len(shape) <= spec.dim < len(shape):
+                reason = f"a tensor of shape {shape} has {len(shape)} dims"
+                hint = f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated"
+                problems.append(Problem("dim-out-of-range", name, spec.dim, axis, reason, hint))
+        # The sizes of sections and of uneven shards, once the dims are valid.
+        for dim, cuts in () if problems else cuts_by_dim(self, len(shape)):
+            lengths = {shape[dim]}
+            for place, (at, count, cut) in enumerate(cuts, 1):
+                if wrong := next((why for why in map(cut.misfit, sorted(lengths)) if why), ""):
+                    code = "shape-mismatch" if isinstance(cut, UnevenShard) else "invalid-sections"
+                    axis, hint = self.mesh.axis_names[at], f"shape is {shape}; correct the sizes"
+                    problems.append(Problem(code, name, dim, axis, wrong, hint))
+                    break
+                if place < len(cuts):  # the next axis shards what this one leaves
+                    lengths = set().union(*(cut.lengths(length, count) for length in lengths))
         return tuple(problems)
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -136,12 +159,7 @@ class Layout:
         Raises:
             PlanError: When the layout does not match the shape, or ``rank`` is not on the mesh.
         """
-        coordinate = self._coordinate(rank)
-        shape = tuple(shape)
-        local = list(shape)  # dims without a sharding axis stay full
-        for dim, cuts in _recipe(self, shape):
-            local[dim] = sum(size for _, size in _dim_intervals(cuts, shape[dim], coordinate))
-        return tuple(local)
+        return tuple(sum(size for _, size in along) for along in self.intervals(rank, shape))
 
     def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the offsets of the local tensor of ``rank``. An empty dim begins at its end, as in DTensor.
@@ -149,21 +167,20 @@ class Layout:
         Raises:
             PlanError: As :meth:`local_shape`, and ``not-a-grid`` if the local tensor is not one box.
         """
-        coordinate = self._coordinate(rank)
-        shape = tuple(shape)
-        offsets = [0] * len(shape)
-        for dim, cuts in _recipe(self, shape):
-            intervals = _dim_intervals(cuts, shape[dim], coordinate)
-            if len(intervals) > 1:
-                text = f"rank {rank} holds {len(intervals)} separate intervals"
+        intervals = self.intervals(rank, shape)
+        for dim, along in enumerate(intervals):
+            if len(along) > 1:
+                text = f"rank {rank} holds {len(along)} separate intervals"
                 raise PlanError(Problem("not-a-grid", dim=dim, found=text, hint="ask boxes(rank, shape)"))
-            offsets[dim] = intervals[0][0] if intervals else shape[dim]
-        return tuple(offsets)
+        return tuple(along[0][0] for along in intervals)
 
     def intervals(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
         """Return each dim's ``(offset, size)`` intervals on ``rank``, in local order."""
-        coordinate = self._coordinate(rank)
-        return self._intervals(coordinate, tuple(shape))
+        coordinate, shape = self._coordinate(rank), tuple(shape)
+        intervals: list[tuple[Interval, ...]] = [((0, size),) for size in shape]
+        for dim, cuts in _recipe(self, shape):
+            intervals[dim] = tuple(_dim_intervals(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
+        return tuple(intervals)
 
     def boxes(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
         """Return the boxes of ``rank``, in the order of its local tensor.
@@ -172,12 +189,10 @@ class Layout:
         concatenated along the sharded dim (a row-major grid of boxes if several dims are sharded so). An empty rank, or
         one outside the mesh, has none. The cost does not grow with the number of ranks: O(ndim) for one box.
         """
-        coordinate = self.mesh.coordinate(rank)
-        shape = tuple(shape)
-        if coordinate is None:
+        if self.mesh.coordinate(rank) is None:
             raise_problems(self.problems(shape))  # an invalid layout raises on every rank
             return ()
-        return grid(self._intervals(coordinate, shape))
+        return grid(self.intervals(rank, shape))
 
     def contributors(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with summands of the value on ``rank``, itself included, in mesh order."""
@@ -208,7 +223,10 @@ class Layout:
             real = [cut for cut in cuts if cut[1] > 1]  # axes of one rank do not shard
             if real:
                 at, count, spec = real[0]  # later specs apply to intervals of several lengths: left as written
-                if not isinstance(spec, ShardSpec) and _cuts_like_shard(spec, shape[dim], count):
+                plain_cut = (ShardSpec(dim).cut(shape[dim], count, index) for index in range(count))
+                if isinstance(spec, ShardSpec) or all(
+                    spec.cut(shape[dim], count, index) == cut for index, cut in enumerate(plain_cut)
+                ):
                     specs[at] = ShardSpec(dim)
         # The order matters only among axes that still shard, and only if they shard the same dim.
         names = self.mesh.axis_names
@@ -236,33 +254,21 @@ class Layout:
             raise PlanError(Problem("rank-outside-mesh", found=reason, hint="ask for a rank in mesh.ranks"))
         return coordinate
 
-    def _intervals(self, coordinate: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[Interval, ...], ...]:
-        intervals: list[tuple[Interval, ...]] = [((0, size),) for size in shape]
-        for dim, cuts in _recipe(self, shape):
-            intervals[dim] = tuple(_dim_intervals(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
-        return tuple(intervals)
-
 
 def _specs_by_axis(
-    mesh: MeshSpec, placements: Sequence[PlacementLike] | Mapping[str, PlacementLike] | str
-) -> tuple[dict[str, PlacementSpec], tuple[str, ...]]:
-    if isinstance(placements, str):
-        return parse_layout(placements, mesh.axis_names)
-    if isinstance(placements, Mapping):
-        return _each_spec(placements.items()), ()
-    listed = list(placements)
-    if len(listed) != mesh.ndim:
-        reason = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
-        raise PlanError(Problem("argument-count", found=reason, hint="give one for each axis, or a mapping"))
-    return _each_spec(zip(mesh.axis_names, listed, strict=True)), ()
-
-
-def _each_spec(pairs: object) -> dict[str, PlacementSpec]:
+    mesh: MeshSpec, placements: Sequence[PlacementLike] | Mapping[str, PlacementLike]
+) -> dict[str, PlacementSpec]:
+    if not isinstance(placements, Mapping):
+        listed = list(placements)
+        if len(listed) != len(mesh.axis_names):
+            reason = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
+            raise PlanError(Problem("argument-count", found=reason, hint="give one for each axis, or a mapping"))
+        placements = dict(zip(mesh.axis_names, listed, strict=True))
     specs: dict[str, PlacementSpec] = {}
     problems: list[Problem] = []
-    for axis, placement in pairs:  # type: ignore[attr-defined]  # items() or zip(), made two lines above
+    for axis, placement in placements.items():
         try:
-            specs[axis] = to_placement_spec(placement)
+            specs[axis] = parse_placement(placement) if isinstance(placement, str) else placement_spec(placement)
         except PlanError as error:
             problems.extend(replace(problem, axis=str(axis)) for problem in error.problems)
     raise_problems(problems)
@@ -286,15 +292,6 @@ def _axis_problems(
     if len(set(order)) != len(order):
         problems.append(Problem("duplicate-name", "order", found=">".join(order), hint="name each axis once"))
     return problems
-
-
-def _plain_order(mesh: MeshSpec, specs: tuple[PlacementSpec, ...], order: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the order with every sharding axis, or () for mesh order."""
-    if not order:
-        return ()
-    own = tuple(axis for axis, spec in zip(mesh.axis_names, specs, strict=True) if spec.dim is not None)
-    full = order + tuple(axis for axis in own if axis not in order)
-    return () if full == own else full  # canonical: equal layouts compare equal
 
 
 @lru_cache(maxsize=4096)
@@ -326,35 +323,6 @@ def _dim_intervals(cuts: tuple[Cut, ...], length: int, coordinate: tuple[int, ..
         length = sum(size for _, size in intervals)  # the next axis shards this rank's intervals
         intervals = compose(intervals, spec.cut(length, count, coordinate[at]))
     return merge(intervals) if len(intervals) > 1 else intervals
-
-
-def _dim_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Problem]:
-    problems = []
-    for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
-        if spec.dim is not None and not -len(shape) <= spec.dim < len(shape):
-            reason = f"a tensor of shape {shape} has {len(shape)} dims"
-            hint = f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated"
-            problems.append(Problem("dim-out-of-range", name, spec.dim, axis, reason, hint))
-    return problems
-
-
-def _fit_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Problem]:
-    problems = []
-    for dim, cuts in cuts_by_dim(layout, len(shape)):
-        lengths = {shape[dim]}
-        for at, count, spec in cuts:
-            wrong = next((why for why in map(spec.misfit, sorted(lengths)) if why), "")
-            if wrong:
-                axis = layout.mesh.axis_names[at]
-                code = "shape-mismatch" if isinstance(spec, UnevenShard) else "invalid-sections"
-                problems.append(Problem(code, name, dim, axis, wrong, f"shape is {shape}; correct the sizes"))
-                break
-            lengths = set().union(*(spec.lengths(length, count) for length in lengths))
-    return problems
-
-
-def _cuts_like_shard(spec: CuttingPlacement, length: int, count: int) -> bool:
-    return all(spec.cut(length, count, at) == ShardSpec(0).cut(length, count, at) for at in range(count))
 
 
 def _reductions(layout: Layout, rank: int) -> list[tuple[str, frozenset[int]]]:

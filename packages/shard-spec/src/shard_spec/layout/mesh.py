@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
@@ -41,15 +41,45 @@ class MeshSpec:
     rank_list: tuple[int, ...] | None
 
     def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
-        raise_problems(_axes_problems(axes) + _integer_problems("ranks", () if ranks is None else ranks))
-        names, shape = tuple(axes), tuple(int(size) for size in axes.values())
-        rank_list = None if ranks is None else tuple(map(index, ranks))  # index(): numpy and torch integers become int
-        raise_problems(_rank_problems(prod(shape), rank_list))
-        if rank_list == tuple(range(prod(shape))):
-            rank_list = None  # one spelling: equal meshes compare equal
-        object.__setattr__(self, "axis_names", names)
+        sizes: Any = axes  # callers are untyped
+        if not isinstance(sizes, Mapping) or not sizes:
+            hint = "give a mapping such as {'dp': 2, 'tp': 4}"
+            raise PlanError(Problem("invalid-mesh", "axes", found=repr(axes), hint=hint))
+        problems = []
+        for name, size in sizes.items():
+            if not isinstance(name, str) or not _AXIS_NAME.match(name):
+                hint = "a name of letters, digits, '_', '-' or '.'"
+                problems.append(Problem("invalid-mesh", "axes", found=repr(name), hint=hint))
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                hint = "sizes are integers >= 1"
+                problems.append(Problem("invalid-mesh", "axes", axis=str(name), found=repr(size), hint=hint))
+        listed: Sequence[Any] = () if ranks is None else ranks
+        wrong = [rank for rank in listed if isinstance(rank, bool) or not hasattr(rank, "__index__")]
+        if wrong:
+            problems.append(Problem("invalid-mesh", "ranks", found=f"{wrong[0]!r:.100}", hint="give integers"))
+        raise_problems(problems)
+        shape = tuple(int(size) for size in axes.values())
+        world, rank_list = prod(shape), None
+        if world > MAX_RANKS:
+            hint = f"at most {MAX_RANKS} ranks"
+            raise PlanError(Problem("mesh-too-large", "axes", found=f"{world} ranks", hint=hint))
+        if ranks is not None:
+            rank_list = tuple(map(index, ranks))  # index(): numpy and torch integers become int
+            if len(rank_list) != world:
+                reason = f"{len(rank_list)} ranks for {world} places on the axes"
+                problems.append(Problem("invalid-mesh", "ranks", found=reason))
+            if len(set(rank_list)) != len(rank_list):
+                twice = sorted(rank for rank, count in Counter(rank_list).items() if count > 1)
+                problems.append(Problem("invalid-mesh", "ranks", found=f"duplicate ranks {twice}"))
+            if min(rank_list, default=0) < 0:
+                problems.append(
+                    Problem("invalid-mesh", "ranks", found=f"{min(rank_list)}", hint="ranks are at least 0")
+                )
+            raise_problems(problems)
+        object.__setattr__(self, "axis_names", tuple(axes))
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "rank_list", rank_list)
+        # None for 0 .. world_size - 1, in one spelling: equal meshes compare equal.
+        object.__setattr__(self, "rank_list", None if rank_list == tuple(range(world)) else rank_list)
 
     def __repr__(self) -> str:
         ranks = "" if self.rank_list is None else f", ranks={self.rank_list!r}"
@@ -208,44 +238,6 @@ def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
     reason = f"the mesh has the axes {', '.join(mesh.axis_names)}"
     hint = "use one of them, or add the axis to the mesh"
     return Problem("unknown-axis", name=fqn, axis=str(name), found=reason, hint=hint)
-
-
-def _axes_problems(axes: object) -> list[Problem]:
-    if not isinstance(axes, Mapping) or not axes:
-        return [Problem("invalid-mesh", "axes", found=repr(axes), hint="give a mapping such as {'dp': 2, 'tp': 4}")]
-    problems = []
-    name: object
-    size: object
-    for name, size in axes.items():
-        if not isinstance(name, str) or not _AXIS_NAME.match(name):
-            hint = "a name of letters, digits, '_', '-' or '.'"
-            problems.append(Problem("invalid-mesh", "axes", found=repr(name), hint=hint))
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            hint = "sizes are integers >= 1"
-            problems.append(Problem("invalid-mesh", "axes", axis=str(name), found=repr(size), hint=hint))
-    if not problems and prod(axes.values()) > MAX_RANKS:
-        hint = f"at most {MAX_RANKS} ranks"
-        problems.append(Problem("mesh-too-large", "axes", found=f"{prod(axes.values())} ranks", hint=hint))
-    return problems
-
-
-def _integer_problems(argument: str, values: Iterable[object]) -> list[Problem]:
-    wrong = [value for value in values if isinstance(value, bool) or not hasattr(value, "__index__")]
-    return [Problem("invalid-mesh", argument, found=f"{wrong[0]!r:.100}", hint="give integers")] if wrong else []
-
-
-def _rank_problems(world: int, ranks: tuple[int, ...] | None) -> list[Problem]:
-    problems = []
-    if ranks is not None:
-        if len(ranks) != world:
-            reason = f"{len(ranks)} ranks for {world} places on the axes"
-            problems.append(Problem("invalid-mesh", "ranks", found=reason))
-        if len(set(ranks)) != len(ranks):
-            twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
-            problems.append(Problem("invalid-mesh", "ranks", found=f"duplicate ranks {twice}"))
-        if any(rank < 0 for rank in ranks):
-            problems.append(Problem("invalid-mesh", "ranks", found=f"{min(ranks)}", hint="ranks are at least 0"))
-    return problems
 
 
 def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout.intervals import Interval, chunk
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -31,6 +31,15 @@ MAX_INTERVALS = 1 << 20
 MAX_SECTIONS = 1 << 16
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+
+Interval = tuple[int, int]
+
+
+def chunk(length: int, count: int, index: int) -> Interval:
+    """Interval ``index`` of ``torch.chunk``: all but the last have length ``ceil(length / count)``, some are empty."""
+    step = -(-length // count)  # rounded up
+    start = min(index * step, length)
+    return start, min(step, length - start)
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,13 @@ REPLICATE = ReplicateSpec()
 
 
 class CuttingPlacement(ABC):
-    """A placement that shards ``dim``; subclasses define the intervals in `_shares`."""
+    """A placement that shards ``dim``."""
 
     dim: int
 
+    @abstractmethod
     def cut(self, length: int, count: int, index: int) -> list[Interval]:
         """Return rank ``index``'s intervals of ``length`` indices over ``count`` ranks, without empty ones."""
-        return [interval for interval in self._shares(length, count, index) if interval[1]]
 
     def lengths(self, length: int, count: int) -> set[int]:
         """Return the distinct local lengths along the axis."""
@@ -78,10 +87,6 @@ class CuttingPlacement(ABC):
         """Return the same placement with a dim from 0 to ``ndim - 1``."""
         return self if 0 <= self.dim < ndim else replace(self, dim=self.dim % ndim)  # type: ignore[type-var]  # subclasses are dataclasses
 
-    @abstractmethod
-    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
-        """Yield the intervals of rank ``index``, empty ones too."""
-
 
 @dataclass(frozen=True)
 class ShardSpec(CuttingPlacement):
@@ -92,8 +97,9 @@ class ShardSpec(CuttingPlacement):
     def __str__(self) -> str:
         return f"S({self.dim})"
 
-    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
-        yield chunk(length, count, index)
+    def cut(self, length: int, count: int, index: int) -> list[Interval]:
+        start, size = chunk(length, count, index)
+        return [(start, size)] if size else []
 
     def lengths(self, length: int, count: int) -> set[int]:
         """See `CuttingPlacement.lengths`; from three ranks: the first, the last non-empty one, and the last."""
@@ -125,8 +131,8 @@ class UnevenShard(CuttingPlacement):
         """See `CuttingPlacement.misfit`."""
         return _missing("sizes", self.sizes, length)
 
-    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
-        yield sum(self.sizes[:index]), self.sizes[index]
+    def cut(self, length: int, count: int, index: int) -> list[Interval]:
+        return [(sum(self.sizes[:index]), self.sizes[index])] if self.sizes[index] else []
 
 
 @dataclass(frozen=True)
@@ -161,15 +167,14 @@ class BlockShard(CuttingPlacement):
         too_many = self.cyclic and length > self.block * MAX_INTERVALS
         return f"more than {MAX_INTERVALS} blocks of {self.block}" if too_many else ""
 
-    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
+    def cut(self, length: int, count: int, index: int) -> list[Interval]:
         num_blocks = -(-length // self.block)  # the last may be short
         if self.cyclic:
-            for at in range(index, num_blocks, count):
-                yield at * self.block, min(self.block, length - at * self.block)  # the last may be short
-        else:
-            first, taken = chunk(num_blocks, count, index)
-            start = min(first * self.block, length)  # empty ranks start at the end
-            yield start, min(taken * self.block, length - start)
+            starts = (at * self.block for at in range(index, num_blocks, count))
+            return [(start, min(self.block, length - start)) for start in starts]
+        first, taken = chunk(num_blocks, count, index)
+        start = first * self.block
+        return [(start, min(taken * self.block, length - start))] if taken else []
 
 
 @dataclass(frozen=True)
@@ -206,20 +211,15 @@ class InterleavedShard(CuttingPlacement):
             return f"more than {MAX_SECTIONS} sections" if self.sections > MAX_SECTIONS else ""
         return _missing("sections", self.sections, length)
 
-    def section_intervals(self, length: int) -> Iterator[Interval]:
-        """Yield the sections of ``length`` indices: of the given sizes, or of ``torch.chunk`` into that many."""
+    def section_intervals(self, length: int) -> list[Interval]:
+        """Return the sections of ``length`` indices: of the given sizes, or of ``torch.chunk`` into that many."""
         if isinstance(self.sections, int):
-            yield from (chunk(length, self.sections, at) for at in range(self.sections))
-            return
-        start = 0
-        for size in self.sections:
-            yield start, size
-            start += size
+            return [chunk(length, self.sections, at) for at in range(self.sections)]
+        return list(zip(accumulate(self.sections, initial=0), self.sections, strict=False))  # the sum starts none
 
-    def _shares(self, length: int, count: int, index: int) -> Iterator[Interval]:
-        for start, size in self.section_intervals(length):
-            offset, taken = chunk(size, count, index)
-            yield start + offset, taken
+    def cut(self, length: int, count: int, index: int) -> list[Interval]:
+        parts = ((start, *chunk(size, count, index)) for start, size in self.section_intervals(length))
+        return [(start + offset, size) for start, offset, size in parts if size]
 
 
 SpecialShard: TypeAlias = UnevenShard | BlockShard | InterleavedShard
@@ -241,31 +241,18 @@ def _check_dim(owner: str, dim: object) -> None:
         raise PlanError(Problem("invalid-layout", owner, found=repr(dim), hint="a dim is an integer"))
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int) -> tuple[int, ...]:
-    numbers = tuple(values)
-    wrong = [value for value in numbers if not _is_whole(value) or value < least]
-    if wrong or not numbers:
+    numbers: tuple[Any, ...] = tuple(values)
+    if not numbers or any(isinstance(each, bool) or not isinstance(each, int) or each < least for each in numbers):
         hint = f"one or more integers of at least {least}"
         raise PlanError(Problem("invalid-layout", owner, found=f"{argument}={values!r}", hint=hint))
     return numbers
 
 
 def placement_spec(placement: object) -> PlacementSpec:
-    """Return the spec of a placement object; `text.to_placement_spec` takes text as well.
-
-    Raises:
-        PlanError: ``wrong-type`` if it is no placement, ``invalid-argument`` for a partial of an unknown op.
-    """
+    """Return the spec of a placement object; `text.to_placement_spec` takes text as well."""
     if isinstance(placement, ReplicateSpec | PartialSpec | CuttingPlacement):
         return placement  # type: ignore[return-value]  # the union is closed
-    return _torch_spec(placement)
-
-
-def _torch_spec(placement: object) -> PlacementSpec:
     types: Any = sys.modules.get("torch.distributed.tensor.placement_types")
     if types is not None:  # else no object can be torch's placement
         if isinstance(placement, types.Replicate):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.placements import (
     REDUCE_OPS,
     REPLICATE,
@@ -28,7 +28,6 @@ from shard_spec.layout.placements import (
     PlacementSpec,
     ShardSpec,
     UnevenShard,
-    placement_spec,
 )
 
 _MAX_TEXT = 1_000_000
@@ -37,27 +36,8 @@ _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)\s*:\s*(.+)", re.DOTALL)
 _HINT = "write for example 'dp:S(0), tp:R'; placements are R, P(sum), S(0), U(0,[3,5]), B(0,128), I(0,[4,2,2])"
 
 
-def format_layout(axis_names: Sequence[str], specs: Sequence[PlacementSpec], order: Sequence[str]) -> str:
-    """Format a layout; :func:`parse_layout` reads it back."""
-    text = ", ".join(f"{name}:{spec}" for name, spec in zip(axis_names, specs, strict=True))
-    return text + (f"; order={'>'.join(order)}" if order else "")
-
-
-def to_placement_spec(placement: object) -> PlacementSpec:
-    """Return the spec of a placement, or of its text.
-
-    Raises:
-        PlanError: ``invalid-layout``, ``wrong-type`` or ``invalid-argument``.
-    """
-    return parse_placement(placement) if isinstance(placement, str) else placement_spec(placement)
-
-
 def parse_placement(text: str) -> PlacementSpec:
-    """Parse one placement.
-
-    Raises:
-        PlanError: ``invalid-layout``.
-    """
+    """Parse one placement."""
     match = _PLACEMENT.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None
     kind = match[1] if match else ""
     arguments = split_items(match[2] or "") if match else []
@@ -87,16 +67,18 @@ def parse_placement(text: str) -> PlacementSpec:
 
 
 def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, PlacementSpec], tuple[str, ...]]:
-    """Parse a layout: the spec of each named axis, and the order of axes.
-
-    Raises:
-        PlanError: With every invalid item.
-    """
+    """Parse a layout: the spec of each named axis, and the order of axes."""
     if len(text) > _MAX_TEXT:
         raise PlanError(Problem("invalid-layout", found=f"a text of {len(text)} characters", hint=_HINT))
-    body, _, tail = text.partition(";")
+    body, _, tail = map(str.strip, text.partition(";"))
     problems: list[Problem] = []
-    order = _order(tail.strip(), text, problems)
+    order: tuple[str, ...] = ()
+    if tail:
+        key, _, names = map(str.strip, tail.partition("="))
+        if key != "order" or not names:
+            problems.append(Problem("invalid-layout", found=repr(text), hint="after ';' write order=tp>dp"))
+        else:
+            order = tuple(name.strip() for name in names.split(">"))
     items = [item for item in split_items(body) if item]
     named = [_NAMED.fullmatch(item) for item in items]
     specs: dict[str, PlacementSpec] = {}
@@ -120,19 +102,8 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
             specs[axis] = parse_placement(item)
         except PlanError as error:
             problems.extend(error.problems)
-    if problems:
-        raise PlanError(problems)
+    raise_problems(problems)
     return specs, order
-
-
-def _order(tail: str, text: str, problems: list[Problem]) -> tuple[str, ...]:
-    if not tail:
-        return ()
-    key, equals, names = tail.partition("=")
-    if key.strip() != "order" or not equals or not names.strip():
-        problems.append(Problem("invalid-layout", found=repr(text), hint="after ';' write order=tp>dp"))
-        return ()
-    return tuple(name.strip() for name in names.split(">"))
 
 
 def split_items(text: str) -> list[str]:

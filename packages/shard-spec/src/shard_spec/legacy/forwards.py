@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.rows import BatchRows, on_mesh, unwrap, whole, wrap
 
 
+@dataclass(eq=False, repr=False)
 class ShardedForward:
     """A picklable callable, set as the module's instance attribute ``forward``. Deleting it restores the class's own.
 
@@ -36,21 +38,20 @@ class ShardedForward:
     tensors: ClassVar[tuple[str, ...]]
     """The parameters that may be sharded under it."""
 
-    def __init__(self, module: nn.Module, name: str, rows: BatchRows, sharded: tuple[str, ...]) -> None:
-        self.module = module
-        self.name = name
-        self.rows = rows
-        self.sharded = sharded
+    module: nn.Module
+    name: str
+    rows: BatchRows
+    sharded: tuple[str, ...]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, sharded={self.sharded})"
 
-    def batch(self, input: object, least_dims: int, problem: Callable[[torch.Tensor], str]) -> DTensor:
-        """The full batch as a DTensor, from this rank's rows or from the module before.
+    def problem(self, rows: torch.Tensor) -> str:
+        """Why this module cannot take local ``rows``; empty when it can."""
+        return ""
 
-        Raises:
-            PlanError: See `BatchRows.enter`; ``not-sharded`` where a full parameter took the place of the weight.
-        """
+    def batch(self, input: object, least_dims: int) -> DTensor:
+        """The full batch as a DTensor, from this rank's rows or from the module before."""
         weight = self.module.weight
         if not isinstance(weight, DTensor):
             reason = f"a {type(weight).__qualname__} in place of the sharded weight"
@@ -58,9 +59,17 @@ class ShardedForward:
             raise PlanError(Problem("not-sharded", f"{self.name}.weight", found=reason, hint=hint))
         if isinstance(input, DTensor):
             return on_mesh(input, weight.device_mesh, self.name)
-        wrong = rows_problem(input, weight.device, least_dims)
         rows = input if isinstance(input, torch.Tensor) else torch.empty(0)
-        entered = self.rows.enter(rows, self.name, weight.device_mesh, wrong or problem(rows))
+        if not isinstance(input, torch.Tensor):
+            wrong = f"an input of type {type(input).__name__}: a tensor is needed"
+        elif rows.device.type != weight.device.type:
+            wrong = f"an input on {rows.device}: the weight is on {weight.device}"
+        elif rows.dim() < least_dims:
+            wrong = f"an input of shape {list(rows.shape)}: a local batch has rows in dim 0"
+            wrong += f" and at least {least_dims} dim(s)"
+        else:
+            wrong = self.problem(rows)
+        entered = self.rows.enter(rows, self.name, weight.device_mesh, wrong)
         return on_mesh(entered, weight.device_mesh, self.name)
 
     def parameter(self, name: str, mesh: DeviceMesh) -> DTensor | None:
@@ -78,17 +87,6 @@ def along(weight: DTensor, by_dim: dict[int, Placement]) -> list[Placement]:
     return [by_dim[each.dim] if isinstance(each, Shard) else Replicate() for each in weight.placements]
 
 
-def rows_problem(value: object, device: torch.device, least_dims: int) -> str:
-    """Why ``value`` cannot be a local batch; empty when it can."""
-    if not isinstance(value, torch.Tensor):
-        return f"an input of type {type(value).__name__}: a tensor is needed"
-    if value.device.type != device.type:
-        return f"an input on {value.device}: the weight is on {device}"
-    if value.dim() >= least_dims:
-        return ""
-    return f"an input of shape {list(value.shape)}: a local batch has rows in dim 0 and at least {least_dims} dim(s)"
-
-
 class ShardedLinear(ShardedForward):
     """Local rows or a DTensor in. The outputs of all rows out, as a DTensor that lies as the weight has it.
 
@@ -102,32 +100,27 @@ class ShardedLinear(ShardedForward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """``[my_rows, ..., in_features]`` (or a DTensor ``[total_rows, ..., in_features]``) to the output."""
         weight: Any = self.module.weight
-        bias: Any = self.module.bias
         if "weight" not in self.sharded:
-            full = whole(bias, parts=True) if isinstance(bias, DTensor) else bias
-            return F.linear(input, weight, full)
-        x, mesh = self.batch(input, 2, self._features_problem), weight.device_mesh
+            full: Any = self.module.bias
+            return F.linear(input, weight, whole(full, parts=True) if isinstance(full, DTensor) else full)
+        x, mesh = self.batch(input, 2), weight.device_mesh
         last = Shard(x.dim() - 1)
         # Columns of the input meet columns of the weight; rows of the weight meet all of them. The product is a local
         # one: which layouts DTensor's own would redistribute on the way depends on their cost.
         x = x.redistribute(placements=along(weight, {0: Replicate(), 1: last}))
         x_local = unwrap(x, along(weight, {0: Partial(), 1: last}))
-        local = F.linear(x_local, unwrap(weight), self._local_bias(weight))
+        local_bias, bias = None, self.parameter("bias", mesh)
+        if bias is not None:  # of ranks that hold parts of one sum the first adds it
+            bias = bias.redistribute(placements=along(weight, {0: Shard(0), 1: Replicate()}))
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None
+            adds = not any(at for at, each in zip(coordinate, weight.placements, strict=True) if each.is_shard(1))
+            local_bias = counted_on(adds, unwrap(bias, along(weight, {0: Shard(0), 1: Partial()})))
+        local = F.linear(x_local, unwrap(weight), local_bias)
         return wrap(local, mesh, along(weight, {0: last, 1: Partial()}), (*x.shape[:-1], weight.shape[0]))
 
-    def _local_bias(self, weight: DTensor) -> torch.Tensor | None:
-        """The bias of this rank's output features. Of ranks that hold parts of one sum the first adds it."""
-        bias = self.parameter("bias", weight.device_mesh)
-        if bias is None:
-            return None
-        bias = bias.redistribute(placements=along(weight, {0: Shard(0), 1: Replicate()}))
-        coordinate = weight.device_mesh.get_coordinate()
-        assert coordinate is not None
-        adds = not any(at for at, each in zip(coordinate, weight.placements, strict=True) if each.is_shard(1))
-        local = unwrap(bias, along(weight, {0: Shard(0), 1: Partial()}))
-        return counted_on(adds, local)
-
-    def _features_problem(self, rows: torch.Tensor) -> str:
+    def problem(self, rows: torch.Tensor) -> str:
+        """See `ShardedForward.problem`."""
         features = self.module.in_features
         wrong = rows.shape[-1] != features
         return f"an input of shape {list(rows.shape)} for {features} input features" if wrong else ""
@@ -146,13 +139,16 @@ class ShardedEmbedding(ShardedForward):
     @eager_only
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Ids ``[my_rows, ...]`` to ``[my_rows, ..., embedding_dim]``."""
-        table, entered = self.module, self.batch(input, 1, ids_problem)
+        table, entered = self.module, self.batch(input, 1)
         assert isinstance(table, nn.Embedding)
         weight = table.weight
         assert isinstance(weight, DTensor)
         mesh = weight.device_mesh
         ids = entered.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        self._check_ids(ids, table.num_embeddings)
+        try:  # ids that no rank would look up; on an accelerator nothing is read back, its kernel traps
+            torch.index_select(torch.zeros(1, device=ids.device).expand(table.num_embeddings), 0, ids.reshape(-1))
+        except IndexError as error:
+            raise IndexError(f"{self.name}: ids outside of a table of {table.num_embeddings} rows") from error
         layout = Layout(MeshSpec.from_device_mesh(mesh), weight.placements)
         ((start, size),) = layout.intervals(dist.get_rank(), tuple(weight.shape))[0]
         padding = table.padding_idx
@@ -163,17 +159,9 @@ class ShardedEmbedding(ShardedForward):
         out = wrap(local, mesh, placements, (*ids.shape, table.embedding_dim))
         return out if isinstance(input, DTensor) else self.rows.leave(out, self.name)
 
-    def _check_ids(self, ids: torch.Tensor, count: int) -> None:
-        """Raise for ids outside of the table, which no rank would look up. Every rank has all ids.
-
-        Raises:
-            IndexError: As ``torch.nn.functional.embedding`` does. On an accelerator nothing is read back: there the
-                kernel of the selection traps.
-        """
-        try:
-            torch.index_select(torch.zeros(1, device=ids.device).expand(count), 0, ids.reshape(-1))
-        except IndexError as error:
-            raise IndexError(f"{self.name}: ids outside of a table of {count} rows") from error
+    def problem(self, rows: torch.Tensor) -> str:
+        """See `ShardedForward.problem`."""
+        return "" if rows.dtype in (torch.int32, torch.int64) else f"ids of dtype {rows.dtype}; use int64 or int32"
 
 
 def look_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding: int | None) -> torch.Tensor:
@@ -191,11 +179,6 @@ def look_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding: int | N
         table, elsewhere = torch.cat([table, table.new_zeros(1, table.shape[1])]), size
     rows = F.embedding(torch.where(inside, ids - start, elsewhere), table, padding)
     return torch.where(inside.unsqueeze(-1), rows, 0)
-
-
-def ids_problem(ids: torch.Tensor) -> str:
-    """Why ``ids`` cannot be looked up; empty when they can."""
-    return "" if ids.dtype in (torch.int32, torch.int64) else f"ids of dtype {ids.dtype}; use int64 or int32"
 
 
 class RefusedEmbeddingBag(ShardedForward):

@@ -5,7 +5,6 @@ Modules that run with a sharded tensor are decided by their class; ranks and dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +31,7 @@ from shard_spec.legacy.forwards import RefusedEmbeddingBag, ShardedEmbedding, Sh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution, examine, plan_problems
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_sharder, as_spec
+from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_spec
 
 _FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, RefusedEmbeddingBag)
 _HINT = (
@@ -58,56 +57,39 @@ def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
     """
     path, _, name = fqn.rpartition(".")
     module = root.get_submodule(path)
-    forward = forward_for(module)
+    forward, kind, reason = forward_for(module), type(module).__name__, ""
     if forward is not None and "weight" not in module._parameters:
-        return _problem(fqn, f"the weight of this {type(module).__name__} is computed, by a parametrization or a hook")
-    if forward is not None and name in forward.tensors:
+        reason = f"the weight of this {kind} is computed, by a parametrization or a hook"
+    elif forward is not None and name in forward.tensors:
         if isinstance(root.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
-            return _problem(fqn, "nn.MultiheadAttention reads this weight itself, not through the module that has it")
-        return _option_problem(module, fqn)
-    if forward is not None:
-        return None
-    if "forward" in module.__dict__:
-        return _problem(fqn, f"the forward of this {type(module).__name__} was replaced on the instance")
-    tensor = module._parameters.get(name, module._buffers.get(name))
-    assert tensor is not None
-    names = path.split(".") if path else []
-    for depth in range(len(names), -1, -1):  # the module itself, then those around it
-        reader = root.get_submodule(".".join(names[:depth]))
-        own = type(reader).forward is not nn.Module.forward
+            reason = "nn.MultiheadAttention reads this weight itself, not through the module that has it"
+        weight = module._parameters["weight"]
+        if not reason and weight is not None and weight.is_complex() and not isinstance(module, nn.EmbeddingBag):
+            text, hint = f"a complex {kind}: DTensor's products are not right for all of them", "leave it replicated"
+            return Problem("unsupported-tensor", fqn, found=text, hint=hint)
+        options = [option for option in ("sparse", "max_norm", "scale_grad_by_freq") if getattr(module, option, None)]
+        if not reason and options:
+            text = f"{kind}({options[0]}=...): a rank has a shard of the table alone"
+            return Problem("unsupported-option", fqn, found=text, hint="turn the option off")
+    elif forward is None and "forward" in module.__dict__:
+        reason = f"the forward of this {kind} was replaced on the instance"
+    elif forward is None:
+        tensor = tensor_at(root, fqn)
         inexact = tensor.is_floating_point() or tensor.is_complex()
-        if own and (inexact or type(reader).__module__.startswith("torch.")):
-            return _problem(fqn, f"the forward of {type(reader).__qualname__} may compute with this tensor itself")
-        if own:
-            return None
-    return None
-
-
-def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
-    """An option of the module that its sharded forward does not have."""
-    kind = type(module).__name__
-    weight = module._parameters["weight"]
-    if weight is not None and weight.is_complex() and not isinstance(module, nn.EmbeddingBag):
-        reason, hint = f"a complex {kind}: DTensor's products are not right for all of them", "leave it replicated"
-        return Problem("unsupported-tensor", fqn, found=reason, hint=hint)
-    options = [option for option in ("sparse", "max_norm", "scale_grad_by_freq") if getattr(module, option, None)]
-    reason = f"{kind}({options[0]}=...): a rank has a shard of the table alone" if options else ""
-    return Problem("unsupported-option", fqn, found=reason, hint="turn the option off") if reason else None
-
-
-def _problem(fqn: str, found: str) -> Problem:
-    return Problem("module-not-shardable", fqn, found=found, hint=_HINT)
+        names = path.split(".") if path else []
+        around = (root.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1))
+        # The module itself, then those around it: the first with a forward of its own reads the tensor.
+        reader = next((each for each in around if type(each).forward is not nn.Module.forward), None)
+        if reader is not None and (inexact or type(reader).__module__.startswith("torch.")):
+            reason = f"the forward of {type(reader).__qualname__} may compute with this tensor itself"
+    return Problem("module-not-shardable", fqn, found=reason, hint=_HINT) if reason else None
 
 
 _MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is
 
 
 def output_layout(wanted: ShardingSpec | Layout) -> Layout:
-    """Return a layout on the mesh of an output: it has to exist before the forward.
-
-    Raises:
-        PlanError: No mesh can say what a spec says, or its ranks depend on the output's shape.
-    """
+    """Return a layout on the mesh of an output: it has to exist before the forward."""
     if isinstance(wanted, Layout):
         return wanted
     if isinstance(wanted, ChunkShardingSpec):
@@ -142,7 +124,10 @@ def device_of(
         hint = "name one kind of device in one call"
         return torch.device("cpu"), [Problem("device-mismatch", found=text, hint=hint)]
     tensors = (*module.parameters(), *module.buffers())
-    device = mine or next((tensor.device for tensor in tensors if not tensor.is_meta), None) or group_device(group)
+    device = mine or next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    if device is None:
+        on_cpu = "cpu:" in str(dist.get_backend_config(group))
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         text = f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)"
         hint = "name a device that exists on the rank"
@@ -174,13 +159,6 @@ def rank_problems(name: str, mesh: MeshSpec, ranks: tuple[int, ...]) -> list[Pro
     return problems
 
 
-def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the kind of device of the group's communication."""
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def plan_module(
     module: nn.Module, plan: Any, group: dist.ProcessGroup, src_rank: int, *, whole: bool = True
 ) -> ExecutionPlan:
@@ -194,7 +172,15 @@ def plan_module(
         whole: Whether tensors that the plan does not mention are broadcast too.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
-    plan = own_plan(plan, ranks)
+    if _torch_compat.shard_kind(plan) == "plan":
+        plan = PlanContent(plan.plan, plan.output_plan, plan.return_local_tensor)
+    if not isinstance(plan, PlanContent):
+        reason = f"{plan!r:.200} of type {type(plan).__qualname__}"
+        raise PlanError(Problem("wrong-type", "plan", found=reason, hint="give a ShardingPlan"))
+    if plan.mesh is None and all(rule.kind in ("spec", "sharder") for rule in plan.rules):
+        # Neither the plan nor its rules name ranks: those of an output's layout, else of the group.
+        own = [value.mesh for value in (plan.output_plan or {}).values() if isinstance(value, Layout)]
+        plan = plan.on_mesh(own[0] if own else MeshSpec({"rank": len(ranks)}, ranks))
     if not isinstance(module, nn.Module):
         raise PlanError(Problem("wrong-type", "module", found=type(module).__qualname__, hint="give an nn.Module"))
     resolution = examine(plan, module)
@@ -220,7 +206,10 @@ def plan_module(
             problems += filter(None, (unsupported_forward(module, fqn) for fqn in action.names))
     outputs, more = _outputs(plan, ranks)
     problems += more
-    problems += _sharder_problems(resolution, outputs, plan.return_local_tensor or ())
+    for argument, paths in (("output_plan", tuple(outputs)), ("return_local_tensor", plan.return_local_tensor or ())):
+        inside = [path for path in paths if any(path.startswith(outer + ".") for outer in resolution.sharders)]
+        reason, hint = f"{argument} names a module inside of one that a Sharder replaces", "name the Sharder's module"
+        problems += [Problem("sharder-nesting", path, found=reason, hint=hint) for path in inside]
     device, more = device_of(module, plan, resolution, group)
     problems += more
     raise_problems(dict.fromkeys(problems))
@@ -230,26 +219,13 @@ def plan_module(
         tensors=tuple(tensors),
         forwards=forwards,
         options={path: f"{type(each).__name__}({each.extra_repr()})" for path, each in owners},
-        sharders={path: as_sharder(sharder) for path, sharder in sorted(resolution.sharders.items())},
+        sharders=dict(sorted(resolution.sharders.items())),
         outputs=outputs,
         locals=tuple(plan.return_local_tensor or ()),
         everything=whole,
         src_rank=src_rank,
         device=device,
     )
-
-
-def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
-    """The plan as one of ours. Where neither it nor its rules name ranks, on the ranks of the group."""
-    if _torch_compat.shard_kind(plan) == "plan":
-        plan = PlanContent(plan.plan, plan.output_plan, plan.return_local_tensor)
-    if not isinstance(plan, PlanContent):
-        reason = f"{plan!r:.200} of type {type(plan).__qualname__}"
-        raise PlanError(Problem("wrong-type", "plan", found=reason, hint="give a ShardingPlan"))
-    own = [value.mesh for value in (plan.output_plan or {}).values() if isinstance(value, Layout)]
-    if plan.mesh is None and all(rule.kind in ("spec", "sharder") for rule in plan.rules):
-        return plan.on_mesh(own[0] if own else MeshSpec({"rank": len(ranks)}, ranks))
-    return plan
 
 
 def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, ShardingSpec | Layout], list[Problem]]:
@@ -268,16 +244,6 @@ def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, Shard
             continue
         outputs[path] = wanted
     return outputs, problems
-
-
-def _sharder_problems(found: Resolution, outputs: Mapping[str, object], local: tuple[str, ...]) -> list[Problem]:
-    problems = []
-    for argument, paths in (("output_plan", tuple(outputs)), ("return_local_tensor", local)):
-        for path in paths:
-            if any(path.startswith(sharder + ".") for sharder in found.sharders):
-                text = f"{argument} names a module inside of one that a Sharder replaces"
-                problems.append(Problem("sharder-nesting", path, found=text, hint="name the Sharder's module"))
-    return problems
 
 
 def _forwards(module: nn.Module, tensors: list[TensorAction]) -> dict[str, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from shard_spec import _torch_compat
 from shard_spec._shared.consensus import assert_consistent
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.tensors import LayGradient, SumGradient, is_sharded, replica_problems, summed_over, sums_over
+from shard_spec.apply.tensors import LayGradient, SumGradient, is_sharded, replica_problems, summed_over
 from shard_spec.distributed.exchange import fingerprint
 from shard_spec.legacy.forwards import ShardedForward
 from shard_spec.legacy.rows import NOT_RUN, BatchRows
@@ -68,7 +68,10 @@ class CompareAndHook:
                 problems.append(Problem("not-sharded", fqn, found="it was sharded, and is full now", hint=hint))
             frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
             line = f"{fqn}: {str(tensor.dtype).removeprefix('torch.')}, {'whole' if plain else 'a shard'}{frozen}"
-            if plain and self.everything and self._is_new(fqn, owner, tensor):
+            # Ranks never compared a new tensor; a buffer may be replaced in its module.
+            before = self._known.get(fqn)
+            is_new = before is not (tensor if isinstance(tensor, nn.Parameter) else owner)
+            if plain and self.everything and is_new:
                 problems += replica_problems([owner], fqn)
                 line += f", new, with values {fingerprint(tensor)}"
             lines.append(line)
@@ -91,9 +94,9 @@ class CompareAndHook:
                 ours = any(isinstance(each, LayGradient) for each in _torch_compat.tensor_hooks(tensor))
             else:
                 hook = SumGradient(self.rows.group, partial(self._note, fqn))
-                ours = sums_over(tensor, self.rows.group.group)
+                ours = any(each.group is self.rows.group.group for each in summed_over(tensor))
             if ours:
-                _torch_compat.revive_hooks(tensor)
+                tensor._backward_hooks = tensor._backward_hooks  # registers them again: swap_tensors stops them
             elif not is_sharded(tensor) or _runs_sharded(owner):
                 self._handles.append(tensor.register_hook(hook))
         self._known = tensors
@@ -106,11 +109,6 @@ class CompareAndHook:
 
     def _note(self, name: str) -> None:
         self._summed = zlib.crc32(name.encode(), self._summed)
-
-    def _is_new(self, fqn: str, owner: nn.Module, tensor: torch.Tensor) -> bool:
-        """Return whether the ranks never compared this tensor. A buffer may be replaced in its module."""
-        before = self._known.get(fqn)
-        return before is not tensor if isinstance(tensor, nn.Parameter) else before is not owner
 
     def _tensors(self, root: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
         """Each parameter and saved buffer that the call decides about: FQN, the module that has it, the tensor."""

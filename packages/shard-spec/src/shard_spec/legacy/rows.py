@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,28 +22,16 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
 from shard_spec.apply.tensors import refuse_second_derivative
 from shard_spec.distributed.parameter_format import GroupRef, MeshCache, choose_format, dtensor_of
-from shard_spec.layout.intervals import chunk
 from shard_spec.layout.layout import Layout
+from shard_spec.layout.placements import chunk
 from shard_spec.specs import ShardingSpec
 
-Placements = tuple[Placement, ...]
-
-
-class _Meaning(NamedTuple):
-    """A DTensor's mesh, global shape, placements, and the placements of its gradient."""
-
-    mesh: DeviceMesh
-    shape: torch.Size
-    placements: Placements
-    gradient: Placements
+T = TypeVar("T", bound=torch.Tensor)
 
 
 def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """``local`` as a DTensor of global ``shape``. Its gradient lies alike; that of a partial sum is replicated."""
-    gradient = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
-    meaning = _Meaning(mesh, torch.Size(shape), tuple(placements), gradient)
-    wrapped: DTensor = _Wrap.apply(local, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return wrapped
+    return _differentiated_once(dtensor_of(local.contiguous(), mesh, placements, shape))
 
 
 def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -53,11 +42,16 @@ def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch
         gradient: What the ranks' gradients will be. Default: the same; each rank has the whole gradient of its part of
             a partial sum.
     """
-    default = tuple(Replicate() if placement.is_partial() else placement for placement in value.placements)
-    gradient = default if gradient is None else tuple(gradient)
-    meaning = _Meaning(value.device_mesh, value.shape, tuple(value.placements), gradient)
-    local: torch.Tensor = _Unwrap.apply(value, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return local
+    default = [Replicate() if placement.is_partial() else placement for placement in value.placements]
+    return _differentiated_once(value.to_local(grad_placements=default if gradient is None else gradient))
+
+
+def _differentiated_once(value: T) -> T:
+    if not torch.is_grad_enabled():
+        return value.detach()  # type: ignore[return-value]  # of its type; torch's functions hand requires_grad on
+    if value.requires_grad:
+        value.register_hook(lambda grad: refuse_second_derivative())  # type: ignore[no-untyped-call]  # DTensor's
+    return value
 
 
 def whole(value: DTensor, *, parts: bool) -> torch.Tensor:
@@ -67,40 +61,14 @@ def whole(value: DTensor, *, parts: bool) -> torch.Tensor:
         value: Any placements.
         parts: Whether the ranks' gradients are parts of a sum; otherwise every rank has the same whole gradient.
     """
-    ndim = value.device_mesh.ndim
-    gradient: list[Placement] = [Partial() if parts else Replicate()] * ndim
-    return unwrap(value.redistribute(placements=[Replicate()] * ndim), gradient)
-
-
-class _Wrap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, meaning: _Meaning) -> DTensor:
-        ctx.meaning = meaning
-        return dtensor_of(local.detach().contiguous(), meaning.mesh, meaning.placements, meaning.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: DTensor) -> tuple[torch.Tensor, None]:
-        refuse_second_derivative()
-        return grads[0].redistribute(placements=ctx.meaning.gradient).to_local(), None
-
-
-class _Unwrap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: DTensor, meaning: _Meaning) -> torch.Tensor:
-        ctx.meaning = meaning
-        local = value.to_local()
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
-        refuse_second_derivative()
-        meaning: _Meaning = ctx.meaning
-        return dtensor_of(grads[0].contiguous(), meaning.mesh, meaning.gradient, meaning.shape), None
+    everywhere: list[Placement] = [Replicate()] * value.device_mesh.ndim
+    return unwrap(value.redistribute(placements=everywhere), [Partial()] * len(everywhere) if parts else everywhere)
 
 
 NOT_RUN = "the forward has not run on any rank"
 
 
+@dataclass(eq=False)
 class BatchRows:
     """The rows of one batch over the ranks of a group: a line of ranks, each with torch's chunk of them.
 
@@ -110,10 +78,9 @@ class BatchRows:
         totals: Numbers of rows that entered since the last forward of the root began.
     """
 
-    def __init__(self, group: GroupRef, mesh: DeviceMesh) -> None:
-        self.group = group
-        self.mesh = mesh
-        self.totals: set[int] = set()
+    group: GroupRef
+    mesh: DeviceMesh
+    totals: set[int] = field(default_factory=set)
 
     def line(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return ``mesh`` if its axis is the group in order, else that of the rows."""
@@ -162,11 +129,7 @@ class BatchRows:
         return wrap(rows, self.line(mesh), [Shard(0)], (total, *rows.shape[1:]))
 
     def leave(self, value: DTensor, name: str) -> torch.Tensor:
-        """This rank's rows of an output, with all columns. A collective where other ranks have parts of them.
-
-        Raises:
-            PlanError: On every rank: ``invalid-layout`` for an output that has no row for each row of a batch.
-        """
+        """This rank's rows of an output, with all columns. A collective where other ranks have parts of them."""
         if not value.dim() or value.shape[0] not in self.totals:
             reason = f"an output of shape {list(value.shape)} from batches of {sorted(self.totals)} rows"
             hint = "name a module whose output has one row for each row of the batch"
@@ -179,11 +142,7 @@ class BatchRows:
 
 
 def on_mesh(value: DTensor, mesh: DeviceMesh, name: str) -> DTensor:
-    """``value`` on ``mesh``: as it is, or gathered where the meshes differ.
-
-    Raises:
-        PlanError: ``mesh-mismatch`` where the meshes hold other ranks.
-    """
+    """``value`` on ``mesh``: as it is, or gathered where the meshes differ."""
     if value.device_mesh == mesh:
         return value
     mine, wanted = (sorted(each.mesh.flatten().tolist()) for each in (value.device_mesh, mesh))
@@ -194,17 +153,17 @@ def on_mesh(value: DTensor, mesh: DeviceMesh, name: str) -> DTensor:
     return wrap(whole(value, parts=False), mesh, [Replicate()] * mesh.ndim, value.shape)
 
 
+@dataclass(eq=False)
 class ReshardOutput:
     """Forward hook: the output of the concatenated batch, in the layout of ``output_plan``.
 
     A plain output counts as this rank's rows of it.
     """
 
-    def __init__(self, name: str, wanted: ShardingSpec | Layout, rows: BatchRows, meshes: MeshCache) -> None:
-        self.name = name
-        self.wanted = wanted
-        self.rows = rows
-        self.meshes = meshes
+    name: str
+    wanted: ShardingSpec | Layout
+    rows: BatchRows
+    meshes: MeshCache
 
     @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> DTensor:
@@ -219,6 +178,7 @@ class ReshardOutput:
         return on_mesh(value, self.meshes.mesh_of(layout), self.name).redistribute(placements=wanted.placements)
 
 
+@dataclass(eq=False)
 class LocalRows:
     """Forward hook: a plain tensor in place of a DTensor output.
 
@@ -226,10 +186,9 @@ class LocalRows:
     rows, it is this rank's part in that layout. A plain output is this rank's rows already.
     """
 
-    def __init__(self, name: str, rows: BatchRows, laid_out: bool) -> None:
-        self.name = name
-        self.rows = rows
-        self.laid_out = laid_out
+    name: str
+    rows: BatchRows
+    laid_out: bool
 
     @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:

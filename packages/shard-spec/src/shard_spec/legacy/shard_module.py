@@ -12,14 +12,7 @@ from torch import nn
 from shard_spec._shared.consensus import problems_of
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.apply import Call, install, stage
-from shard_spec.apply.handle import (
-    Installed,
-    ShardHandle,
-    Transaction,
-    mark_replaced_stale,
-    run_sharders,
-    still_ours,
-)
+from shard_spec.apply.handle import ShardHandle, put, run_sharders, undone_on_failure
 from shard_spec.apply.tensors import ExecutionPlan, is_sharded, summed_over
 from shard_spec.distributed.exchange import group_or_default, on_all_ranks
 from shard_spec.distributed.parameter_format import GroupRef, MeshCache
@@ -30,37 +23,6 @@ from shard_spec.legacy.rows import BatchRows, LocalRows, ReshardOutput
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.base import unknown_spec
-
-
-def install_hooks(
-    module: nn.Module,
-    actions: ExecutionPlan,
-    rows: BatchRows,
-    meshes: MeshCache,
-    others: list[nn.Module],
-    installed: Installed,
-    transaction: Transaction,
-) -> None:
-    """Install sharded forwards, and the hooks of outputs and of the root. ``others`` are modules of Sharders."""
-    for path, sharded in actions.forwards.items():
-        owner = module.get_submodule(path)
-        kind = forward_for(owner)
-        assert kind is not None
-        forward = kind(owner, path, rows, sharded)
-        installed.removals.append(transaction.set_attribute(owner, "forward", forward))
-        installed.checks.append(still_ours(owner, "forward", forward, path))
-        installed.register(owner.register_forward_pre_hook(KeepSlowPath()), transaction)
-    for path, wanted in actions.outputs.items():
-        reshard = ReshardOutput(path, wanted, rows, meshes)
-        installed.register(module.get_submodule(path).register_forward_hook(reshard), transaction)
-    for path in actions.locals:
-        local = LocalRows(path, rows, path in actions.outputs)
-        installed.register(module.get_submodule(path).register_forward_hook(local), transaction)
-    compare = CompareAndHook(rows, everything=actions.everything, others=others)
-    installed.register(compare, transaction)
-    compare.adopt(module)
-    # Before the user's own hooks: they may run modules that communicate.
-    installed.register(module.register_forward_pre_hook(compare, prepend=True), transaction)
 
 
 class KeepSlowPath:
@@ -107,7 +69,7 @@ def shard_module(
         PlanError: With every problem of every rank, before anything moved.
     """
     group = group_or_default(process_group)
-    return _act(lambda: (module, plan), src_rank, group, whole=True, what="shard_module")
+    return _act(module, lambda: plan, src_rank, group, whole=True)
 
 
 def shard_parameter(
@@ -136,87 +98,86 @@ def shard_parameter(
     """
     group = group_or_default(process_group)
 
-    def subject() -> tuple[nn.Module, ShardingPlan]:
-        return module, ShardingPlan({param_name: sharding_spec})
-
     def check() -> list[Problem]:
-        return _parameter_problems(param_name, sharding_spec)
+        name: Any = param_name  # callers are untyped
+        if not isinstance(name, str) or "." in name:
+            hint = "the name of a parameter of this very module; for deeper ones use shard_module"
+            return [Problem("invalid-argument", "param_name", found=repr(param_name), hint=hint)]
+        if not isinstance(sharding_spec, Layout) and as_spec(sharding_spec) is None:
+            return [unknown_spec("sharding_spec", sharding_spec)]
+        return []
 
-    return _act(subject, src_rank, group, whole=False, what="shard_parameter", check=check)
+    return _act(module, lambda: ShardingPlan({param_name: sharding_spec}), src_rank, group, whole=False, check=check)
 
 
 # ---- the recipe -----------------------------------------------------------------------------------------------
 
 
 def _act(
-    subject: Callable[[], tuple[nn.Module, Any]],
+    module: nn.Module,
+    plan_of_call: Callable[[], Any],
     src_rank: int,
     group: dist.ProcessGroup,
     *,
     whole: bool,
-    what: str,
     check: Callable[[], list[Problem]] = list,
 ) -> ShardHandle:
-    """``subject`` gives the module and the plan: what it raises on one rank, all ranks raise."""
+    """Shard the ``whole`` module, or only what the plan names. What the functions raise on one rank, all raise."""
 
-    def planned() -> tuple[nn.Module, Any, ExecutionPlan]:
+    def planned() -> tuple[Any, ExecutionPlan]:
         problems = check()
         try:
-            module, plan = subject()
+            plan = plan_of_call()
             actions = plan_module(module, plan, group, src_rank, whole=whole)
         except Exception as error:
             raise PlanError((*problems_of(error), *problems)) from error
         raise_problems(problems)
-        return module, plan, actions
+        return plan, actions
 
-    module, plan, actions = on_all_ranks(group, what, planned, lambda subject_and_actions: subject_and_actions[2].lines)
+    what = "shard_module" if whole else "shard_parameter"
+    plan, actions = on_all_ranks(group, what, planned, lambda plan_and_actions: plan_and_actions[1].lines)
     ref = GroupRef(group)
     layouts = [action.layout for action in actions.tensors if action.layout is not None]
     meshes = MeshCache(ref, actions.device.type, [*layouts, *map(output_layout, actions.outputs.values())])
     rows = BatchRows(ref, meshes.flat)
-    if whole and ref.size > 1:
-        _warn_of_batch_statistics(module)
-    call = Call(module, group, meshes.mesh_of, src_rank=src_rank)
-    with Transaction() as transaction:
-        staged = stage(call, actions)
-        replaced = run_sharders(module, actions, group, transaction)
-        if ref.size > 1:
-            _warn_of_unsummed_gradients(replaced)
-        installed = install(call, actions, staged, replaced, transaction)
-        install_hooks(module, actions, rows, meshes, list(replaced.values()), installed, transaction)
-        handle = ShardHandle(plan, actions, module, group, installed)
-    return mark_replaced_stale(handle)
-
-
-def _warn_of_batch_statistics(module: nn.Module) -> None:
-    names = [name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS)]
-    if names:
+    norms = [name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS)]
+    if whole and ref.size > 1 and norms:
         warnings.warn(
-            f"shard_module: each rank normalizes with the statistics of its own rows in {', '.join(names)}, where the "
+            f"shard_module: each rank normalizes with the statistics of its own rows in {', '.join(norms)}, where the "
             "unsharded module uses the full batch; use nn.SyncBatchNorm, or a norm over features",
-            stacklevel=4,
+            stacklevel=3,
         )
-
-
-def _warn_of_unsummed_gradients(replaced: dict[str, nn.Module]) -> None:
-    for path, module in replaced.items():
-        owned = [
-            name
-            for name, each in module.named_parameters()
-            if each.requires_grad and not is_sharded(each) and not summed_over(each)
-        ]
-        if owned:
-            warnings.warn(
-                f"shard_module: values and gradients of {', '.join(owned)} in {path} are each rank's own, since a "
-                "Sharder decides about them; where they are replicas, call shard_module inside of the Sharder",
-                stacklevel=4,
-            )
-
-
-def _parameter_problems(name: object, spec: object) -> list[Problem]:
-    if not isinstance(name, str) or "." in name:
-        hint = "the name of a parameter of this very module; for deeper ones use shard_module"
-        return [Problem("invalid-argument", "param_name", found=repr(name), hint=hint)]
-    if not isinstance(spec, Layout) and as_spec(spec) is None:
-        return [unknown_spec("sharding_spec", spec)]
-    return []
+    call = Call(module, group, meshes.mesh_of, src_rank=src_rank)
+    with undone_on_failure() as log:
+        staged = stage(call, actions)
+        replaced = run_sharders(module, actions, group, log) if actions.sharders else {}
+        for path, new in replaced.items() if ref.size > 1 else ():
+            named = [(name, each) for name, each in new.named_parameters() if each.requires_grad]
+            owned = [name for name, each in named if not is_sharded(each) and not summed_over(each)]
+            if owned:
+                warnings.warn(
+                    f"shard_module: values and gradients of {', '.join(owned)} in {path} are each rank's own, since a "
+                    "Sharder decides about them; where they are replicas, call shard_module inside of the Sharder",
+                    stacklevel=3,
+                )
+        installed = install(call, actions, staged, replaced, log)
+        for path, sharded in actions.forwards.items():
+            owner = module.get_submodule(path)
+            kind = forward_for(owner)
+            assert kind is not None
+            forward = kind(owner, path, rows, sharded)
+            installed.removals.append(put(owner.__dict__, "forward", forward, log))
+            installed.forwards[path] = owner, forward
+            installed.register(owner.register_forward_pre_hook(KeepSlowPath()), log)
+        for path, wanted in actions.outputs.items():
+            reshard = ReshardOutput(path, wanted, rows, meshes)
+            installed.register(module.get_submodule(path).register_forward_hook(reshard), log)
+        for path in actions.locals:
+            local = LocalRows(path, rows, path in actions.outputs)
+            installed.register(module.get_submodule(path).register_forward_hook(local), log)
+        compare = CompareAndHook(rows, everything=actions.everything, others=list(replaced.values()))
+        installed.register(compare, log)
+        compare.adopt(module)
+        # Before the user's own hooks: they may run modules that communicate.
+        installed.register(module.register_forward_pre_hook(compare, prepend=True), log)
+    return ShardHandle(plan, actions, module, group, installed)

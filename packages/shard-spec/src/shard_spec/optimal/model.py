@@ -95,7 +95,8 @@ class StepModel:
         edges: dict[object, Tensor] = {}
         key: object
         for operation, choices in zip(self.operations, self.choices, strict=True):
-            key = _alike(operation), choices
+            sizes = operation.num_elements, operation.matmul_elements, operation.width_out, operation.output_bytes
+            key = sizes, operation.scores, operation.kept, bool(operation.parameters), choices
             if key not in nodes:
                 nodes[key] = (
                     [self._seconds(operation, strategies) for strategies in choices],
@@ -111,7 +112,13 @@ class StepModel:
                     edges[key] = self._moving_table(self.choices[source], self.choices[index], width, 2 if again else 1)
                 problem.add_edge(source, index, edges[key])
             if operation.tied_to >= 0:
-                problem.add_edge(operation.tied_to, index, self._tied_table(operation.tied_to, index))
+                # 0 if both store the shared weight alike (always by rows of the vocabulary), infinity otherwise.
+                stored = [
+                    [tuple(strategy.weight != "-" for strategy in strategies) for strategies in self.choices[each]]
+                    for each in (operation.tied_to, index)
+                ]
+                table = [[0.0 if one == other else math.inf for other in stored[1]] for one in stored[0]]
+                problem.add_edge(operation.tied_to, index, table)
         return problem
 
     # ---- allowed strategies ----
@@ -130,17 +137,16 @@ class StepModel:
             if pieces["h"] > 1 and pieces["h"] not in operation.degrees:  # e.g. heads
                 continue
             allowed.append(strategies)
-        divided = [
-            strategies for strategies in allowed if operation.parameters and not _redundant(strategies, self.mesh.shape)
-        ]
-        return divided or allowed  # replicated work only if nothing divides
+        # Ranks that do the same work with the same weight are a last resort, if nothing divides.
+        sizes = self.mesh.shape
+        alike = (any(each.name == "whole" and n > 1 for each, n in zip(one, sizes, strict=True)) for one in allowed)
+        divided = [strategies for strategies, same in zip(allowed, alike, strict=True) if not same]
+        return (divided if operation.parameters else allowed) or allowed
 
     # ---- seconds ----
 
     def _seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
-        return self._compute_seconds(operation, strategies) + self._weight_seconds(operation, strategies)
-
-    def _compute_seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
+        """Return the seconds of matmuls, and of collectives of weights and their gradients."""
         workload = self.workload
         forward = 2.0 * workload.tokens * operation.matmul_elements
         if operation.scores:  # scores and values: two products of 2 operations each
@@ -150,11 +156,9 @@ class StepModel:
         shares = math.prod(
             size for strategy, size in zip(strategies, self.mesh.shape, strict=True) if strategy.divides_work
         )
-        return self.cost_model.compute(forward * passes / shares, self.topology)
-
-    def _weight_seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
+        compute = self.cost_model.compute(forward * passes / shares, self.topology)
         if not operation.matmul_elements and not operation.parameters:
-            return 0.0
+            return compute
         seconds = 0.0
         elements = operation.num_elements or operation.matmul_elements
         for at, (strategy, link) in enumerate(zip(strategies, self.links, strict=True)):
@@ -170,7 +174,7 @@ class StepModel:
             elif strategy.sums_weight_gradient:
                 stored = math.prod(size for other, size in others if other.weight == "fsdp")
                 seconds += self.cost_model.all_reduce(num_bytes / stored, link)
-        return seconds * (1 - self.workload.overlap)  # hidden behind matmuls
+        return compute + seconds * (1 - workload.overlap)  # the overlap is hidden behind matmuls
 
     def _moving_table(
         self, sources: Sequence[StrategyPerAxis], readers: Sequence[StrategyPerAxis], width: int, passes: int
@@ -184,25 +188,11 @@ class StepModel:
                 cache[before, after] = moving(before, after, num_bytes, self.links, self.cost_model)
             return cache[before, after]
 
+        outputs = [(tuple(s.writes for s in source), tuple(s.gradient_out for s in source)) for source in sources]
+        inputs = [(tuple(s.reads for s in reader), tuple(s.gradient_in for s in reader)) for reader in readers]
         table = [
-            [
-                passes
-                * seconds(tuple(strategy.writes for strategy in source), tuple(strategy.reads for strategy in reader))
-                + seconds(
-                    tuple(strategy.gradient_in for strategy in reader),
-                    tuple(strategy.gradient_out for strategy in source),
-                )
-                for reader in readers
-            ]
-            for source in sources
-        ]
-        return torch.tensor(table, dtype=torch.float64)
-
-    def _tied_table(self, first: int, second: int) -> Tensor:
-        """Return 0 if both store the shared weight alike, infinity otherwise."""
-        table = [
-            [0.0 if _kept_by(one) == _kept_by(other) else math.inf for other in self.choices[second]]
-            for one in self.choices[first]
+            [passes * seconds(writes, reads) + seconds(grad_in, grad_out) for reads, grad_in in inputs]
+            for writes, grad_out in outputs
         ]
         return torch.tensor(table, dtype=torch.float64)
 
@@ -223,35 +213,8 @@ class StepModel:
 
     def words(self, assignment: Sequence[int]) -> tuple[tuple[str, str], ...]:
         """Describe each operation and its strategies in words."""
-        return tuple(
-            (
-                operation.name,
-                ", ".join(
-                    f"{axis}={strategy.name}" for axis, strategy in zip(self.mesh.axis_names, choices[at], strict=True)
-                ),
-            )
-            for operation, choices, at in zip(self.operations, self.choices, assignment, strict=True)
-        )
-
-
-def _redundant(strategies: StrategyPerAxis, sizes: Sequence[int]) -> bool:
-    """Return True if ranks do the same work with the same weight: a last resort if nothing divides."""
-    return any(strategy.name == "whole" and size > 1 for strategy, size in zip(strategies, sizes, strict=True))
-
-
-def _kept_by(strategies: StrategyPerAxis) -> tuple[bool, ...]:
-    """Return, per axis, True if a table or head is sharded. Always by rows of the vocabulary."""
-    return tuple(strategy.weight != "-" for strategy in strategies)
-
-
-def _alike(operation: Operation) -> tuple[object, ...]:
-    """Return the key of an operation's own cost."""
-    return (
-        operation.num_elements,
-        operation.matmul_elements,
-        operation.width_out,
-        operation.scores,
-        operation.kept,
-        operation.output_bytes,
-        bool(operation.parameters),
-    )
+        words = []
+        for operation, choices, at in zip(self.operations, self.choices, assignment, strict=True):
+            named = zip(self.mesh.axis_names, choices[at], strict=True)
+            words.append((operation.name, ", ".join(f"{axis}={strategy.name}" for axis, strategy in named)))
+        return tuple(words)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -104,23 +105,19 @@ def moving(
     seconds = 0.0
     now = list(before)
     for axis, (old, new, link) in enumerate(zip(before, after, links, strict=True)):
-        others = cuts(now[:axis] + now[axis + 1 :], sizes[:axis] + sizes[axis + 1 :])
-        seconds += _moving_along(old, new, num_bytes / others, link, model)
+        size = num_bytes / cuts(now[:axis] + now[axis + 1 :], sizes[:axis] + sizes[axis + 1 :])  # over the full group
+        if old == new or (old == "r" and new in CUT):
+            pass  # no change, or a local slice
+        elif old == "p":
+            seconds += model.all_reduce(size, link) if new == "r" else model.reduce_scatter(size, link)
+        elif new == "r":
+            seconds += model.all_gather(size, link)
+        else:
+            assert old in CUT, (old, new)
+            assert new in CUT, (old, new)
+            seconds += model.all_to_all(size / link.size, link)
         now[axis] = new  # later axes see the new state
     return seconds
-
-
-def _moving_along(old: str, new: str, num_bytes: float, link: Link, model: AlphaBetaCostModel) -> float:
-    """Return the seconds along one axis; `num_bytes` is the size over the full group."""
-    if old == new or (old == "r" and new in CUT):
-        return 0.0  # no change, or a local slice
-    if old == "p":
-        return model.all_reduce(num_bytes, link) if new == "r" else model.reduce_scatter(num_bytes, link)
-    if new == "r":
-        return model.all_gather(num_bytes, link)
-    assert old in CUT, (old, new)
-    assert new in CUT, (old, new)
-    return model.all_to_all(num_bytes / link.size, link)
 
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k")
@@ -220,127 +217,71 @@ class _Builder:
             hint = "OptimalPlanner models transformers; use FullyShardPlanner or write rules by hand"
             raise PlanError(Problem("nothing-to-optimize", found=reason, hint=hint))
         width = self._stream_width(blocks[0])
-        stream = self._embeddings([unit for unit in units if unit.kind is TPBlockKind.EMBEDDING], width)
+        stream = -1  # none yet
+        for unit in units:
+            # A tied table under another name is the same one.
+            if (
+                unit.kind is TPBlockKind.EMBEDDING
+                and self.first_name[id(self.parameters[unit.rows[0].name])] not in self.owner
+            ):
+                degrees = self.degrees.get(unit.name, frozenset())
+                table = self._add(unit.name, TABLE, unit.rows, width_out=width, degrees=degrees)
+                stream = self._stream(f"{unit.name} -> stream", table, -1, width)
+        stream = stream if stream >= 0 else self._stream("input -> stream", -1, -1, width)
         for unit in blocks:
             stream = self._block(unit, stream)
         for unit in units:
             if unit.kind is TPBlockKind.HEAD:
-                self._head(unit, stream)
+                matmul = max(count for _, count in self._elements(unit.columns))  # the weight, not the bias
+                width = self.operations[stream].width_out
+                sizes: dict[str, Any] = {"matmul_elements": matmul, "width_in": width, "width_out": matmul // width}
+                # Logits are float32.
+                sizes["degrees"] = self.degrees.get(unit.name, frozenset())
+                self._add(unit.name, COLUMN, unit.columns, kept=True, output_bytes=4, source=stream, **sizes)
         for name in (*analysis.unrecognised, *(set(analysis.left_whole) & set(analysis.matmul_bytes))):
-            self._apart(name)
+            count = self.parameters[name].numel()
+            self._add(name, APART, parameters=((name, count),), matmul_elements=count)
         return tuple(self.operations)
 
-    def _add(self, operation: Operation) -> int:
+    def _add(self, name: str, strategies: tuple[Strategy, ...], cuts: Sequence[Cut] = (), **fields: Any) -> int:
         """Add an operation; parameters that another one owns already are shared with it."""
         index = len(self.operations)
         operands, tied_to = [], -1
-        for name, count in operation.parameters:
-            first = self.first_name[id(self.parameters[name])]  # tied names share one tensor
+        for parameter, count in fields.pop("parameters", self._elements(cuts)):
+            first = self.first_name[id(self.parameters[parameter])]  # tied names share one tensor
             if first in self.owner:
                 tied_to = self.owner[first]
             else:
                 self.owner[first] = index
                 operands.append((first, count))
-        self.operations.append(replace(operation, parameters=tuple(operands), tied_to=tied_to))
+        operation = Operation(name, strategies, tuple(cuts), tuple(operands), tied_to=tied_to, **fields)
+        self.operations.append(operation)
         return index
 
-    def _embeddings(self, units: Sequence[TPBlock], width: int) -> int:
-        stream = -1  # none yet
-        for unit in units:
-            if self.first_name[id(self.parameters[unit.rows[0].name])] in self.owner:
-                continue  # tied: the same table under another name
-            table = self._add(
-                Operation(
-                    unit.name,
-                    TABLE,
-                    cuts=unit.rows,
-                    parameters=self._elements(unit.rows),
-                    width_out=width,
-                    degrees=self.degrees.get(unit.name, frozenset()),
-                )
-            )
-            stream = self._stream(f"{unit.name} -> stream", table, -1, width)
-        return stream if stream >= 0 else self._stream("input -> stream", -1, -1, width)
-
     def _stream(self, name: str, source: int, residual: int, width: int) -> int:
-        return self._add(
-            Operation(name, STREAM, width_in=width, width_out=width, kept=True, source=source, residual=residual)
-        )
+        return self._add(name, STREAM, width_in=width, width_out=width, kept=True, source=source, residual=residual)
 
     def _block(self, unit: TPBlock, stream: int) -> int:
-        width = self._stream_width(unit)
-        share = self._active_share(unit)  # of experts only the active ones work
+        width, share = self._stream_width(unit), 1.0
+        if unit.kind is TPBlockKind.EXPERTS:  # only the active ones of all experts work for a token
+            num_experts = self.parameters[unit.rows[0].name].shape[0]
+            around = Context(self.module, Options(tp_size=1)).chain(unit.name)
+            share = min(first_declared(places_of(around), _ACTIVE_EXPERTS) or num_experts, num_experts) / num_experts
         column_weights = self._elements(cut for cut in unit.columns if self.parameters[cut.name].dim() > 1)
-        row_weights = self._elements(unit.rows)
         full = [(name, self.parameters[name].numel()) for name in unit.replicated if self.parameters[name].dim() > 1]
         matmul = int((sum(count for _, count in (*column_weights, *full))) * share)
-        hidden_out = matmul // max(width, 1)
-        hidden_in = int(sum(count for _, count in row_weights) * share) // max(width, 1)
+        row_matmul = int(sum(count for _, count in self._elements(unit.rows)) * share)
+        hidden_out, hidden_in = matmul // max(width, 1), row_matmul // max(width, 1)
         degrees = self.degrees.get(unit.name, frozenset())
-        column = self._add(
-            Operation(
-                f"{unit.name} in",
-                COLUMN,
-                cuts=(*unit.columns, *unit.inner),
-                parameters=self._elements((*unit.columns, *unit.inner)),
-                matmul_elements=matmul,
-                width_in=width,
-                width_out=hidden_out,
-                degrees=degrees,
-                source=stream,
-            )
-        )
-        inside = column  # without scores in between
+        sizes: dict[str, Any] = {"matmul_elements": matmul, "width_in": width, "width_out": hidden_out}
+        sizes |= {"degrees": degrees}
+        inside = self._add(f"{unit.name} in", COLUMN, (*unit.columns, *unit.inner), source=stream, **sizes)
         if unit.kind is TPBlockKind.ATTENTION:
-            inside = self._add(
-                Operation(
-                    f"{unit.name} scores",
-                    ATTENTION,
-                    width_in=hidden_out,
-                    width_out=hidden_in,
-                    degrees=degrees,
-                    scores=True,
-                    source=column,
-                )
-            )
-        row = self._add(
-            Operation(
-                f"{unit.name} out",
-                ROW,
-                cuts=unit.rows,
-                parameters=self._elements(unit.rows),
-                matmul_elements=int(sum(count for _, count in row_weights) * share),
-                width_in=hidden_in,
-                width_out=width,
-                degrees=degrees,
-                source=inside,
-            )
-        )
+            sizes = {"width_in": hidden_out, "width_out": hidden_in, "degrees": degrees}
+            inside = self._add(f"{unit.name} scores", ATTENTION, scores=True, source=inside, **sizes)
+        sizes = {"matmul_elements": row_matmul, "width_in": hidden_in, "width_out": width, "degrees": degrees}
+        row = self._add(f"{unit.name} out", ROW, unit.rows, source=inside, **sizes)
         return self._stream(f"{unit.name} -> stream", row, stream, width)
-
-    def _head(self, unit: TPBlock, stream: int) -> None:
-        elements = self._elements(unit.columns)
-        matmul = max(count for _, count in elements)  # the weight, not the bias
-        width = self.operations[stream].width_out
-        self._add(
-            Operation(
-                unit.name,
-                COLUMN,
-                cuts=unit.columns,
-                parameters=elements,
-                matmul_elements=matmul,
-                width_in=width,
-                width_out=matmul // width,
-                degrees=self.degrees.get(unit.name, frozenset()),
-                kept=True,
-                output_bytes=4,  # logits are float32
-                source=stream,
-            )
-        )
-
-    def _apart(self, name: str) -> None:
-        count = self.parameters[name].numel()
-        self._add(Operation(name, APART, parameters=((name, count),), matmul_elements=count))
 
     def _elements(self, cuts: Iterable[Cut]) -> tuple[tuple[str, int], ...]:
         return tuple((cut.name, self.parameters[cut.name].numel()) for cut in cuts)
@@ -352,12 +293,3 @@ class _Builder:
         dim = int(row.placement[2:-1])  # "S(1)" -> 1
         experts = shape[0] if len(shape) == 3 else 1  # stacked experts: not channels
         return math.prod(shape) // shape[dim] // experts
-
-    def _active_share(self, unit: TPBlock) -> float:
-        """Return the share of the unit's weights used by a token: 1, or active experts of all."""
-        if unit.kind is not TPBlockKind.EXPERTS:
-            return 1.0
-        num_experts = self.parameters[unit.rows[0].name].shape[0]
-        around = Context(self.module, Options(tp_size=1)).chain(unit.name)
-        active = first_declared(places_of(around), _ACTIVE_EXPERTS) or num_experts
-        return min(active, num_experts) / num_experts  # not more than exist

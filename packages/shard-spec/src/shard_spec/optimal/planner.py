@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -66,64 +66,48 @@ class OptimalPlanner(LayoutPlanner):
         """Solve the model and derive the layouts."""
         structure = self._structure(module)
         model = self._model(structure)
-        assignment, certificate = self._solved(model)
-        layouts = {}
-        for operation, choices, at in zip(model.operations, model.choices, assignment, strict=True):
-            layouts.update(layouts_of(operation, choices[at], self.mesh))
-        layouts.update(self._small_parameters(module, model, assignment, layouts))
-        return Decisions(layouts, structure.notes, structure.unrecognised, certificate)
-
-    def _structure(self, module: nn.Module) -> Structure:
-        return structure_of(module, _degrees(self.mesh))
-
-    def _model(self, structure: Structure) -> StepModel:
-        return StepModel(structure.operations, self.mesh, self.topology, self.cost_model, self.workload)
-
-    def _solved(self, model: StepModel) -> tuple[tuple[int, ...], OptimalityBound]:
-        problem = model.problem
         try:
-            solution = solve_capped(problem, self.memory_limit)
+            solution = solve_capped(model.problem, self.memory_limit)
         except InfeasibleError as error:
-            raise self._does_not_fit(error) from error
-        assignment = solution.assignment
+            least = error.least_bytes
+            if least < 0:  # not a matter of memory
+                reason = "no combination of strategies divides the batch, the sequence and the heads"
+                hint = "choose another batch or another mesh"
+                raise PlanError(Problem("does-not-divide", found=reason, hint=hint)) from error
+            needed, over, limit = map(human_bytes, (least, least - self.memory_limit, self.memory_limit))
+            reason = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
+            hint = f"recompute, a smaller batch, more ranks, or memory_limit={least}"
+            raise PlanError(Problem("does-not-fit", "memory_limit", found=reason, hint=hint)) from error
         certificate = OptimalityBound(
             objective=solution.objective,
             lower_bound=solution.lower_bound,
             method="exact elimination" if solution.gap == 0 else "exact elimination, one price per byte",
-            memory_bytes=problem.memory_of(assignment),
+            memory_bytes=model.problem.memory_of(solution.assignment),
             memory_limit=self.memory_limit,
-            choices=model.words(assignment),
+            choices=model.words(solution.assignment),
         )
-        return assignment, certificate
+        layouts: dict[str, Layout] = {}
+        chosen = [choices[at] for choices, at in zip(model.choices, solution.assignment, strict=True)]
+        for operation, strategies in zip(model.operations, chosen, strict=True):
+            layouts |= layouts_of(operation, strategies, self.mesh)
+        # Norms and row biases follow along axes with every weight sharded by rows.
+        owners = [each for operation, each in zip(model.operations, chosen, strict=True) if operation.parameters]
+        every = [all(strategies[at].weight == "fsdp" for strategies in owners) for at in range(self.mesh.ndim)]
+        axes = [axis for axis, alike in zip(self.mesh.axis_names, every, strict=True) if owners and alike]
+        if axes:
+            cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes[::-1] if len(axes) > 1 else None)
+            rest = (name for name, value in module.named_parameters() if name not in layouts and value.dim() > 0)
+            layouts |= dict.fromkeys(rest, cut)
+        return Decisions(layouts, structure.notes, structure.unrecognised, certificate)
 
-    def _small_parameters(
-        self, module: nn.Module, model: StepModel, assignment: Sequence[int], layouts: Mapping[str, Layout]
-    ) -> dict[str, Layout]:
-        """Shard norms and row biases along axes with every weight sharded by rows."""
-        chosen = [
-            choices[at]
-            for operation, choices, at in zip(model.operations, model.choices, assignment, strict=True)
-            if operation.parameters
-        ]
-        axes = [
-            axis
-            for at, axis in enumerate(self.mesh.axis_names)
-            if chosen and all(strategies[at].weight == "fsdp" for strategies in chosen)
-        ]
-        if not axes:  # small: replicated
-            return {}
-        cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes[::-1] if len(axes) > 1 else None)
-        return {name: cut for name, value in module.named_parameters() if name not in layouts and value.dim() > 0}
+    def _structure(self, module: nn.Module) -> Structure:
+        degrees = {1}  # products of the axes' sizes
+        for size in self.mesh.shape:
+            degrees |= {degree * size for degree in degrees}
+        return structure_of(module, sorted(degrees))
 
-    def _does_not_fit(self, error: InfeasibleError) -> PlanError:
-        if error.least_bytes < 0:  # not a matter of memory
-            reason = "no combination of strategies divides the batch, the sequence and the heads"
-            return PlanError(Problem("does-not-divide", found=reason, hint="choose another batch or another mesh"))
-        least = error.least_bytes
-        needed, over, limit = map(human_bytes, (least, least - self.memory_limit, self.memory_limit))
-        reason = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
-        hint = f"recompute, a smaller batch, more ranks, or memory_limit={least}"
-        return PlanError(Problem("does-not-fit", "memory_limit", found=reason, hint=hint))
+    def _model(self, structure: Structure) -> StepModel:
+        return StepModel(structure.operations, self.mesh, self.topology, self.cost_model, self.workload)
 
 
 def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:
@@ -142,24 +126,12 @@ def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec
         specs: dict[str, str] = {}
         pieces = 1
         for axis in parallel:
-            specs[axis] = _smaller(placements[name], pieces)
+            specs[axis] = placements[name]
+            sections = _SECTIONS.fullmatch(placements[name])  # sections are shorter after an earlier axis
+            if sections is not None and pieces > 1:
+                sizes = ", ".join(str(int(size) // pieces) for size in sections[2].split(","))
+                specs[axis] = f"I({sections[1]}, [{sizes}])"
             pieces *= mesh.axis_size(axis)
         specs.update(dict.fromkeys(stored, "S(0)"))
         layouts[name] = Layout(mesh, specs, [axis for axis in (*parallel, *stored) if axis in specs])
     return layouts
-
-
-def _smaller(placement: str, pieces: int) -> str:
-    """Return the placement after an earlier axis: sections are shorter by its size."""
-    match = _SECTIONS.fullmatch(placement)  # only sections have sizes
-    if match is None or pieces == 1:
-        return placement
-    sections = ", ".join(str(int(size) // pieces) for size in match[2].split(","))
-    return f"I({match[1]}, [{sections}])"
-
-
-def _degrees(mesh: MeshSpec) -> tuple[int, ...]:
-    degrees = {1}
-    for size in mesh.shape:
-        degrees |= {degree * size for degree in degrees}
-    return tuple(sorted(degrees))

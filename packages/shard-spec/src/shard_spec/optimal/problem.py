@@ -11,6 +11,7 @@ layers, and each layer chooses independently. Source: Dechter, "Bucket eliminati
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -79,11 +80,7 @@ class Solution:
 
 
 def quantised(costs: Sequence[float] | Sequence[Sequence[float]] | Tensor) -> Tensor:
-    """Convert `costs` to float64, rounded to multiples of `QUANTUM`.
-
-    Raises:
-        ValueError: NaN or minus infinity, from a cost model.
-    """
+    """Convert `costs` to float64, rounded to multiples of `QUANTUM`."""
     tensor = torch.as_tensor(costs, dtype=torch.float64)
     if bool((tensor.isnan() | tensor.isneginf()).any()):  # would poison every sum
         raise ValueError("a cost is NaN or minus infinity: correct the cost model")
@@ -98,24 +95,8 @@ class TooConnectedError(ValueError):
     """The graph needs a table beyond memory; exact elimination does not suit it."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """Eliminate `node`: add its factors into a table over ``(*neighbours, node)``, minimise over the node.
-
-    A factor is the index of an edge, or number of edges + index of the step of a table.
-    """
-
-    node: int
-    neighbours: tuple[int, ...]
-    factors: tuple[int, ...]
-
-
 def solve_exact(problem: PairwiseProblem) -> Solution:
-    """Return the least-cost assignment of `problem`; of equal ones the first in strategy order.
-
-    Raises:
-        TooConnectedError: a table would need more than `MAX_TABLE_ENTRIES` combinations.
-    """
+    """Return the least-cost assignment of `problem`; of equal ones the first in strategy order."""
     return Eliminator(problem).solve()
 
 
@@ -123,9 +104,20 @@ class Eliminator:
     """A problem with its elimination order, for repeated solves with other node costs."""
 
     def __init__(self, problem: PairwiseProblem) -> None:
-        self.problem, self.edges = problem, sorted(problem.matrices)
-        self.steps = plan_elimination([cost.numel() for cost in problem.costs], self.edges)
-        self._fixed = [self._fixed_part(step) for step in self.steps]
+        self.problem = problem
+        self.steps = plan_elimination([cost.numel() for cost in problem.costs], list(problem.matrices))
+        self._position = {node: at for at, (node, _) in enumerate(self.steps)}
+        # Terms shared by all solves: a node's costs, and the edges to nodes that are eliminated later.
+        self._fixed: list[list[Tensor]] = []
+        for node, neighbours in self.steps:
+            own = problem.costs[node]
+            self._fixed.append([own.reshape(-1, *([1] * len(neighbours)))])
+        for edge in sorted(problem.matrices):
+            at = min(self._position[node] for node in edge)
+            self._fixed[at].append(self._aligned_to(at, problem.matrices[edge], edge))
+        for parts in self._fixed:  # added up if the sum is small: views bound the memory over all steps
+            if math.prod(torch.broadcast_shapes(*(part.shape for part in parts))) <= MAX_KEPT_ENTRIES:
+                parts[:] = [functools.reduce(torch.add, parts)]
 
     def solve(self, extra: Sequence[Tensor] | None = None) -> Solution:
         """Return the best assignment, with its objective without `extra`.
@@ -133,68 +125,45 @@ class Eliminator:
         Args:
             extra: per node a float64 tensor ``[num_strategies]`` added to its costs.
         """
-        tables: list[Tensor] = []
+        # Eliminating a node adds its terms to a table ``[node, *neighbours]`` and minimises over the node. The result
+        # is a term of the neighbour that goes next.
+        terms = [list(parts) for parts in self._fixed]
         choices: list[Tensor] = []
-        for step, fixed in zip(self.steps, self._fixed, strict=True):
-            table = self._joined(step, fixed, None if extra is None else extra[step.node], tables)
-            least, choice = table.min(dim=0)  # over the node's strategies
-            tables.append(least)
+        for (node, neighbours), parts in zip(self.steps, terms, strict=True):
+            if extra is not None:
+                parts[0] = parts[0] + extra[node].reshape(-1, *([1] * len(neighbours)))
+            table = functools.reduce(torch.add, sorted(parts, key=Tensor.numel))  # few additions touch the full table
+            least, choice = table.min(dim=0)
             choices.append(choice)
+            if neighbours:
+                at = min(self._position[other] for other in neighbours)
+                terms[at].append(self._aligned_to(at, least, neighbours))
         # Nodes in reverse order: the neighbours of each one are fixed before it.
         chosen = [0] * len(self.steps)
-        for step, choice in zip(reversed(self.steps), reversed(choices), strict=True):
-            chosen[step.node] = int(choice[tuple(chosen[other] for other in step.neighbours)])
+        for (node, neighbours), choice in zip(reversed(self.steps), reversed(choices), strict=True):
+            chosen[node] = int(choice[tuple(chosen[other] for other in neighbours)])
         return Solution(tuple(chosen), self.problem.evaluate(chosen))
 
-    def _fixed_part(self, step: Step) -> list[Tensor]:
-        """Return the terms shared by all calls: the node's costs and edges, as ``[node, *neighbours]``.
-
-        Added up if the sum is small; else a list of views, to bound the memory over all steps.
-        """
-        scope = (step.node, *step.neighbours)
-        own = self.problem.costs[step.node]
-        parts = [own.reshape(-1, *([1] * len(step.neighbours)))]
-        entries = own.numel()
-        for factor in step.factors:
-            if factor < len(self.edges):
-                edge = self.problem.matrices[self.edges[factor]]
-                parts.append(_aligned(edge, self.edges[factor], scope))
-                entries *= edge.numel() // own.numel()
-        if entries > MAX_KEPT_ENTRIES:
-            return parts
-        table = parts[0]
-        for part in parts[1:]:
-            table = table + part
-        return [table]
-
-    def _joined(self, step: Step, fixed: Sequence[Tensor], extra: Tensor | None, tables: Sequence[Tensor]) -> Tensor:
-        """Sum the step's factors into a table ``[node, *neighbours]``."""
-        scope = (step.node, *step.neighbours)
-        table = fixed[0] if extra is None else fixed[0] + extra.reshape(-1, *([1] * len(step.neighbours)))
-        for part in fixed[1:]:
-            table = table + part
-        num_edges = len(self.edges)
-        for factor in step.factors:  # sorted by size: few additions touch the full table
-            if factor >= num_edges:
-                table = table + _aligned(tables[factor - num_edges], self.steps[factor - num_edges].neighbours, scope)
-        return table
+    def _aligned_to(self, at: int, values: Tensor, nodes: Sequence[int]) -> Tensor:
+        """View `values` over `nodes` as a tensor that broadcasts over the table of step `at`."""
+        node, neighbours = self.steps[at]
+        scope = (node, *neighbours)
+        order = sorted(range(len(nodes)), key=lambda dim: scope.index(nodes[dim]))
+        shape = [1] * len(scope)  # 1 for other nodes
+        for dim in order:
+            shape[scope.index(nodes[dim])] = values.shape[dim]
+        return values.permute(*order).reshape(shape)
 
 
-def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, int]]) -> tuple[Step, ...]:
-    """Return the min-degree order (smallest table among equals, then lowest index) with each step's factors.
-
-    Raises:
-        TooConnectedError: a table would have more than `MAX_TABLE_ENTRIES` entries.
-    """
+def plan_elimination(
+    num_strategies: Sequence[int], edges: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the min-degree order (smallest table among equals, then lowest index), each node with its neighbours."""
     num_nodes = len(num_strategies)
     adjacent: list[set[int]] = [set() for _ in range(num_nodes)]
-    factors_of: list[set[int]] = [set() for _ in range(num_nodes)]
-    scopes: dict[int, tuple[int, ...]] = dict(enumerate(edges))
-    for index, (i, j) in enumerate(edges):
+    for i, j in edges:
         adjacent[i].add(j)
         adjacent[j].add(i)
-        factors_of[i].add(index)
-        factors_of[j].add(index)
 
     def degree_of(node: int) -> tuple[int, int, int]:
         size = num_strategies[node] * math.prod(num_strategies[other] for other in adjacent[node])
@@ -203,41 +172,24 @@ def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, i
     degrees = {node: degree_of(node) for node in range(num_nodes)}  # of the nodes that are left
     queue = sorted(degrees.values())
     steps = []
-    for position in range(num_nodes):
+    for _ in range(num_nodes):
         while (least := heapq.heappop(queue)) != degrees.get(least[2]):
             pass  # stale: its node has gone, or has other neighbours now
-        node = least[2]
+        _, entries, node = least
         del degrees[node]
         neighbours = tuple(sorted(adjacent[node]))
-        entries = num_strategies[node] * math.prod(num_strategies[other] for other in neighbours)
         if entries > MAX_TABLE_ENTRIES:  # before the allocation
             raise TooConnectedError(
                 f"exact elimination would need a table of {entries:,} entries over {len(neighbours) + 1} nodes: "
                 "give the nodes fewer strategies or the graph fewer connections."
             )
-        used = tuple(sorted(factors_of[node], key=lambda index: (len(scopes[index]), index)))
-        steps.append(Step(node, neighbours, used))
-        result = len(edges) + position
-        scopes[result] = neighbours
+        steps.append((node, neighbours))
         for other in neighbours:
-            factors_of[other] -= factors_of[node]  # used up by this step
-            if neighbours:
-                factors_of[other].add(result)
             adjacent[other].discard(node)
             adjacent[other].update(third for third in neighbours if third != other)  # its table couples all neighbours
             degrees[other] = degree_of(other)
             heapq.heappush(queue, degrees[other])
     return tuple(steps)
-
-
-def _aligned(values: Tensor, nodes: Sequence[int], scope: Sequence[int]) -> Tensor:
-    """View `values` over `nodes` as a tensor that broadcasts over `scope`."""
-    order = sorted(range(len(nodes)), key=lambda dim: scope.index(nodes[dim]))
-    moved = values.permute(*order)
-    shape = [1] * len(scope)
-    for position, dim in enumerate(order):
-        shape[scope.index(nodes[dim])] = moved.shape[position]
-    return moved.reshape(shape)  # size 1 for other nodes
 
 
 _CLOSE = 1e-3  # relative gap; more prices gain little
@@ -267,11 +219,7 @@ class CappedSolution(Solution):
 
 
 def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
-    """Minimise cost within `limit` bytes, as far as one price per byte can.
-
-    Raises:
-        InfeasibleError: no assignment is within the limit.
-    """
+    """Minimise cost within `limit` bytes, as far as one price per byte can."""
     least = least_memory(problem)
     if least.objective > limit:
         raise InfeasibleError(-1 if math.isinf(least.objective) else int(least.objective), limit)
@@ -288,11 +236,11 @@ def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
         charges = [torch.floor(amount.double() * price / QUANTUM) * QUANTUM for amount in problem.memory]
         answer = eliminator.solve(charges)
         charged = _charged(answer, charges)
-        bound = max(bound, _rounded_down(charged - Fraction(price) * limit))
-        if (
-            min(_charged(large, charges), _charged(small, charges)) <= charged
-            or best.objective - bound <= _CLOSE * bound
-        ):
+        least_cost = charged - Fraction(price) * limit
+        rounded = float(least_cost)  # the nearest: may be above
+        bound = max(bound, rounded if rounded <= least_cost else math.nextafter(rounded, -math.inf))
+        ended = min(_charged(large, charges), _charged(small, charges)) <= charged  # no cheaper one at this price
+        if ended or best.objective - bound <= _CLOSE * bound:
             best = min([best, *_mixed(problem, limit, large, small)], key=lambda each: each.objective)
             return CappedSolution(best.assignment, best.objective, min(bound, best.objective))
         if problem.memory_of(answer.assignment) > limit:  # keep one solution on each side of the limit
@@ -336,8 +284,3 @@ def _charged(solution: Solution, charges: Sequence[torch.Tensor]) -> Fraction:
     return Fraction(solution.objective) + sum(
         Fraction(float(charge[choice])) for charge, choice in zip(charges, solution.assignment, strict=True)
     )
-
-
-def _rounded_down(value: Fraction) -> float:
-    number = float(value)  # nearest: may be above
-    return number if Fraction(number) <= value else math.nextafter(number, -math.inf)

@@ -31,6 +31,7 @@ class Rule:
         kind: ``"layout"``, ``"spec"``, ``"sharder"`` or ``"wrong"``.
         layout: The layout, if the kind is ``"layout"``.
         problems: Reasons against the rule.
+        is_exact: True if the key is a full name.
     """
 
     key: str
@@ -39,6 +40,7 @@ class Rule:
     kind: str
     layout: Layout | None = None
     problems: tuple[Problem, ...] = ()
+    is_exact: bool = False
 
 
 def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[str, Layout]) -> Rule:
@@ -54,9 +56,10 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
             pattern = Pattern(key)
         except PlanError as error:
             problems.extend(error.problems)
+    is_exact = pattern is not None and pattern.is_exact
     if is_spec(value) or is_sharder(value):  # their layouts need shapes
         kind = "spec" if is_spec(value) else "sharder"
-        return Rule(name, pattern, value, kind, None, tuple(problems))
+        return Rule(name, pattern, value, kind, None, tuple(problems), is_exact)
     layout = None
     try:
         layout = layouts.get(value) if isinstance(value, str) else None
@@ -64,19 +67,13 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
         if isinstance(value, str):
             layouts[value] = layout  # parsed once per text
         if mesh is not None and layout.mesh != mesh:
-            problems.append(_other_mesh(name, layout.mesh, mesh))
+            reason = f"its layout is on {layout.mesh!r}, the plan on {mesh!r}"
+            hint = "make the layout on the plan's mesh, or leave the plan's mesh out"
+            problems.append(Problem("mesh-mismatch", name, found=reason, hint=hint))
     except PlanError as error:
-        problems.extend(replace(problem, name=_joined(name, problem.name)) for problem in error.problems)
-    return Rule(name, pattern, value, "layout" if layout else "wrong", layout, tuple(problems))
-
-
-def _joined(rule: str, argument: str) -> str:
-    return f"{rule} ({argument})" if argument else rule
-
-
-def _other_mesh(name: str, found: MeshSpec, mesh: MeshSpec) -> Problem:
-    hint = "make the layout on the plan's mesh, or leave the plan's mesh out"
-    return Problem("mesh-mismatch", name, found=f"its layout is on {found!r}, the plan on {mesh!r}", hint=hint)
+        for problem in error.problems:
+            problems.append(replace(problem, name=f"{name} ({problem.name})" if problem.name else name))
+    return Rule(name, pattern, value, "layout" if layout else "wrong", layout, tuple(problems), is_exact)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -98,9 +95,10 @@ class PlanContent:
         mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None = None,
         strict: bool = False,
     ) -> None:
-        _require("plan", plan, Mapping, "a mapping from pattern to layout")
-        if output_plan is not None:
-            _require("output_plan", output_plan, Mapping, "a mapping from module FQN to layout")
+        for name, value, keys in (("plan", plan, "pattern"), ("output_plan", output_plan, "module FQN")):
+            if not isinstance(value, Mapping) and (name == "plan" or value is not None):
+                kind = type(value).__qualname__
+                raise TypeError(f"ShardingPlan: {name} is a mapping from {keys} to layout, not {kind}")
         if isinstance(return_local_tensor, str):  # tuple() would split it into letters
             raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
         object.__setattr__(self, "plan", MappingProxyType(dict(plan)))
@@ -161,8 +159,3 @@ class PlanContent:
     def on_mesh(self, mesh: MeshSpec) -> PlanContent:
         """Return the same rules on another mesh, as data only."""
         return PlanContent(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
-
-
-def _require(name: str, value: object, kind: type, meaning: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"ShardingPlan: {name} is {meaning}, not {type(value).__qualname__}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec._shared.sharding_info import Section, ShardingInfo, sharding_info_of
+from shard_spec._shared.sharding_info import Section, sharding_info_of
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import REPLICATE, BlockShard, InterleavedShard, PlacementSpec, ShardSpec
@@ -38,7 +38,10 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
     raise_problems(problems, "the model holds tensors that a plan cannot describe")
     meshes = list(dict.fromkeys(layout.mesh for layout in layouts.values()))
     if plain:
-        mesh = mesh or _widest(meshes)
+        # Plain tensors replicate on the mesh of most ranks, then axes, if it covers all others.
+        widest = max(meshes, key=lambda each: (each.world_size, each.ndim), default=None)
+        covered = widest is not None and all(set(widest.ranks).issuperset(each.ranks) for each in meshes)
+        mesh = mesh or (widest if covered else None)
         if mesh is None:
             hint = "pass mesh="
             raise PlanError(Problem("missing-mesh", found="no tensor of the model carries a mesh", hint=hint))
@@ -47,15 +50,15 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
 
 
 def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
-    """Return the layout of a DTensor or of a local shard with `_sharding_info`. None for a plain tensor.
-
-    Raises:
-        PlanError: When a placement cannot be expressed.
-    """
+    """Return the layout of a DTensor or of a local shard with `_sharding_info`. None for a plain tensor."""
     try:
         info = sharding_info_of(tensor)
         if info is not None:
-            return _layout_of_info(info)
+            layout = Layout(MeshSpec.from_device_mesh(info.mesh), list(info.placements))
+            for each in info.sections:
+                if each.size < 0 or each.unit < 1 or each.copies < 1 or each.size % each.unit:
+                    raise ValueError(f"{each}: units have to fill it")
+            return _with_sections(layout, tuple(info.shape), list(info.sections)) if info.sections else layout
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, PlanError):
             raise
@@ -65,21 +68,15 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
         return None
     shown: Any = tensor
     mesh = MeshSpec.from_device_mesh(shown.device_mesh)
-    return _with_order(Layout(mesh, shown.placements), shown.placements, tuple(shown.shape))
-
-
-def _layout_of_info(info: ShardingInfo) -> Layout:
-    """Return the layout of a local shard from its `ShardingInfo`.
-
-    Raises:
-        ValueError: Units that do not fill their section.
-        PlanError: ``not-expressible`` if no layout describes it.
-    """
-    layout = Layout(MeshSpec.from_device_mesh(info.mesh), list(info.placements))
-    for each in info.sections:
-        if each.size < 0 or each.unit < 1 or each.copies < 1 or each.size % each.unit:
-            raise ValueError(f"{each}: units have to fill it")
-    return _with_sections(layout, tuple(info.shape), list(info.sections)) if info.sections else layout
+    layout, names, shape = Layout(mesh, shown.placements), mesh.axis_names, tuple(shown.shape)
+    interleaved = [at for at, spec in enumerate(layout.specs) if isinstance(spec, InterleavedShard)]
+    if not interleaved:  # plain shards apply in mesh order
+        return layout
+    # DTensor's strided shard is an explicit order of axes, where both are equivalent for this shape.
+    specs = [ShardSpec(spec.dim) if isinstance(spec, InterleavedShard) else spec for spec in layout.specs]
+    later = [names[at] for at, spec in enumerate(specs) if spec.dim is not None and at not in interleaved]
+    plain = Layout(mesh, specs, [*later, *(names[at] for at in interleaved)])
+    return plain if plain.equivalent_to(layout, shape) else layout
 
 
 def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Section]) -> Layout:
@@ -98,62 +95,29 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     if len(copies) > 1:
         reason = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
         raise _not_said(reason, "keep sections with other copies in a weight of their own")
-    layout, at = _with_copies(layout, at, copies.pop())
-    if layout.specs[at].dim is None:  # all copies: the axis replicates
-        return layout
-    spec = _spec_of(dim, sections, layout.mesh.shape[at])
-    return Layout(layout.mesh, [spec if place == at else other for place, other in enumerate(layout.specs)])
-
-
-def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
-    """Put every shard on ``copies`` neighbouring ranks: the axis splits into a sharding and a replicating one."""
-    mesh, size = layout.mesh, layout.mesh.shape[at]
-    if copies == 1:
-        return layout, at
-    if size % copies:
-        raise _not_said(f"{copies} copies over {size} ranks", "copies have to divide the ranks of the axis")
-    if copies == size:  # every rank holds all
-        return Layout(mesh, [REPLICATE if place == at else spec for place, spec in enumerate(layout.specs)]), at
-    name = mesh.axis_names[at]
-    axes: dict[str, int] = {}
-    for axis, length in mesh.axes.items():
-        axes.update({f"{name}.part": size // copies, f"{name}.copy": copies} if axis == name else {axis: length})
-    specs = [*layout.specs[: at + 1], REPLICATE, *layout.specs[at + 1 :]]
-    return Layout(MeshSpec(axes, mesh.ranks), specs), at
-
-
-def _spec_of(dim: int, sections: list[Section], count: int) -> PlacementSpec:
-    """Return the placement that shards each section over ``count`` ranks between units."""
+    # Every shard lies on so many neighbouring ranks: the axis splits into a sharding and a replicating one.
+    mesh, size, num_copies = layout.mesh, layout.mesh.shape[at], copies.pop()
+    if size % num_copies:
+        raise _not_said(f"{num_copies} copies over {size} ranks", "copies have to divide the ranks of the axis")
+    if num_copies == size > 1:  # every rank holds all
+        return Layout(mesh, [REPLICATE if place == at else each for place, each in enumerate(layout.specs)])
+    if num_copies > 1:
+        axes: dict[str, int] = {}
+        for axis, length in mesh.axes.items():
+            parts = {f"{axis}.part": size // num_copies, f"{axis}.copy": num_copies}
+            axes |= parts if axis == mesh.axis_names[at] else {axis: length}
+        layout = Layout(MeshSpec(axes, mesh.ranks), [*layout.specs[: at + 1], REPLICATE, *layout.specs[at + 1 :]])
+    # The axis shards each section between units.
+    count = layout.mesh.shape[at]
     even = all(each.unit == 1 or each.size // each.unit % count == 0 for each in sections)
-    if len(sections) == 1:
-        return ShardSpec(dim) if even else BlockShard(dim, sections[0].unit)
-    if not even:
+    if len(sections) > 1 and not even:
         reason = f"sections {[tuple(each) for each in sections]} over {count} ranks: units that do not divide"
         raise _not_said(reason, "a number of units in each section that the ranks divide")
-    return InterleavedShard(dim, tuple(each.size for each in sections))
+    spec: PlacementSpec = InterleavedShard(dim, tuple(each.size for each in sections))
+    if len(sections) == 1:
+        spec = ShardSpec(dim) if even else BlockShard(dim, sections[0].unit)
+    return Layout(layout.mesh, [spec if place == at else other for place, other in enumerate(layout.specs)])
 
 
 def _not_said(found: str, hint: str) -> PlanError:
     return PlanError(Problem("not-expressible", found=found, hint=hint))
-
-
-def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> Layout:
-    """Replace DTensor's strided shard by an explicit order of axes if both are equivalent."""
-    interleaved = [at for at, spec in enumerate(layout.specs) if isinstance(spec, InterleavedShard)]
-    if not interleaved:  # plain shards apply in mesh order
-        return layout
-    names = layout.mesh.axis_names
-    specs = [ShardSpec(spec.dim) if isinstance(spec, InterleavedShard) else spec for spec in layout.specs]
-    later = [names[at] for at, spec in enumerate(specs) if spec.dim is not None and at not in interleaved]
-    order = [*later, *(names[at] for at in interleaved)]
-    plain = Layout(layout.mesh, specs, order)
-    return plain if plain.equivalent_to(layout, shape) else layout  # for this shape
-
-
-def _widest(meshes: list[MeshSpec]) -> MeshSpec | None:
-    """Return the mesh of most ranks, then axes, if it covers all others."""
-    if not meshes:  # plain tensors only
-        return None
-    widest = max(meshes, key=lambda mesh: (mesh.world_size, mesh.ndim))
-    ranks = set(widest.ranks)  # plain tensors replicate on all of them
-    return widest if all(ranks.issuperset(mesh.ranks) for mesh in meshes) else None

@@ -50,18 +50,7 @@ def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | N
     is_complete = len(listed) == len(members)
     if not listed or (is_complete and len(set(layout_values)) == 1):
         return {pattern: layout_values[0]} if listed else {}
-    by_position = _split_at_one_number(members, values)
-    if by_position is not None:  # exact, and readable
-        return by_position
-    if not is_complete or len(members) <= 3:  # a glob would save nothing, or match too much
-        return listed
-    # The most frequent value becomes the pattern; an exact name overrides it.
-    usual = min(layout_values, key=lambda value: (-layout_values.count(value), str(value)))
-    return {pattern: usual, **{name: value for name, value in listed.items() if value != usual}}
-
-
-def _split_at_one_number(members: list[str], values: Mapping[str, T | None]) -> dict[str, T] | None:
-    """Return rules with one number written out (``layers.*.mlp.2.weight``), if that separates the values."""
+    # One number written out (``layers.*.mlp.2.weight``), if that separates the values: exact, and readable.
     num_numbers = len(_NUMBER.findall(members[0]))  # equal in all: one pattern
     best: dict[str, T] | None = None
     for position in range(num_numbers if num_numbers > 1 else 0):
@@ -70,9 +59,14 @@ def _split_at_one_number(members: list[str], values: Mapping[str, T | None]) -> 
             parts.setdefault(_pattern_but_one(name, position), set()).add(values[name])
         if all(len(numbers) == 1 for numbers in parts.values()):
             rules = {part: text for part, (text,) in parts.items() if text is not None}
-            if best is None or len(rules) < len(best):  # fewest rules
-                best = rules
-    return best
+            best = rules if best is None or len(rules) < len(best) else best  # fewest rules
+    if best is not None:
+        return best
+    if not is_complete or len(members) <= 3:  # a glob would save nothing, or match too much
+        return listed
+    # The most frequent value becomes the pattern; an exact name overrides it.
+    usual = min(layout_values, key=lambda value: (-layout_values.count(value), str(value)))
+    return {pattern: usual, **{name: value for name, value in listed.items() if value != usual}}
 
 
 def _pattern_but_one(name: str, position: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,7 @@ ITEM_BYTES = {
 
 
 def require_floating(*dtypes: object) -> None:
-    """Refuse dtypes that a module cannot be converted to; None and flags are no dtype.
-
-    Raises:
-        PlanError: ``unsupported-dtype``.
-    """
+    """Refuse dtypes that a module cannot be converted to; None and flags are no dtype."""
     kinds = [name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex"))]
     for dtype in dtypes:
         if not isinstance(dtype, bool | None) and dtype not in kinds:  # grads= may be a flag
@@ -128,48 +124,33 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
     if isinstance(model, ModelMetadata):  # read before
         return model
     from torch import nn
+    from torch.nn.parameter import is_lazy
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
-    seen: dict[int, list[Any]] = {}  # id of the tensor -> [tensor, kind, names, class of its module]
+    seen: dict[
+        int, tuple[Any, str, list[str], str]
+    ] = {}  # id of the tensor -> tensor, kind, names, class of its module
     modules: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):  # every name of tied modules
-        modules[path] = type(module).__name__  # all aliases of a shared module
+        modules[path] = class_name = type(module).__name__  # all aliases of a shared module
+        for base in (nn.Linear, nn.Embedding):  # subclasses use their weight as torch's class does
+            class_name = base.__name__ if isinstance(module, base) else class_name
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    entry = seen.setdefault(id(tensor), [tensor, kind, [], _kind_of(module)])
+                    entry = seen.setdefault(id(tensor), (tensor, kind, [], class_name))
                     entry[2].append(f"{path}.{name}" if path else name)
+    metadata: list[TensorMetadata] = []
     problems: list[Problem] = []
-    metadata = tuple(_each_tensor(seen.values(), problems))
-    return ModelMetadata(metadata, modules, tuple(problems))
-
-
-def _kind_of(module: nn.Module) -> str:
-    """Return the class name for estimates: subclasses use their weight as torch's class does."""
-    from torch import nn
-
-    kinds = (each.__name__ for each in (nn.Linear, nn.Embedding) if isinstance(module, each))
-    return next(kinds, type(module).__name__)
-
-
-def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Iterable[TensorMetadata]:
-    from torch.nn.parameter import is_lazy
-
-    for tensor, kind, names, module_type in entries:
+    for tensor, kind, names, class_name in seen.values():
         if is_lazy(tensor):  # no shape yet
             hint = "run one forward pass (a lazy module learns its shapes there), then plan"
             problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
             continue
-        yield TensorMetadata(
-            name=names[0],
-            shape=global_shape(tensor),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            kind=kind,
-            requires_grad=bool(tensor.requires_grad),
-            aliases=tuple(names),
-            module_type=module_type,
-        )
+        shape, dtype, grad = global_shape(tensor), str(tensor.dtype).removeprefix("torch."), bool(tensor.requires_grad)
+        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), class_name))
+    return ModelMetadata(tuple(metadata), modules, tuple(problems))
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -38,22 +38,15 @@ def from_dict(document: Any) -> PlanContent:
     Raises:
         PlanError: As ``from_json``.
     """
-    return from_document(_as_json_document(document))
-
-
-def _as_json_document(document: Any) -> Any:
     if not isinstance(document, dict):
-        return document
+        return from_document(document)
     full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
-    for key in ("rules", "output_plan"):
-        if isinstance(full.get(key), dict):  # the JSON form is a list of pairs
-            full[key] = [[pattern, value] for pattern, value in full[key].items()]
     if isinstance(full["mesh"], dict):
-        mesh = {"ranks": None, **full["mesh"]}
-        if isinstance(mesh.get("axes"), dict):
-            mesh["axes"] = [[axis, size] for axis, size in mesh["axes"].items()]
-        full["mesh"] = mesh
-    return full
+        full["mesh"] = {"ranks": None, **full["mesh"]}
+    for table, key in ((full, "rules"), (full, "output_plan"), (full["mesh"], "axes")):
+        if isinstance(table, dict) and isinstance(table.get(key), dict):  # the JSON form is a list of pairs
+            table[key] = [[name, value] for name, value in table[key].items()]
+    return from_document(full)
 
 
 def from_document(document: Any) -> PlanContent:
@@ -76,14 +69,10 @@ def from_document(document: Any) -> PlanContent:
         raise _bad("'return_local_tensor' is no list of names")
     rules = _read_items("rules", document["rules"])
     outputs = None if output is None else _read_items("output_plan", output)
-    _check_texts({**rules, **(outputs or {})})
-    return PlanContent(rules, outputs, local, mesh=mesh, strict=strict)
-
-
-def _check_texts(items: dict[str, Any]) -> None:
-    """Refuse text that is no layout on any mesh. ``validate`` checks it against this mesh and a model."""
+    # Text that is no layout on any mesh is refused. ``validate`` checks it against this mesh and a model.
     problems: list[Problem] = []
-    for text, name in {value: name for name, value in items.items() if isinstance(value, str)}.items():
+    items = {**rules, **(outputs or {})}.items()
+    for text, name in {value: name for name, value in items if isinstance(value, str)}.items():
         placements = [item.rpartition(":")[2] for item in split_items(text.partition(";")[0])]
         try:
             for placement in filter(None, placements):
@@ -91,6 +80,7 @@ def _check_texts(items: dict[str, Any]) -> None:
         except PlanError as error:
             problems += [Problem("invalid-plan", name, found=each.found, hint=each.hint) for each in error.problems]
     raise_problems(problems, "the file holds layouts that cannot be read")
+    return PlanContent(rules, outputs, local, mesh=mesh, strict=strict)
 
 
 def _read_items(name: str, items: Any) -> dict[str, Any]:
@@ -100,37 +90,29 @@ def _read_items(name: str, items: Any) -> dict[str, Any]:
     for item in items:
         if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)) or item[0] in table:
             raise _bad(f"'{name}' holds {str(item)[:100]}, which is not [pattern, value], or is a duplicate")
-        table[item[0]] = _read_value(item[1])
+        table[item[0]] = value = item[1]
+        if isinstance(value, dict) and set(value) == {"layout", "mesh"} and isinstance(value["layout"], str):
+            mesh = _read_mesh(value["mesh"])
+            value = table[item[0]] = None if mesh is None else Layout(mesh, value["layout"])
+        if not isinstance(value, str | Layout):
+            raise _bad(f"the value {str(item[1])[:100]} is neither text nor a layout")
     return table
-
-
-def _read_value(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict) and set(value) == {"layout", "mesh"} and isinstance(value["layout"], str):
-        mesh = _read_mesh(value["mesh"])
-        if mesh is not None:
-            return Layout.parse(value["layout"], mesh)  # validated by the constructor
-    raise _bad(f"the value {str(value)[:100]} is neither text nor a layout")
 
 
 def _read_mesh(value: Any) -> MeshSpec | None:
     if value is None:
         return None
-    good = isinstance(value, dict) and set(value) == {"axes", "ranks"}
-    good = good and isinstance(value["axes"], list) and (value["ranks"] is None or _numbers(value["ranks"]))
-    if not good:
+    good = isinstance(value, dict) and set(value) == {"axes", "ranks"} and isinstance(value["axes"], list)
+    ranks = value["ranks"] if good else None
+    numbers = isinstance(ranks, list) and all(type(each) is int for each in ranks)  # type(): no booleans
+    if not good or not (ranks is None or numbers):
         raise _bad(f"the mesh {str(value)[:100]}")
     axes: dict[str, int] = {}
     for item in value["axes"]:
         if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)) or item[0] in axes:
             raise _bad(f"the mesh axis {str(item)[:100]}")
         axes[item[0]] = item[1]
-    return MeshSpec(axes, value["ranks"])
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)  # type(): no booleans
+    return MeshSpec(axes, ranks)
 
 
 def _bad(found: str) -> PlanError:

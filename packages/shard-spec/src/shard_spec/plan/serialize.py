@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.text import to_placement_spec
+from shard_spec.layout.placements import placement_spec
+from shard_spec.layout.text import parse_placement
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
 from shard_spec.specs.base import as_spec
 
@@ -91,34 +92,25 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
         key = repr(key)  # goes on, to report all problems
     if isinstance(value, Layout):  # the mesh is stored if it is not the plan's
         return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": _mesh_document(value.mesh)}
-    if is_spec(value):
-        return _spec_document(key, value, problems)
-    if is_sharder(value):
+    if is_spec(value) or is_sharder(value):  # what stands for them is for the digest alone
+        value = as_spec(value) or value
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        hint = "a Sharder is code: keep it in code, and write the other rules"
-        problems.append(Problem("invalid-plan", key, found=f"a Sharder of type {name}", hint=hint))
-        return {"sharder": name}  # for the digest only
+        if is_sharder(value):
+            hint = "a Sharder is code: keep it in code, and write the other rules"
+            problems.append(Problem("invalid-plan", key, found=f"a Sharder of type {name}", hint=hint))
+            return {"sharder": name}
+        hint = "write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))"
+        problems.append(Problem("invalid-plan", key, found=f"a spec of type {name}", hint=hint))
+        return {"spec": name, "repr": "" if " at 0x" in repr(value) else repr(value)}
     try:
-        return _layout_text(value, mesh)
+        if mesh is not None:
+            return str(Layout(mesh, as_placements(value)))
+        if isinstance(value, str):
+            return value  # its axes depend on the mesh
+        named = value.items() if isinstance(value, Mapping) else (("", each) for each in as_placements(value))
+        specs = [(axis, parse_placement(p) if isinstance(p, str) else placement_spec(p)) for axis, p in named]
+        return ", ".join(f"{axis}:{spec}" if axis else str(spec) for axis, spec in specs)
     except (PlanError, TypeError) as error:
         reason = f"{value!r:.200}: {error}"
         problems.append(Problem("invalid-plan", key, found=reason, hint="correct the rule; see plan.problems"))
         return {"wrong": repr(value)}  # for the digest only
-
-
-def _layout_text(value: Any, mesh: MeshSpec | None) -> str:
-    if mesh is not None:
-        return str(Layout(mesh, as_placements(value)))
-    if isinstance(value, str):
-        return value  # its axes depend on the mesh
-    if isinstance(value, Mapping):
-        return ", ".join(f"{axis}:{to_placement_spec(placement)!s}" for axis, placement in value.items())
-    return ", ".join(str(to_placement_spec(placement)) for placement in as_placements(value))
-
-
-def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
-    spec = as_spec(value) or value
-    name = f"{type(spec).__module__}.{type(spec).__qualname__}"
-    hint = "write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))"
-    problems.append(Problem("invalid-plan", key, found=f"a spec of type {name}", hint=hint))
-    return {"spec": name, "repr": "" if " at 0x" in repr(spec) else repr(spec)}  # for the digest only

@@ -13,7 +13,7 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
-from shard_spec.layout.text import format_layout
+from shard_spec.layout.text import split_items
 from shard_spec.plan.globs import glob_rules, pattern_of
 from shard_spec.sharding_plan import ShardingPlan
 
@@ -60,8 +60,8 @@ class OptimalityBound:
 
 def short_text(layout: Layout) -> str:
     """Format a layout without its replicated axes."""
-    pairs = [pair for pair in zip(layout.mesh.axis_names, layout.specs, strict=True) if str(pair[1]) != "R"]
-    return format_layout([axis for axis, _ in pairs], [spec for _, spec in pairs], layout.order)
+    placements, semicolon, order = str(layout).partition(";")
+    return ", ".join(item for item in split_items(placements) if not item.endswith(":R")) + semicolon + order
 
 
 MeshLike = MeshSpec | Mapping[str, int] | str
@@ -101,13 +101,7 @@ class Decisions:
 
 
 class PlannedSharding(ShardingPlan):
-    """A `ShardingPlan` with its planner's remarks; equal to a plain plan with the same content.
-
-    Attributes:
-        notes: remarks on delicate training, uneven shards and unverified blocks.
-        unrecognised: FQN of each matmul weight of unknown role, which stays replicated, with the reason.
-        certificate: objective, lower bound and gap, for planners that optimise.
-    """
+    """A `ShardingPlan` with its planner's remarks (see `Decisions`); equal to a plain plan with the same content."""
 
     notes: tuple[Problem, ...]
     unrecognised: Mapping[str, Problem]
@@ -148,7 +142,12 @@ class LayoutPlanner(ShardingPlanner):
         Raises:
             PlanError: the planner's own settings do not fit the module.
         """
-        return planned(module, self.mesh, self.decide(module, {}))
+        decisions = self.decide(module, {})
+        texts: dict[str, str | None] = {name: None for name, _ in module.named_parameters()}
+        texts |= {name: short_text(each) for name, each in decisions.layouts.items() if not each.is_replicated}
+        others = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(texts)
+        buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        return PlannedSharding(glob_rules(texts, others, buffers), self.mesh, decisions)
 
 
 class ComposedPlanner(LayoutPlanner):
@@ -193,15 +192,6 @@ def compose(*planners: LayoutPlanner) -> ComposedPlanner:
     return ComposedPlanner(planners)
 
 
-def planned(module: nn.Module, mesh: MeshSpec, decisions: Decisions) -> PlannedSharding:
-    """Build the plan of `decisions`, with its rules shortened to patterns."""
-    texts: dict[str, str | None] = {name: None for name, _ in module.named_parameters()}
-    texts |= {name: short_text(each) for name, each in decisions.layouts.items() if not each.is_replicated}
-    others = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(texts)
-    buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    return PlannedSharding(glob_rules(texts, others, buffers), mesh, decisions)
-
-
 def merge_notes(notes: Iterable[Problem]) -> tuple[Problem, ...]:
     """Merge equal remarks on several layers: the numbers in their names become ``*``."""
     groups: dict[Problem, list[Problem]] = {}
@@ -211,11 +201,7 @@ def merge_notes(notes: Iterable[Problem]) -> tuple[Problem, ...]:
 
 
 def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Combine the axes of both layouts. On a shared tensor dimension the axes of `first` come first.
-
-    Raises:
-        PlanError: both shard one tensor along the same axis.
-    """
+    """Combine the axes of both layouts. On a shared tensor dimension the axes of `first` come first."""
     layouts = dict(first)
     problems = []
     for name, layout in second.items():

@@ -75,7 +75,12 @@ class BlockSimulator:
         try:
             for seed, one in enumerate(columns):
                 mask = ~one.owned[rank] if others else one.owned[rank]
-                one.value.copy_(torch.where(mask, _other_values(one.value, seed), one.value))
+                moved = one.value + 1
+                if one.value.is_floating_point():  # by the same magnitude: no overflow, no lost bits
+                    scale = float(one.value.abs().mean()) or 0.02
+                    noise = _random(tuple(one.value.shape), 500 + 31 * seed) * 3 * scale
+                    moved = one.value + noise.to(one.value)
+                one.value.copy_(torch.where(mask, moved, one.value))
             changed = self._run(rank)
         finally:
             for one, value in zip(columns, originals, strict=True):
@@ -83,13 +88,6 @@ class BlockSimulator:
         if changed.shape != alone.shape:  # shapes depend on values
             return float("inf")
         return float((changed - alone).abs().max() / alone.abs().max().clamp_min(1e-30)) if alone.numel() else 0.0
-
-
-def _other_values(value: Tensor, seed: int) -> Tensor:
-    if not value.is_floating_point():
-        return value + 1
-    scale = float(value.abs().mean()) or 0.02  # same magnitude: no overflow, no lost bits
-    return value + (_random(tuple(value.shape), 500 + 31 * seed) * 3 * scale).to(value)
 
 
 @dataclass(frozen=True)
@@ -186,33 +184,28 @@ def simulate_block(
         baseline = run()
         if baseline.shape[-1] != row.in_features or not bool(torch.isfinite(baseline).all()):
             return Verdict(None, "the row linear's input has another size, or is not finite")
-        channels = [Channels(fake.values, _index_masks(fake, columns[view])) for view, fake in fake_columns.items()]
+        channels = []
+        for view, fake in fake_columns.items():
+            masks = [torch.zeros(fake.out_features, dtype=torch.bool) for _ in columns[view]]
+            for mask, own in zip(masks, columns[view], strict=True):
+                mask[own] = True
+            channels.append(Channels(fake.values, masks))
         simulator = BlockSimulator(lambda rank: run()[..., row_slices[rank]], {"": channels}, _TOLERANCE)
         for rank in range(len(row_slices)):
             if simulator.mixing(rank):
                 return Verdict(False, f"what rank {rank} would read depends on other ranks' channels")
             if simulator.idle(rank):  # a test that moves nothing proves nothing
                 return Verdict(None, "the row linear does not read what the columns write")
-        values = {name: value for name in doubted if (value := _value_of(clone, name)) is not None}
+        values = {}  # that stand for parameters; replaced columns and rows have none
+        for name in doubted:
+            path, _, leaf = name.rpartition(".")
+            owner = clone.get_submodule(path)
+            value = owner.adds if isinstance(owner, _FakeLinear) else owner._parameters[leaf]
+            if value is not None and not isinstance(owner, _FakeColumn | _FakeRow):
+                values[name] = value
         entries = {name: [Channels(value, [torch.ones((), dtype=torch.bool)])] for name, value in values.items()}
         idle = BlockSimulator(lambda _: run(), entries, _TOLERANCE).idle(0)
     return Verdict(True, between=frozenset(values) - frozenset(idle))
-
-
-def _index_masks(fake: _FakeColumn, slices: Slices) -> list[Tensor]:
-    masks = [torch.zeros(fake.out_features, dtype=torch.bool) for _ in slices]
-    for mask, own in zip(masks, slices, strict=True):
-        mask[own] = True
-    return masks
-
-
-def _value_of(clone: nn.Module, name: str) -> Tensor | None:
-    """Return the values that stand for a parameter; ``None`` for replaced columns and rows."""
-    path, _, leaf = name.rpartition(".")
-    owner = clone.get_submodule(path)
-    if isinstance(owner, _FakeColumn | _FakeRow):
-        return None
-    return owner.adds if isinstance(owner, _FakeLinear) else owner._parameters[leaf]
 
 
 def _without_weights(module: nn.Module, fakes: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -229,32 +222,23 @@ def _without_weights(module: nn.Module, fakes: dict[nn.Module, nn.Module]) -> nn
     twin.__dict__["_modules"] = {
         name: None if child is None else _without_weights(child, fakes) for name, child in module._modules.items()
     }
-    twin.__dict__["_parameters"] = {
-        name: None if value is None else nn.Parameter(_filled(value), requires_grad=False)
-        for name, value in module._parameters.items()
-    }
-    twin.__dict__["_buffers"] = {
-        name: None if value is None else _cpu(value) for name, value in module._buffers.items()
-    }
+    twin.__dict__["_parameters"] = dict(module._parameters)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            if parameter.numel() > 2**24:
+                raise ValueError("a parameter inside the region is too large to stand in for")
+            # Ones and a little noise: norms, gates and scales of any shape block no flow.
+            ones = torch.ones(parameter.shape, dtype=parameter.dtype)
+            filled = 1 + 0.1 * _random(tuple(ones.shape), 77) if parameter.is_floating_point() else ones
+            twin.__dict__["_parameters"][name] = nn.Parameter(filled, requires_grad=False)
+    twin.__dict__["_buffers"] = dict(module._buffers)
+    for name, value in module._buffers.items():
+        if value is not None:
+            full = torch.ones(value.shape, dtype=value.dtype) if value.is_meta else value.detach().cpu()
+            twin.__dict__["_buffers"][name] = full.double() if full.is_floating_point() else full
     for hooks in ("_forward_pre_hooks", "_forward_hooks"):
         twin.__dict__[hooks] = type(module.__dict__[hooks])()  # hooks of wrappers expect the real module
     return twin
-
-
-def _filled(value: Tensor) -> Tensor:
-    """Fill with ones and a little noise: norms, gates and scales of any shape block no flow."""
-    if not value.is_floating_point():
-        return torch.ones(value.shape, dtype=value.dtype)
-    if value.numel() > 2**24:
-        raise ValueError("a parameter inside the region is too large to stand in for")
-    return 1 + 0.1 * _random(tuple(value.shape), 77)
-
-
-def _cpu(value: Tensor) -> Tensor:
-    if value.device.type == "meta":
-        return torch.ones(value.shape, dtype=torch.float64 if value.is_floating_point() else value.dtype)
-    value = value.detach().cpu()
-    return value.double() if value.is_floating_point() else value
 
 
 def _first_call_that_reaches_the_row(
@@ -262,7 +246,9 @@ def _first_call_that_reaches_the_row(
 ) -> tuple[Callable[[], Tensor] | None, str]:
     """Try common argument lists until one reaches the row linear."""
     reason = "no way was found to call it"
-    for arguments, keywords in itertools.islice(_calls(clone, _width(clone, row), head_dim), 48):
+    inputs = (m.in_features for m in clone.modules() if isinstance(m, _FakeLinear) and not isinstance(m, _FakeRow))
+    width = next(inputs, row.out_features)  # of the stream: the input size of the first fake linear
+    for arguments, keywords in itertools.islice(_calls(clone, width, head_dim), 48):
 
         def run(arguments: tuple[Any, ...] = arguments, keywords: dict[str, Any] = keywords) -> Tensor:
             try:
@@ -278,14 +264,6 @@ def _first_call_that_reaches_the_row(
             continue
         return run, ""
     return None, reason
-
-
-def _width(clone: nn.Module, row: LinearView) -> int:
-    """Return the width of the stream: the input size of the first fake linear."""
-    for module in clone.modules():
-        if isinstance(module, _FakeLinear) and not isinstance(module, _FakeRow):
-            return module.in_features
-    return row.out_features
 
 
 def _calls(clone: nn.Module, width: int, head_dim: int | None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -308,7 +286,14 @@ def _calls(clone: nn.Module, width: int, head_dim: int | None) -> Iterator[tuple
 def _guesses(name: str, stream: Tensor, head_dim: int | None) -> list[Any]:
     lowered = name.lower()
     if head_dim and any(word in lowered for word in ("rope", "rotary", "freq", "cos", "sin", "position_emb")):
-        return _rotary(head_dim, single=lowered in ("cos", "sin"))
+        # Rotary embeddings in common forms: complex, or cosine and sine of all or half of the channels.
+        angles = _random((_SEQUENCE, head_dim // 2), 9)
+        full = torch.cat([angles, angles], dim=-1)
+        forms = (full, full[None], angles, angles[None])
+        if lowered in ("cos", "sin"):
+            return [angle.cos() for angle in forms]
+        pairs = [(angle.cos(), angle.sin()) for angle in forms]
+        return [torch.polar(torch.ones_like(angles), angles), *pairs, None]
     if "start" in lowered or "offset" in lowered:
         return [0]
     if "mask" in lowered or "cache" in lowered or "past" in lowered or "bias" in lowered:
@@ -317,16 +302,6 @@ def _guesses(name: str, stream: Tensor, head_dim: int | None) -> list[Any]:
     if any(word in lowered for word in streams):
         return [stream, None]
     return [None, stream]
-
-
-def _rotary(head_dim: int, single: bool) -> list[Any]:
-    """Return rotary embeddings in common forms: complex, or cosine and sine of all or half of the channels."""
-    angles = _random((_SEQUENCE, head_dim // 2), 9)
-    full = torch.cat([angles, angles], dim=-1)
-    if single:
-        return [full.cos(), full.cos()[None], angles.cos(), angles.cos()[None]]
-    pairs = [(angle.cos(), angle.sin()) for angle in (full, full[None], angles, angles[None])]
-    return [torch.polar(torch.ones_like(angles), angles), *pairs, None]
 
 
 def even_slices(num_channels: int, tp_size: int) -> Slices:

@@ -78,33 +78,24 @@ def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelMetadat
         if before[key] != after[key]
     )
     old_rules, new_rules = dict(before["rules"]), dict(after["rules"])
-    texts = ((key, _text(old_rules.get(key)), _text(new_rules.get(key))) for key in sorted({*old_rules, *new_rules}))
-    rules = tuple(Change(key, old, new) for key, old, new in texts if old != new)
+    rules = []
+    for key in sorted({*old_rules, *new_rules}):
+        sides = (each.get(key) for each in (old_rules, new_rules))
+        old, new = (side if side is None or isinstance(side, str) else json.dumps(side) for side in sides)
+        if old != new:
+            rules.append(Change(key, old, new))
     if module is None:
-        return PlanDiff(settings, rules)
-    return PlanDiff(settings, rules, *_model_changes(plan, other, module))
-
-
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
-
-
-def _model_changes(
-    plan: PlanContent, other: PlanContent, module: nn.Module | ModelMetadata
-) -> tuple[tuple[Change, ...], tuple[int, int]]:
-    before, after = resolve(plan, module), resolve(other, module)
-    changes = []
-    same: dict[Any, bool] = {}
-    for tensor in before.metadata.tensors:
-        old, new = before.layouts.get(tensor.name), after.layouts.get(tensor.name)
-        if old is None or new is None:
-            if old is not new:  # a Sharder on one side
-                changes.append(Change(tensor.name, str(old) if old else None, str(new) if new else None))
-            continue
-        key = (old, new, tensor.shape)
-        if key not in same:
-            same[key] = old.equivalent_to(new, tensor.shape)  # layers share it
+        return PlanDiff(settings, tuple(rules))
+    resolutions = resolve(plan, module), resolve(other, module)
+    tensors = []
+    same: dict[Any, bool] = {}  # layers share it
+    for tensor in resolutions[0].metadata.tensors:
+        first, second = (each.layouts.get(tensor.name) for each in resolutions)
+        key = (first, second, tensor.shape)
+        if key not in same:  # None: a Sharder's
+            both = first is not None and second is not None
+            same[key] = first.equivalent_to(second, tensor.shape) if both else first is second  # type: ignore[union-attr, arg-type]  # `both` says neither is None
         if not same[key]:
-            changes.append(Change(tensor.name, str(old), str(new)))
-    sizes = [max(memory_of(found, optimizer="none").parts["parameters"], default=0) for found in (before, after)]
-    return tuple(changes), (sizes[0], sizes[1])
+            tensors.append(Change(tensor.name, *(str(layout) if layout else None for layout in (first, second))))
+    sizes = [max(memory_of(each, optimizer="none").parts["parameters"], default=0) for each in resolutions]
+    return PlanDiff(settings, tuple(rules), tuple(tensors), (sizes[0], sizes[1]))

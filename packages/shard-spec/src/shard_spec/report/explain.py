@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.formatting import Parts, Table, human_ranks, joined
-from shard_spec.layout.layout import Layout
+from shard_spec.formatting import Table, human_ranks
 from shard_spec.plan.content import Rule
 from shard_spec.plan.globs import pattern_of
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
@@ -22,20 +21,25 @@ if TYPE_CHECKING:
 
 def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
     """Explain the plan, or one tensor of it, in words; see ``ShardingPlan.explain``."""
-    if name is None:
-        return _explain_plan(plan) if module is None else joined(explain_model(plan, examine(plan, module)))
-    if module is None:
-        return _explain_name(plan, name)
-    return _explain_tensor(plan, examine(plan, module), name)
-
-
-def _explain_plan(plan: PlanContent) -> str:
-    lines = [f"mesh: {plan.mesh if plan.mesh else 'not stated'}"]
-    lines.append(str(Table(["rule", "gives"], [[rule.key, _value_text(rule)] for rule in plan.rules])))
-    lines += _outputs(plan)
+    if module is not None:
+        resolution = examine(plan, module)
+        if name is not None:
+            return _explain_tensor(resolution, name)
+        lines = [f"mesh: {resolution.mesh}", str(tensor_table(resolution))]
+        lines += [f"tied: {' = '.join(names)}" for names in resolution.tied]
+        return "\n".join([*lines, *_outputs(plan), *_problem_lines(resolution.problems)])
     rest = "a problem (strict)" if plan.strict else "replicated"
-    lines.append(f"parameters that no rule mentions: {rest}")
-    return "\n".join(lines + _problem_lines(plan.problems))
+    if name is None:
+        lines = [f"mesh: {plan.mesh if plan.mesh else 'not stated'}"]
+        lines.append(str(Table(["rule", "gives"], [[rule.key, _value_text(rule)] for rule in plan.rules])))
+        lines += [*_outputs(plan), f"parameters that no rule mentions: {rest}"]
+        return "\n".join(lines + _problem_lines(plan.problems))
+    matching = [rule for rule in plan.rules if rule.pattern is not None and rule.pattern.matches(name)]
+    if not matching:
+        return f"{name}: no rule mentions it, so it is {rest}"
+    lines = [f"{name}: matched by", *(f"  {rule.key!r}: {_value_text(rule)}" for rule in matching)]
+    lines += ["an exact name decides; globs have to agree"] if len(matching) > 1 else []
+    return "\n".join(lines)
 
 
 def alike(found: Resolution) -> dict[tuple[str, str, str, str], list[TensorMetadata]]:
@@ -53,45 +57,25 @@ def alike(found: Resolution) -> dict[tuple[str, str, str, str], list[TensorMetad
 
 def tensor_table(found: Resolution) -> Table:
     """Return a table with one row for each group of equal layouts."""
-    rows = [
-        [name, str(len(tensors)), shape, text, _local_text(found.layouts.get(tensors[0].name), tensors[0]), rule or "-"]
-        for (name, text, shape, rule), tensors in alike(found).items()
-    ]
+    rows = []
+    for (name, text, shape, rule), tensors in alike(found).items():
+        layout, local = found.layouts.get(tensors[0].name), ["?"]
+        if layout is not None:
+            ends = (layout.mesh.ranks[0], layout.mesh.ranks[-1])
+            local = list(dict.fromkeys(str(list(layout.local_shape(rank, tensors[0].shape))) for rank in ends))
+        rows.append([name, str(len(tensors)), shape, text, " .. ".join(local), rule or "-"])
     return Table(["tensor", "count", "global shape", "layout", "local shape", "rule"], rows, (1,))
 
 
-def explain_model(plan: PlanContent, found: Resolution) -> Parts:
-    """Explain the mesh, each group of tensors of equal layout, ties, outputs and problems."""
-    lines: Parts = [f"mesh: {found.mesh}", tensor_table(found)]
-    lines += [f"tied: {' = '.join(names)}" for names in found.tied]
-    return [*lines, *_outputs(plan), *_problem_lines(found.problems)]
-
-
-def _explain_name(plan: PlanContent, name: str) -> str:
-    matching = [rule for rule in plan.rules if rule.pattern is not None and rule.pattern.matches(name)]
-    if not matching:
-        rest = "a problem, because the plan is strict" if plan.strict else "replicated"
-        return f"{name}: no rule mentions it, so it is {rest}"
-    lines = [f"{name}: matched by"]
-    lines += [f"  {rule.key!r}: {_value_text(rule)}" for rule in matching]
-    if len(matching) > 1:
-        lines.append("an exact name decides; globs have to agree")
-    return "\n".join(lines)
-
-
-def _nearest(name: str, found: Resolution) -> str:
-    names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
-    near = difflib.get_close_matches(name, names, n=3)  # a typo, most often
-    return f"did you mean {', '.join(near)}?" if near else "give its fully qualified name"
-
-
-def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
+def _explain_tensor(found: Resolution, name: str) -> str:
     try:
         tensor = found.tensor(name)
     except KeyError:
-        raise PlanError(
-            Problem("unknown-name", name, found="the model has no such parameter or buffer", hint=_nearest(name, found))
-        ) from None
+        names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
+        near = difflib.get_close_matches(name, names, n=3)  # a typo, most often
+        hint = f"did you mean {', '.join(near)}?" if near else "give its fully qualified name"
+        text = "the model has no such parameter or buffer"
+        raise PlanError(Problem("unknown-name", name, found=text, hint=hint)) from None
     size = human_bytes(tensor.numel * tensor.item_bytes)
     lines = [f"{name}: {tensor.kind}, global shape {list(tensor.shape)}, {tensor.dtype}, {size}"]
     if len(tensor.aliases) > 1:
@@ -108,37 +92,21 @@ def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
     else:
         lines.append("no rule mentions it: replicated")
     if layout is not None:
-        lines += _layout_lines(layout, tensor)
+        lines.append(f"layout {layout} on mesh {layout.mesh}")
+        for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
+            count, dim = layout.mesh.axis_size(axis), spec.dim
+            where = f"dim {dim % len(tensor.shape)} is sharded over" if dim is not None else "the same on all"
+            lines.append(f"  along {axis}: {where} {count} ranks")
+        ranks = list(layout.mesh.ranks)
+        for rank in ranks[:8]:  # enough to see the pattern
+            boxes = layout.boxes(rank, tensor.shape)
+            places = " + ".join("[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices()) + "]" for box in boxes[:4])
+            more = f" + {len(boxes) - 4} more" if len(boxes) > 4 else ""
+            local = list(layout.local_shape(rank, tensor.shape))
+            lines.append(f"  rank {rank}: local shape {local}, holds {places or 'nothing'}{more}")
+        if len(ranks) > 8:  # the list above is capped
+            lines.append(f"  ... and ranks {human_ranks(ranks[8:])}")
     return "\n".join(lines + _problem_lines(p for p in found.problems if p.name in tensor.aliases))
-
-
-def _layout_lines(layout: Layout, tensor: TensorMetadata) -> list[str]:
-    lines = [f"layout {layout} on mesh {layout.mesh}"]
-    for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
-        size = layout.mesh.axis_size(axis)
-        if spec.dim is None:
-            lines.append(f"  along {axis}: the same on all {size} ranks")
-        else:
-            lines.append(f"  along {axis}: dim {spec.dim % len(tensor.shape)} is sharded over {size} ranks")
-    ranks = list(layout.mesh.ranks)
-    for rank in ranks[:8]:  # enough to see the pattern
-        boxes = layout.boxes(rank, tensor.shape)
-        places = " + ".join("[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices()) + "]" for box in boxes[:4])
-        more = f" + {len(boxes) - 4} more" if len(boxes) > 4 else ""
-        local = list(layout.local_shape(rank, tensor.shape))
-        lines.append(f"  rank {rank}: local shape {local}, holds {places or 'nothing'}{more}")
-    if len(ranks) > 8:  # the list above is capped
-        lines.append(f"  ... and ranks {human_ranks(ranks[8:])}")
-    return lines
-
-
-def _local_text(layout: Layout | None, tensor: TensorMetadata) -> str:
-    if layout is None:
-        return "?"
-    first, last = (
-        list(layout.local_shape(rank, tensor.shape)) for rank in (layout.mesh.ranks[0], layout.mesh.ranks[-1])
-    )
-    return str(first) if first == last else f"{first} .. {last}"
 
 
 def _value_text(rule: Rule) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import human_bytes, page_parts
 from shard_spec.formatting import human_count, human_ranks
-from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import examine
 from shard_spec.report.explain import alike, tensor_table
 
@@ -56,14 +54,35 @@ def html_report(
     """
     from jinja2 import Environment  # torch brings it; a program that draws no page need not import it
 
-    found = examine(plan, module)
-    axes = dict.fromkeys(axis for layout in found.layouts.values() for axis in layout.mesh.axis_names)
+    resolution = examine(plan, module)
+    axes = dict.fromkeys(axis for layout in resolution.layouts.values() for axis in layout.mesh.axis_names)
     hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}
-    ranks, kinds, fillings = list(found.ranks)[:_MAX_RANKS], alike(found), memory.groups()
+    ranks, kinds, fillings = list(resolution.ranks)[:_MAX_RANKS], alike(resolution), memory.groups()
     rows = []
     for (name, text, *_), (first, *others) in list(kinds.items())[:_MAX_ROWS]:
-        cells = [_cell(found.layouts.get(first.name), first, rank, hues) for rank in ranks]
+        cells: list[tuple[list[str], str]] = []  # colours of a cell, shaded by the rank's coordinate, and its tip
+        for rank in ranks:
+            layout = resolution.layouts.get(first.name)
+            coordinate = None if layout is None else layout.mesh.coordinate(rank)
+            if layout is None or coordinate is None:
+                cells.append((["none"], ""))
+                continue
+            boxes = layout.boxes(rank, first.shape)
+            places = " + ".join(
+                str([f"{s.start}:{s.stop}" for s in box.slices()]).replace("'", "") for box in boxes[:4]
+            )
+            colours = [] if boxes else ["none"]  # an empty rank is an outline
+            for at, (axis, size) in enumerate(layout.mesh.axes.items() if boxes else ()):
+                if layout.specs[at].dim is not None and size > 1:
+                    shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
+                    colours.append(f"hsl({hues[axis]} 55% {shade}%)")
+            cells.append((colours or [_GREY], f"{first.name} on rank {rank}: {places or 'nothing'}"))
         rows.append((name, text, 1 + len(others), cells))
+    bars = []
+    for group, sizes in fillings[:_MAX_FILLINGS]:
+        listed = human_ranks(group)
+        shown = listed if len(listed) < 28 else f"{listed[:26]}…"
+        bars.append((f"rank {listed}" if len(group) == 1 else f"ranks {shown}", list(sizes.items())))
     by_axis = {} if communication is None else communication.by_axis()
     source = resources.files(__package__).joinpath("plan.html.j2").read_text(encoding="utf-8")
     return (
@@ -75,7 +94,7 @@ def html_report(
             human_count=human_count,
             title=title,
             plan=plan,
-            found=found,
+            found=resolution,
             memory=memory,
             communication=communication,
             limit=limit,
@@ -84,36 +103,13 @@ def html_report(
             ranks=ranks,
             rows=rows,
             num_kinds=len(kinds),
-            bars=[(_ranks_text(group), list(sizes.items())) for group, sizes in fillings[:_MAX_FILLINGS]],
+            bars=bars,
             num_fillings=len(fillings),
             part_colours=_PART_COLOURS,
             transfers=[
-                (axis, [(kind, round(size)) for kind, size in sizes.items()]) for axis, sizes in by_axis.items()
+                (axis, [(kind, round(size)) for kind, size in kinds.items()]) for axis, kinds in by_axis.items()
             ],
-            sent=sum(sum(sizes.values()) for sizes in by_axis.values()),
-            tensors=tensor_table(found),
+            sent=sum(sum(kinds.values()) for kinds in by_axis.values()),
+            tensors=tensor_table(resolution),
         )
     )
-
-
-def _cell(layout: Layout | None, tensor: TensorMetadata, rank: int, hues: dict[str, int]) -> tuple[list[str], str]:
-    """Return the colours of a cell, shaded by the rank's coordinate, and its tip. An empty rank is an outline."""
-    coordinate = None if layout is None else layout.mesh.coordinate(rank)
-    if layout is None or coordinate is None:
-        return ["none"], ""
-    boxes = layout.boxes(rank, tensor.shape)
-    places = " + ".join(str([f"{s.start}:{s.stop}" for s in box.slices()]).replace("'", "") for box in boxes[:4])
-    tip = f"{tensor.name} on rank {rank}: {places or 'nothing'}"
-    if not boxes:
-        return ["none"], tip
-    colours = []
-    for at, (axis, size) in enumerate(layout.mesh.axes.items()):
-        if layout.specs[at].dim is not None and size > 1:
-            shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
-            colours.append(f"hsl({hues[axis]} 55% {shade}%)")
-    return colours or [_GREY], tip
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    listed = human_ranks(ranks)
-    return "rank " + listed if len(ranks) == 1 else f"ranks {listed if len(listed) < 28 else listed[:26] + '…'}"

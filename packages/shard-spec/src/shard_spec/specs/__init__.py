@@ -4,7 +4,6 @@ from shard_spec.specs.base import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
-    as_sharder,
     as_spec,
     from_torch,
     to_torch,
@@ -23,5 +22,4 @@ __all__ = [
     "from_torch",
     "to_torch",
     "as_spec",
-    "as_sharder",
 ]

@@ -9,15 +9,13 @@ from typing import Any
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.intervals import Box, chunk
+from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import PlacementLike, UnevenShard
+from shard_spec.layout.placements import PlacementLike, UnevenShard, chunk
 from shard_spec.specs.shards import (
     DeviceLike,
-    Interval,
     RemoteDevice,
-    Sharder,
     ShardMetadata,
     TensorShards,
     cover_problems,
@@ -90,28 +88,22 @@ class ShardingSpec(abc.ABC):
             return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])  # one rank holds all
         # One mesh axis for each sharded dim, ranks in the order of their shards.
         axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
-        placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
+        placements: list[PlacementLike] = []
+        for dim in cut_dims:
+            sizes = tuple(size for _, size in cuts[dim])
+            plain = tuple(chunk(shape[dim], len(sizes), at)[1] for at in range(len(sizes)))  # sizes of torch.chunk
+            placements.append(f"S({dim})" if sizes == plain else UnevenShard(dim, sizes))
         return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
 
 
 def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Return the one box of each rank of the spec, in its order.
-
-    Raises:
-        PlanError: ``invalid-layout``.
-    """
+    """Return the one box of each rank of the spec, in its order."""
     held = spec.boxes(shape)
     crowded = [rank for rank, boxes in held.items() if len(boxes) > 1]
     if crowded:
         reason = f"ranks {', '.join(map(str, crowded))} hold more than one shard"
         raise PlanError(Problem("invalid-layout", "placements", found=reason, hint="name each rank once"))
     return {rank: box for rank, (box,) in held.items()}
-
-
-def _placement(dim: int, intervals: Sequence[Interval], length: int) -> PlacementLike:
-    sizes = tuple(size for _, size in intervals)
-    plain = tuple(chunk(length, len(sizes), at)[1] for at in range(len(sizes)))  # sizes of torch.chunk
-    return f"S({dim})" if sizes == plain else UnevenShard(dim, sizes)
 
 
 @dataclass(frozen=True, init=False)
@@ -168,11 +160,11 @@ class ChunkShardingSpec(ShardingSpec):
         """See ``ShardingSpec.build_metadata``; offsets never exceed the tensor."""
         shape = tuple(tensor_sizes)
         dim = self.normalized(len(shape)).dim
-        shards = [
-            ShardMetadata(box.offsets, box.sizes, device)
-            for index, device in enumerate(self.placements)
-            for box in [self._box(index, dim, shape)]
-        ]
+        shards = []
+        for index, device in enumerate(self.placements):
+            start, length = chunk(shape[dim], len(self.placements), index)
+            offsets = tuple(start if at == dim else 0 for at in range(len(shape)))
+            shards.append(ShardMetadata(offsets, (*shape[:dim], length, *shape[dim + 1 :]), device))
         return TensorShards(shards, shape, tensor_properties)
 
     def to_layout(self, shape: Sequence[int]) -> Layout:
@@ -180,11 +172,6 @@ class ChunkShardingSpec(ShardingSpec):
         shape = tuple(shape)
         dim, ranks = self.normalized(len(shape)).dim, tuple(box_of_each_rank(self, shape))
         return Layout(MeshSpec({f"shard{dim}": len(ranks)}, ranks), [f"S({dim})"])
-
-    def _box(self, index: int, dim: int, shape: tuple[int, ...]) -> Box:
-        start, length = chunk(shape[dim], len(self.placements), index)
-        offsets = tuple(start if at == dim else 0 for at in range(len(shape)))
-        return Box(offsets, (*shape[:dim], length, *shape[dim + 1 :]))
 
 
 @dataclass(frozen=True, init=False)
@@ -203,18 +190,14 @@ class EnumerableShardingSpec(ShardingSpec):
 
     def __init__(self, shards: Sequence[ShardMetadata | Any]) -> None:
         object.__setattr__(self, "shards", tuple(as_shard(shard) for shard in shards))
-        raise_problems(self._problems())
-
-    def _problems(self) -> list[Problem]:
-        if not self.shards:
-            return [
-                Problem("boxes-incomplete", "shards", found="an empty list", hint="give at least one ShardMetadata")
-            ]
         ndims = sorted({len(shard.shard_sizes) for shard in self.shards})
+        if not ndims:
+            hint = "give at least one ShardMetadata"
+            raise PlanError(Problem("boxes-incomplete", "shards", found="an empty list", hint=hint))
         if len(ndims) > 1:
             hint = "all shards are shards of one tensor"
-            return [Problem("shape-mismatch", "shards", found=f"shards of {ndims} dims", hint=hint)]
-        return overlap_problems([shard.box for shard in self.shards], "shards")  # holes show with a shape
+            raise PlanError(Problem("shape-mismatch", "shards", found=f"shards of {ndims} dims", hint=hint))
+        raise_problems(overlap_problems([shard.box for shard in self.shards], "shards"))  # holes show with a shape
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
         """See ``ShardingSpec.build_metadata``; raises ``PlanError`` if the shards do not tile ``tensor_sizes``."""
@@ -295,16 +278,6 @@ def as_spec(value: object) -> ShardingSpec | None:
     if _torch_compat.shard_kind(value) in ("chunk", "enumerable"):
         spec: ShardingSpec = from_torch(value)
         return spec
-    return None
-
-
-def as_sharder(value: object) -> Sharder | None:
-    """Return ``value`` if it is a sharder, ours or torch's; else None."""
-    if isinstance(value, Sharder):
-        return value
-    if _torch_compat.shard_kind(value) == "sharder":
-        sharder: Any = value  # torch's class has the same one method
-        return sharder  # type: ignore[no-any-return]  # ruled out by its kind
     return None
 
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
-from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.blocks import (
     Context,
     Cut,
     Evidence,
     Found,
     FusedOrder,
-    TPBlock,
+    Region,
     TPBlockKind,
     leaf,
     parent,
 )
 from shard_spec.planners.megatron.linear import (
-    DeclaredHeads,
+    NUM_HEADS,
     Heads,
     LinearView,
     as_linear,
@@ -31,7 +32,21 @@ from shard_spec.planners.megatron.linear import (
     from_library,
     join,
     linear_children,
+    words,
 )
+
+# Usual names of submodules, in lower case. A name alone decides nothing: shapes have to match, and blocks outside of
+# known libraries are probed (see `block_simulator`). Names only restrict the search.
+QUERY = words("q_proj query q wq w_q q_lin q_linear to_q query_proj linear_q")
+KEY = words("k_proj key k wk w_k k_lin k_linear to_k key_proj linear_k")
+VALUE = words("v_proj value v wv w_v v_lin v_linear to_v value_proj linear_v")
+FUSED_QKV = words("c_attn qkv qkv_proj query_key_value wqkv w_qkv in_proj to_qkv c_qkv attn_qkv qkv_linear")
+ATTENTION_OUT = words(
+    "o_proj out_proj o wo w_o dense out_lin out_linear to_out proj c_proj proj_out out linear_out "
+    "attn_out output projection output_proj"
+)
+# The module after attention in BERT and its descendants, with the Linear `dense` in it.
+OUTPUT_BLOCK = words("output out attention_output")
 
 _NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")
 
@@ -91,21 +106,15 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
             continue
         elif others == [heads.head_dim] and len(shape) == 1:
             replicated.append(fqn)  # one vector for all heads
-        elif _is_input_norm(name, shape, heads):
-            continue
-        else:
+        # A norm vector before q, k and v is no matter: its size is not that of all heads.
+        elif (
+            len(shape) != 1
+            or shape[0] in (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)
+            or _NORM_OF_A_PROJECTION.search(name) is not None
+            or "norm" not in name.lower()
+        ):
             doubts.append(doubt(fqn, shape))
     return Inner(tuple(cuts), tuple(replicated), tuple(numbers), tuple(doubts))
-
-
-def _is_input_norm(name: str, shape: tuple[int, ...], heads: Heads) -> bool:
-    """Return True for a norm vector before q, k and v: its size is not that of all heads."""
-    return (
-        len(shape) == 1
-        and shape[0] not in (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)
-        and _NORM_OF_A_PROJECTION.search(name) is None
-        and "norm" in name.lower()
-    )
 
 
 def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
@@ -118,47 +127,41 @@ def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
 # Output order of the fused projections of library classes: all of q, then k, then v ("sections"), q, k and v
 # of each head together ("heads"), or a group of query heads with its k and v together ("groups").
 _LIBRARY_ORDER: dict[str, FusedOrder] = {
-    "GPT2Attention": "sections",
-    "DecisionTransformerGPT2Attention": "sections",
-    "ImageGPTAttention": "sections",
-    "MptAttention": "sections",
-    "Phi3Attention": "sections",
-    "DbrxAttention": "sections",
-    "ModernBertAttention": "sections",
-    "OpenAIGPTAttention": "sections",
-    "GPTNeoXAttention": "heads",
-    "GPTNeoXJapaneseAttention": "heads",
-    "BloomAttention": "heads",
-    "PersimmonAttention": "heads",
+    **dict.fromkeys(("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"), "sections"),
+    **dict.fromkeys(("MptAttention", "Phi3Attention", "DbrxAttention", "OpenAIGPTAttention"), "sections"),
+    **dict.fromkeys(("ModernBertAttention",), "sections"),
+    **dict.fromkeys(("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention"), "heads"),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class Projections:
-    """The linears of one attention: ``(q, k, v)`` or ``(fused,)``, and the output projection."""
+class Projections(Region):
+    """The linears of one attention: columns ``(q, k, v)`` or ``(fused,)``, and the output projection."""
 
-    inputs: tuple[LinearView, ...]
-    out: LinearView
-    holder: str  # FQN of the module that holds the inputs
-    scope: str  # FQN of the smallest module that holds all of them
+    holder: str  # FQN of the module that holds the columns
 
     @property
     def fused(self) -> bool:
-        return len(self.inputs) == 1  # q, k and v come out of one linear
+        """True if q, k and v come out of one linear."""
+        return len(self.columns) == 1
 
 
 def find_attention(context: Context, name: str) -> Found | None:
     """Plan attention with q, k and v as direct children of module `name`."""
-    projections = _projections(context, name)
+    by_name = {k.lower(): view for k, view in context.free(linear_children(name, context.modules[name])).items()}
+    named = [[v for child, v in by_name.items() if child in usual] for usual in (QUERY, KEY, VALUE, FUSED_QKV)]
+    *separate, fused = (views[0] if len(views) == 1 else None for views in named)  # an ambiguous name is no evidence
+    inputs = tuple(view for view in separate if view is not None) or (() if fused is None else (fused,))
+    if len(inputs) != (1 if not any(separate) else 3):
+        return None
+    projections = _with_output(context, name, inputs, by_name)
     if projections is None:
         return None
-    context.claim(*projections.inputs, projections.out)  # even if refused below: others must not take them
+    context.claim(*projections.linears)  # even if refused below: others must not take them
     heads = _heads(context, projections)
     if isinstance(heads, Problem):
-        return kept_replicated(heads, *projections.inputs, projections.out)
-    if (problem := _sharing_problem(context, projections, heads)) is not None:
-        return kept_replicated(problem, *projections.inputs, projections.out)
-    inner = inner_parameters(context, projections.holder, (*projections.inputs, projections.out), heads)
+        return projections.left_whole(heads)
+    inner = inner_parameters(context, projections.holder, projections.linears, heads)
     decide = _fused if projections.fused else _separate
     return decide(context, projections, heads, inner)
 
@@ -169,7 +172,11 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
     Such a layer has a query and an output projection only; a sharded lender would pass it one rank's heads.
     """
     # By class: the lender of a borrowing layer is known at run time only, so all of the class stay replicated.
-    borrowers = {type(each): name for name, each in context.modules.items() if _borrows(context, name)}
+    borrowers = {}
+    for name, each in context.modules.items():
+        linears = {child.lower() for child in linear_children(name, each)}
+        if linears & QUERY and linears & ATTENTION_OUT and not linears & (KEY | VALUE | FUSED_QKV):
+            borrowers[type(each)] = name
     blocks = []
     for one in found:
         borrower = None if one.unit is None else borrowers.get(type(context.modules[one.unit.name]))
@@ -183,62 +190,28 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
     return blocks
 
 
-def _borrows(context: Context, name: str) -> bool:
-    by_name = {child.lower() for child in linear_children(name, context.modules[name])}
-    others = names.KEY | names.VALUE | names.FUSED_QKV
-    return bool(by_name & names.QUERY and by_name & names.ATTENTION_OUT) and not by_name & others
-
-
-# ---- finding the linears ----
-
-
-def _projections(context: Context, name: str) -> Projections | None:
-    module = context.modules[name]
-    children = context.free(linear_children(name, module))
-    by_name = {child.lower(): view for child, view in children.items()}
-    q, k, v = (_only(by_name, words) for words in (names.QUERY, names.KEY, names.VALUE))
-    if q is not None and k is not None and v is not None:
-        inputs: tuple[LinearView, ...] = (q, k, v)
-        return _with_output(context, name, inputs, by_name, v.out_features, q.out_features)
-    if q is not None or k is not None or v is not None:
-        return None
-    fused = _only(by_name, names.FUSED_QKV)
-    if fused is None:
-        return None
-    return _with_output(context, name, (fused,), by_name, None, fused.out_features)
-
-
-def _only(by_name: dict[str, LinearView], words: frozenset[str]) -> LinearView | None:
-    views = [view for child, view in by_name.items() if child in words]
-    return views[0] if len(views) == 1 else None  # an ambiguous name is no evidence
-
-
 def _with_output(
-    context: Context,
-    name: str,
-    inputs: tuple[LinearView, ...],
-    by_name: dict[str, LinearView],
-    at_least: int | None,
-    at_most: int,
+    context: Context, name: str, inputs: tuple[LinearView, ...], by_name: dict[str, LinearView]
 ) -> Projections | None:
     """Find the output projection: beside the inputs, in a ``to_out`` sequence, or in a sibling ``output``."""
+    at_least, at_most = inputs[-1].out_features if len(inputs) > 1 else 0, inputs[0].out_features
     for child, view in by_name.items():
-        if child in names.ATTENTION_OUT and view not in inputs and view.in_features <= at_most:
+        if child in ATTENTION_OUT and view not in inputs and view.in_features <= at_most:
             return Projections(inputs, view, name, name)
     for child_name, block in context.modules[name].named_children():  # diffusers: to_out = [Linear, Dropout]
         listed = isinstance(block, nn.Sequential | nn.ModuleList) and len(block) > 0
-        if listed and child_name.lower() in names.ATTENTION_OUT:
-            view_or_none = as_linear(join(name, child_name, "0"), next(block.children()))
-            if view_or_none is not None:
-                return Projections(inputs, view_or_none, name, name)
+        if listed and child_name.lower() in ATTENTION_OUT:
+            first = as_linear(join(name, child_name, "0"), next(block.children()))
+            if first is not None:
+                return Projections(inputs, first, name, name)
     if not name:
         return None
     # BERT: attention.self and attention.output
     for sibling_name, sibling in context.modules[parent(name)].named_children():
-        if sibling_name.lower() in names.OUTPUT_BLOCK and sibling is not context.modules[name]:
+        if sibling_name.lower() in OUTPUT_BLOCK and sibling is not context.modules[name]:
             dense = linear_children(join(parent(name), sibling_name), sibling).get("dense")
-            if dense is not None and (at_least or 0) <= dense.in_features <= at_most:
-                return Projections(inputs, dense, name, parent(name))
+            if dense is not None and at_least <= dense.in_features <= at_most:
+                return Projections(inputs, dense, parent(name), name)
     return None
 
 
@@ -246,208 +219,164 @@ def _with_output(
 
 
 def _heads(context: Context, projections: Projections) -> Heads | Problem:
+    """Return the heads if they match the shapes and divide over the ranks."""
     declared = declared_heads(list(context.chain(projections.holder)))
-    where = projections.scope
-    if declared.num_heads is None:
+    where, num_heads = projections.scope, declared.num_heads
+    if num_heads is None:
         reason = "no attribute or config gives the number of heads"
-        hint = f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}"
+        hint = f"give the module one of the attributes {', '.join(NUM_HEADS[:4])}"
         return Problem("missing-argument", where, found=reason, hint=hint)
     # The output projection reads num_heads * head_dim channels; its width is the one reliable size.
-    width = projections.out.in_features
-    if width % declared.num_heads:
-        return _mismatch(projections, declared, f"the output projection reads {width} channels")
-    head_dim = width // declared.num_heads
-    if projections.fused:
-        # outputs are q + k + v, with k and v of one width
-        kv_width, odd = divmod(projections.inputs[0].out_features - width, 2)
-        if odd:
-            outputs = projections.inputs[0].out_features
-            return _mismatch(projections, declared, f"the fused projection has {outputs} outputs")
-    else:
-        q, k, v = projections.inputs
-        kv_width = k.out_features
-        if q.out_features != width or v.out_features != kv_width:
-            sizes = f"q, k, v have {q.out_features}, {k.out_features}, {v.out_features} outputs"
-            return _mismatch(projections, declared, f"{sizes}, the output projection reads {width} channels")
+    width, wrong = projections.row.in_features, ""
+    head_dim, *outputs = width // num_heads, *(view.out_features for view in projections.columns)
+    # Fused outputs are q + k + v, with k and v of one width.
+    kv_width = (outputs[0] - width) // 2 if projections.fused else outputs[1]
+    if width % num_heads:
+        wrong = f"the output projection reads {width} channels"
+    elif projections.fused and (outputs[0] - width) % 2:
+        wrong = f"the fused projection has {outputs[0]} outputs"
+    elif not projections.fused and (outputs[0] != width or outputs[2] != kv_width):
+        sizes = ", ".join(map(str, outputs))
+        wrong = f"q, k, v have {sizes} outputs, the output projection reads {width} channels"
     # k and v need full heads, shared by equally many query heads
-    if kv_width <= 0 or kv_width % head_dim or declared.num_heads % (kv_width // head_dim):
-        return _mismatch(projections, declared, f"k and v have {kv_width} channels each, a head has {head_dim}")
-    if declared.head_dim is not None and declared.head_dim != head_dim:
-        return _mismatch(projections, declared, f"a head has {head_dim} channels, {declared.head_dim} are declared")
-    return Heads(declared.num_heads, kv_width // head_dim, head_dim)
-
-
-def _mismatch(projections: Projections, declared: DeclaredHeads, found: str) -> Problem:
-    found = f"{declared.num_heads} heads are declared, but {found}"
-    hint = "not a known form of multi-head attention; write its rules by hand"
-    return Problem("heads-not-recognised", projections.scope, found=found, hint=hint)
-
-
-def _sharing_problem(context: Context, projections: Projections, heads: Heads) -> Problem | None:
-    """Return the problem if the heads do not divide over the ranks."""
-    tp_size = context.options.tp_size
-    if heads.num_heads % tp_size:
-        reason = f"num_heads={heads.num_heads} with tp={tp_size}"
-        hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}"
-        return Problem("does-not-divide", projections.scope, found=reason, hint=hint)
-    if heads.num_kv_heads % tp_size and not (context.options.kv_replicate and not projections.fused):
-        more = "; a fused projection cannot replicate k and v" if projections.fused else ", or kv_replicate=True"
+    elif kv_width <= 0 or kv_width % head_dim or num_heads % (kv_width // head_dim):
+        wrong = f"k and v have {kv_width} channels each, a head has {head_dim}"
+    elif declared.head_dim is not None and declared.head_dim != head_dim:
+        wrong = f"a head has {head_dim} channels, {declared.head_dim} are declared"
+    if wrong:
+        hint = "not a known form of multi-head attention; write its rules by hand"
+        return Problem("heads-not-recognised", where, found=f"{num_heads} heads are declared, but {wrong}", hint=hint)
+    heads, tp_size = Heads(num_heads, kv_width // head_dim, head_dim), context.options.tp_size
+    divisors = [n for n in range(1, heads.num_kv_heads + 1) if num_heads % n == 0 and heads.num_kv_heads % n == 0]
+    hint = f"valid tp sizes: {', '.join(map(str, divisors))}"
+    if num_heads % tp_size:
+        return Problem("does-not-divide", where, found=f"num_heads={num_heads} with tp={tp_size}", hint=hint)
+    if heads.num_kv_heads % tp_size and (projections.fused or not context.options.kv_replicate):
+        hint += "; a fused projection cannot replicate k and v" if projections.fused else ", or kv_replicate=True"
         reason = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}"
-        hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}"
-        return Problem("does-not-divide", projections.scope, found=reason, hint=hint)
-    return None
-
-
-def _divisors(num_heads: int, num_kv_heads: int) -> str:
-    return ", ".join(str(n) for n in range(1, num_kv_heads + 1) if num_heads % n == 0 and num_kv_heads % n == 0)
+        return Problem("does-not-divide", where, found=reason, hint=hint)
+    return heads
 
 
 # ---- deciding ----
 
 
 def _separate(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
-    q, k, v = projections.inputs
+    q, k, v = projections.columns
     share_kv = heads.num_kv_heads % context.options.tp_size == 0
     columns = (q, k, v) if share_kv else (q,)  # fewer key-value heads than ranks: k and v stay replicated
     slices = {view: even_slices(view.out_features, context.options.tp_size) for view in columns}
     if not share_kv:
         slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
-    evidence = _evidence(context, projections, slices, inner, heads.head_dim)
+    evidence = _evidence(context, projections, slices, inner, heads, None)
     if isinstance(evidence, Problem):
-        return kept_replicated(evidence, *projections.inputs, projections.out)
+        return projections.left_whole(evidence)
     notes = unverified(projections.scope, evidence)
     if not share_kv:
         text = f"num_key_value_heads={heads.num_kv_heads} with tp={context.options.tp_size}: k and v stay replicated"
         hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
         notes = (*notes, Problem("kv-replicated", projections.scope, found=f"{text} on every rank", hint=hint))
     cuts = tuple(cut for view in columns for cut in column_cuts(view, "S({dim})"))
-    replicated = () if share_kv else tuple(name for view in (k, v) for name in parameter_names(view))
-    return Found(_unit(projections, heads, cuts, inner, evidence, replicated), notes=notes)
+    replicated = () if share_kv else tuple(name for view in (k, v) for name in view.parameters)
+    replicated += (*inner.replicated, *inner.numbers)
+    pieces = heads.num_kv_heads if share_kv else heads.num_heads
+    unit = projections.block(TPBlockKind.ATTENTION, cuts, pieces, evidence, inner.cuts, replicated)
+    return Found(unit, notes=notes)
 
 
 def _fused(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
-    (fused,) = projections.inputs
-    orders, why = _possible_orders(context, projections, heads)
-    has_one_order = len(orders) == 1
+    (fused,) = projections.columns
+    # The order of the outputs: of the class, as the caller says, or a candidate for the probe.
+    holder, why = context.modules[projections.holder], None
+    order, class_name = _LIBRARY_ORDER.get(type(holder).__name__), type(holder).__name__
+    if class_name in ("FalconAttention", "GPTBigCodeAttention"):  # by configuration
+        order = "sections" if getattr(holder, "multi_query", True) else "heads"
+    if class_name == "FalconAttention" and getattr(holder, "new_decoder_architecture", False):
+        order = "groups"
+    # "groups" equals "heads" where every head has its own k and v.
+    orders: list[FusedOrder] = ["sections", "heads" if heads.num_kv_heads == heads.num_heads else "groups"]
+    if order is not None and from_library(holder):
+        orders, why = [order], Evidence.LIBRARY
+    elif context.options.fused is not None:
+        orders, why = [context.options.fused], Evidence.USER_SPECIFIED
+    has_one_order, tp_size = len(orders) == 1, context.options.tp_size
+    q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     refused: Problem | None = None
     for order in orders:
-        slices = {fused: fused_slices(order, heads, context.options.tp_size)}
-        evidence = _evidence(context, projections, slices, inner, heads.head_dim, known=why if has_one_order else None)
+        # The output channels of each rank. Heads or groups are contiguous: plain chunks of them.
+        rows, pattern = even_slices(q + 2 * kv, tp_size), "S({dim})"
+        if order == "sections":
+            parts = [[at + own for own in even_slices(n, tp_size)] for at, n in ((0, q), (q, kv), (q + kv, kv))]
+            rows, pattern = [torch.cat(own) for own in zip(*parts, strict=True)], f"I({{dim}}, [{q}, {kv}, {kv}])"
+        slices = {fused: rows}
+        evidence = _evidence(context, projections, slices, inner, heads, why if has_one_order else None)
         if isinstance(evidence, Problem):
             refused = evidence
             continue
-        pattern = "S({dim})"
-        if order == "sections":
-            q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-            pattern = f"I({{dim}}, [{q}, {kv}, {kv}])"
         cuts = column_cuts(fused, pattern)
-        return Found(_unit(projections, heads, cuts, inner, evidence), notes=unverified(projections.scope, evidence))
+        same = (*inner.replicated, *inner.numbers)
+        unit = projections.block(TPBlockKind.ATTENTION, cuts, heads.num_kv_heads, evidence, inner.cuts, same)
+        return Found(unit, notes=unverified(projections.scope, evidence))
     assert refused is not None
     if has_one_order or refused.code == "slices-mix":
-        return kept_replicated(refused, *projections.inputs, projections.out)
+        return projections.left_whole(refused)
     text = f"q, k and v come out of {leaf(fused.name)!r} together, in an unknown order; {refused.found}"
     hint = 'pass fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)'
-    return kept_replicated(
-        Problem("heads-not-recognised", projections.scope, found=text, hint=hint), *projections.inputs, projections.out
-    )
-
-
-def _possible_orders(
-    context: Context, projections: Projections, heads: Heads
-) -> tuple[tuple[FusedOrder, ...], Evidence | None]:
-    """Return the candidate orders, or the single known order with its evidence."""
-    holder = context.modules[projections.holder]
-    if from_library(holder):
-        order = _library_order(holder)
-        if order is not None:
-            return (order,), Evidence.LIBRARY
-    if context.options.fused is not None:
-        return (context.options.fused,), Evidence.USER_SPECIFIED
-    if heads.num_kv_heads == heads.num_heads:  # "groups" equals "heads" here
-        return ("sections", "heads"), None
-    return ("sections", "groups"), None
-
-
-def _library_order(holder: nn.Module) -> FusedOrder | None:
-    class_name = type(holder).__name__
-    if class_name == "FalconAttention":
-        if getattr(holder, "new_decoder_architecture", False):  # the class has three arrangements, by configuration
-            return "groups"
-        return "sections" if getattr(holder, "multi_query", True) else "heads"
-    if class_name == "GPTBigCodeAttention":
-        return "sections" if getattr(holder, "multi_query", True) else "heads"
-    return _LIBRARY_ORDER.get(class_name)
-
-
-def fused_slices(order: FusedOrder, heads: Heads, tp_size: int) -> Slices:
-    """Return, for each rank, the output channels of a fused projection in `order`."""
-    q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-    if order != "sections":
-        return even_slices(q + 2 * kv, tp_size)  # heads or groups are contiguous: plain chunks of them
-    starts = [(0, q), (q, kv), (q + kv, kv)]
-    parts = [[start + rows for rows in even_slices(size, tp_size)] for start, size in starts]
-    return [torch.cat([part[rank] for part in parts]) for rank in range(tp_size)]
+    return projections.left_whole(Problem("heads-not-recognised", projections.scope, found=text, hint=hint))
 
 
 def _evidence(
     context: Context,
-    projections: Projections,
+    found: Projections,
     slices: dict[LinearView, Slices],
     inner: Inner,
-    head_dim: int,
-    known: Evidence | None = None,
-) -> Evidence | Problem:
-    """Return the evidence for sharding, from knowledge, probing or names, or the problem."""
-    holder = context.modules[projections.holder]
-    library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
-    if not library and context.options.probe:
-        scope = context.modules[projections.scope]
-        row_slices = even_slices(projections.out.in_features, context.options.tp_size)
-        within = f"{projections.scope}." if projections.scope else ""
-        doubts = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
-        verdict = simulate_block(scope, slices, projections.out, row_slices, head_dim, doubts)
-        if verdict.separate:  # norms before q, k and v or after the output are outside the region: not between
-            return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
-        if verdict.separate is False:  # None: the forward could not be run, so fall through to the names
-            description = f"its forward was probed: {verdict.reason}"
-            hint = "its heads cannot be computed separately; leave it replicated"
-            return Problem("slices-mix", projections.scope, found=description, hint=hint)
-        reason = verdict.reason
-    else:
-        reason = "it was not probed"
-    if inner.doubts:
-        return inner.doubts[0]
-    if inner.numbers:
-        return doubt(inner.numbers[0], (1,))
-    if library:
-        return Evidence.LIBRARY
-    if known is Evidence.USER_SPECIFIED:
-        return Evidence.USER_SPECIFIED
-    if projections.fused:  # order unknown and not probed
-        return Problem("heads-not-recognised", projections.scope, found=reason)
-    return Evidence.NAMED
-
-
-def _unit(
-    projections: Projections,
     heads: Heads,
-    columns: tuple[Cut, ...],
-    inner: Inner,
-    evidence: Evidence,
-    whole: tuple[str, ...] = (),
-) -> TPBlock:
-    out = projections.out
-    return TPBlock(
-        TPBlockKind.ATTENTION,
-        projections.scope,
-        columns=columns,
-        rows=(Cut(out.weight_name, f"S({out.in_dim})"),),
-        inner=inner.cuts,
-        replicated=(*whole, *inner.replicated, *inner.numbers),
-        row_biases=(out.bias_name,) if out.has_bias else (),
-        num_pieces=heads.num_kv_heads if not whole else heads.num_heads,
-        evidence=evidence,
-    )
+    known: Evidence | None,
+) -> Evidence | Problem:
+    is_known = not found.fused and from_library(context.modules[found.holder])
+    doubts = (*inner.doubts, *(doubt(name, (1,)) for name in inner.numbers))
+    within = f"{found.scope}." if found.scope else ""
+    inside = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
+    evidence = Evidence.LIBRARY if is_known else known
+    return evidence_of(context, found, slices, evidence, doubts, heads.head_dim, inside)
+
+
+def evidence_of(
+    context: Context,
+    region: Region,
+    slices: dict[LinearView, Slices],
+    known: Evidence | None,
+    doubts: Sequence[Problem],
+    head_dim: int | None = None,
+    inside: Mapping[str, Problem] = MappingProxyType({}),
+) -> Evidence | Problem:
+    """Return the evidence for sharding, from knowledge, probing or names, or the problem.
+
+    Args:
+        context: the model.
+        region: the linears.
+        slices: each column linear and, for each rank, the indices of its output channels.
+        known: evidence of the arrangement; a library's needs no probe.
+        doubts: parameters that forbid sharding where the forward was not probed.
+        head_dim: channels of an attention head.
+        inside: doubts that a probe does not clear if they act between columns and row, by name within the scope.
+    """
+    scope, row = region.scope, region.row
+    reason = "it was not probed"
+    if known is not Evidence.LIBRARY and context.options.probe:
+        row_slices = even_slices(row.in_features, context.options.tp_size)
+        verdict = simulate_block(context.modules[scope], slices, row, row_slices, head_dim, inside)
+        if verdict.separate:  # norms before the columns or after the row are outside the region: not between
+            return next((one for name, one in inside.items() if name in verdict.between), Evidence.PROBED)
+        if verdict.separate is False:  # None: the forward could not be run, so fall through to the names
+            hint = "an operation inside acts across the slices of ranks; leave it replicated"
+            return Problem("slices-mix", scope, found=f"its forward was probed: {verdict.reason}", hint=hint)
+        reason = verdict.reason
+    if doubts:
+        return doubts[0]
+    if known is None and region.fused:  # order unknown and not probed
+        return Problem("heads-not-recognised", scope, found=reason)
+    return Evidence.NAMED if known is None else known
 
 
 def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
@@ -457,18 +386,7 @@ def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
     return (Problem("unverified", scope, found=reason, hint=hint),) if evidence is Evidence.NAMED else ()
 
 
-def kept_replicated(problem: Problem, *views: LinearView) -> Found:
-    """Report linears as replicated, with the reason."""
-    return Found(left_whole=tuple((name, problem) for view in views for name in parameter_names(view)))
-
-
 def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
     """Return the cuts of a column linear. `pattern` is the placement with ``{dim}`` for the output dimension."""
-    cuts = [Cut(view.weight_name, pattern.format(dim=view.out_dim))]
-    if view.has_bias:
-        cuts.append(Cut(view.bias_name, pattern.format(dim=0)))  # the bias has the output dimension only
-    return tuple(cuts)
-
-
-def parameter_names(view: LinearView) -> tuple[str, ...]:
-    return (view.weight_name, view.bias_name) if view.has_bias else (view.weight_name,)
+    biases = (Cut(name, pattern.format(dim=0)) for name in view.biases)  # a bias has the output dimension only
+    return Cut(view.weight_name, pattern.format(dim=view.out_dim)), *biases

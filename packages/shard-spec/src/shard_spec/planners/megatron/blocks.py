@@ -19,6 +19,15 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron.linear import LinearView
 
+POSITION_WORDS = (
+    "pos",
+    "wpe",
+    "token_type",
+    "segment",
+    "relative",
+    "bucket",
+)  # in names of tables without a vocabulary
+
 
 class TPBlockKind(StrEnum):
     """Kinds of units."""
@@ -99,6 +108,42 @@ class Found:
     unit: TPBlock | None = None
     left_whole: tuple[tuple[str, Problem], ...] = ()
     notes: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The linears around a region: columns before it, a row after it, in the module `scope`."""
+
+    columns: tuple[LinearView, ...]
+    row: LinearView
+    scope: str
+
+    @property
+    def linears(self) -> tuple[LinearView, ...]:
+        """Columns and row."""
+        return (*self.columns, self.row)
+
+    @property
+    def fused(self) -> bool:
+        """True if several projections come out of one linear."""
+        raise NotImplementedError
+
+    def block(
+        self,
+        kind: TPBlockKind,
+        columns: tuple[Cut, ...],
+        num_pieces: int,
+        evidence: Evidence,
+        inner: tuple[Cut, ...] = (),
+        replicated: tuple[str, ...] = (),
+    ) -> TPBlock:
+        """Return the block that shards the region."""
+        rows = (Cut(self.row.weight_name, f"S({self.row.in_dim})"),)
+        return TPBlock(kind, self.scope, columns, rows, inner, replicated, self.row.biases, num_pieces, evidence)
+
+    def left_whole(self, problem: Problem) -> Found:
+        """Report the linears as replicated, with the reason."""
+        return Found(left_whole=tuple((name, problem) for view in self.linears for name in view.parameters))
 
 
 FusedOrder = Literal["sections", "heads", "groups", "pairs"]

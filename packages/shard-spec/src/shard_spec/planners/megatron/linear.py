@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shard_spec.planners.megatron import names
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_q_heads")
+NUM_KV_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_head_kv", "kv_heads", "num_query_groups"),
+)
+HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_kv", "head_size")
+VOCAB_SIZE = ("vocab_size", "n_vocab", "vocabulary_size", "num_embeddings")
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of ``text``: names of submodules."""
+    return frozenset(text.split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,19 +41,19 @@ class LinearView:
     in_dim: int
 
     @property
-    def has_bias(self) -> bool:
-        """True if there is a bias of ``[out_features]``."""
-        return self.module._parameters.get("bias") is not None
-
-    @property
     def weight_name(self) -> str:
         """FQN of the weight."""
         return f"{self.name}.weight" if self.name else "weight"
 
     @property
-    def bias_name(self) -> str:
-        """FQN of the bias."""
-        return f"{self.name}.bias" if self.name else "bias"
+    def biases(self) -> tuple[str, ...]:
+        """FQN of the bias of ``[out_features]``, if there is one."""
+        return () if self.module._parameters.get("bias") is None else (f"{self.name}.bias" if self.name else "bias",)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """FQNs of weight and bias."""
+        return self.weight_name, *self.biases
 
 
 def as_linear(name: str, module: nn.Module) -> LinearView | None:
@@ -68,12 +78,8 @@ def as_linear(name: str, module: nn.Module) -> LinearView | None:
 
 def linear_children(name: str, module: nn.Module) -> dict[str, LinearView]:
     """Return the direct children that are plain linear layers, by child name, in order."""
-    linears = {}
-    for child_name, child in module.named_children():
-        view = as_linear(join(name, child_name), child)
-        if view is not None:
-            linears[child_name] = view
-    return linears
+    views = ((child_name, as_linear(join(name, child_name), child)) for child_name, child in module.named_children())
+    return {child_name: view for child_name, view in views if view is not None}
 
 
 def join(*parts: str) -> str:
@@ -112,16 +118,16 @@ def declared_heads(chain: Sequence[nn.Module]) -> DeclaredHeads:
     """
     places = places_of(chain)
     return DeclaredHeads(
-        num_heads=first_declared(places, names.NUM_HEADS) or first_declared(places[:1], ("h",)),
-        num_kv_heads=first_declared(places, names.NUM_KV_HEADS),
-        head_dim=first_declared(places[:2], names.HEAD_DIM),
+        num_heads=first_declared(places, NUM_HEADS) or first_declared(places[:1], ("h",)),
+        num_kv_heads=first_declared(places, NUM_KV_HEADS),
+        head_dim=first_declared(places[:2], HEAD_DIM),
     )
 
 
 def declared_vocab_sizes(modules: Iterable[nn.Module]) -> set[int]:
     """Return every vocabulary size declared by a config or attribute of `modules`."""
     places = (place for place in places_of(modules) if not isinstance(place, nn.Embedding))
-    return {size for place in places if (size := first_declared([place], names.VOCAB_SIZE)) is not None}
+    return {size for place in places if (size := first_declared([place], VOCAB_SIZE)) is not None}
 
 
 def places_of(modules: Iterable[nn.Module]) -> list[object]:

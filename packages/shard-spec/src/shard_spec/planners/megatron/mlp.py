@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
-from shard_spec.planners.megatron import names
-from shard_spec.planners.megatron.attention import column_cuts, kept_replicated, unverified
-from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.linear import LinearView, as_linear, from_library, join, linear_children
+from shard_spec.planners.block_simulator import Slices, even_slices
+from shard_spec.planners.megatron.attention import OUTPUT_BLOCK, column_cuts, evidence_of, unverified
+from shard_spec.planners.megatron.blocks import Context, Evidence, Found, Region, TPBlockKind
+from shard_spec.planners.megatron.linear import LinearView, as_linear, from_library, join, linear_children, words
+
+UP = words(
+    "fc1 c_fc up_proj w1 w3 dense_h_to_4h fc_in lin1 linear1 wi wi_0 wi_1 gate_proj gate up fc w_in ff1 "
+    "linear_1 w_gate w_up fc_1 dense_in expand ffn layer_1 intermediate proj_up proj_up_gate"
+)
+FUSED_GATE_UP = words("gate_up_proj w12 w13 gate_up up_gate_proj wi fc1_fused dense_h_to_4h input_linear")
+DOWN = words(
+    "fc2 c_proj down_proj w2 w3 dense_4h_to_h fc_out lin2 linear2 wo down proj w_out ff2 linear_2 w_down "
+    "fc_2 dense_out contract ffn_output layer_2 output output_linear proj_down"
+)
+INTERMEDIATE_BLOCK = frozenset({"intermediate"})  # BERT: `intermediate.dense`, then `output.dense`
 
 # Modules that act on each channel alone, or not at all.
 _ELEMENTWISE = (
@@ -21,17 +31,12 @@ _ELEMENTWISE = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class FeedForward:
+class FeedForward(Region):
     """The linears of one feed-forward block."""
-
-    columns: tuple[LinearView, ...]
-    row: LinearView
-    scope: str
 
     @property
     def fused(self) -> bool:
-        # Gate and up come out of one linear.
+        """True if gate and up come out of one linear."""
         return len(self.columns) == 1 and self.columns[0].out_features == 2 * self.row.in_features
 
 
@@ -40,165 +45,96 @@ def find_mlps(context: Context, name: str) -> list[Found]:
     module = context.modules[name]
     if isinstance(module, nn.Sequential):
         known = Evidence.LIBRARY if type(module).forward is nn.Sequential.forward else None  # None: to be probed
-        return [_decide(context, block, known) for block in _sequential(context, name, module)]
-    block = _by_children(context, name, module) or _intermediate_and_output(context, name, module)
+        # Pair linears with only elementwise modules between them: first with second, third with fourth, ...
+        blocks, pending = [], None
+        for child_name, child in module.named_children():
+            view = as_linear(join(name, child_name), child)
+            if view is not None and id(child) not in context.claimed:
+                if pending is not None and pending.out_features == view.in_features:
+                    blocks.append(FeedForward((pending,), view, name))
+                    pending = None
+                else:
+                    pending = view
+            elif not isinstance(child, _ELEMENTWISE):
+                pending = None  # any other module may mix channels
+        return [_decide(context, block, known) for block in blocks]
+    block = _by_children(context, name, module)
     if block is None:
-        return []
+        # BERT: ``intermediate.dense`` and ``output.dense`` under one layer.
+        up = down = None
+        for child_name, child in module.named_children():
+            if child_name.lower() in INTERMEDIATE_BLOCK | OUTPUT_BLOCK:
+                dense = context.free(linear_children(join(name, child_name), child)).get("dense")
+                up, down = (dense, down) if child_name.lower() in INTERMEDIATE_BLOCK else (up, dense)
+        if up is None or down is None or up.out_features != down.in_features:
+            return []
+        block = FeedForward((up,), down, name)
     return [_decide(context, block, Evidence.LIBRARY if from_library(module) else None)]
-
-
-# ---- finding the linears ----
-
-
-def _sequential(context: Context, name: str, module: nn.Module) -> list[FeedForward]:
-    """Pair linears with only elementwise modules between them: first with second, third with fourth, ..."""
-    blocks = []
-    pending: LinearView | None = None
-    for child_name, child in module.named_children():
-        view = as_linear(join(name, child_name), child)
-        if view is not None and id(child) not in context.claimed:
-            if pending is not None and pending.out_features == view.in_features:
-                blocks.append(FeedForward((pending,), view, name))
-                pending = None
-            else:
-                pending = view
-        elif not isinstance(child, _ELEMENTWISE):
-            pending = None  # any other module may mix channels
-    return blocks
 
 
 def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward | None:
     children = context.free(linear_children(name, module))
     by_name = {child.lower(): view for child, view in children.items()}
     for down_name, down in by_name.items():
-        if down_name not in names.DOWN:  # w3 may be down or up
+        if down_name not in DOWN:  # w3 may be down or up
             continue
-        rest = {child: view for child, view in by_name.items() if view is not down}
-        gated = {child: view for child, view in rest.items() if child in names.FUSED_GATE_UP | names.UP}
-        fused = [
-            v for v in gated.values() if (v.out_features, v.in_features) == (2 * down.in_features, down.out_features)
-        ]
-        plain = [v for v in gated.values() if v.out_features == down.in_features]
-        if len(plain) in (1, 2) and len({view.in_features for view in plain}) == 1 and not _also_down(plain, down):
-            return FeedForward(tuple(plain), down, name)
-        if len(fused) == 1 and not plain:
+        gated = {child: v for child, v in by_name.items() if v is not down and child in FUSED_GATE_UP | UP}
+        fused_shape = 2 * down.in_features, down.out_features
+        fused = [view for view in gated.values() if (view.out_features, view.in_features) == fused_shape]
+        plain = {child: view for child, view in gated.items() if view.out_features == down.in_features}
+        # ``w1, w2, w3`` mean (gate, down, up) or (gate, up, down): only shapes distinguish them.
+        ambiguous = not {"w1", "w2", "w3"}.isdisjoint((*plain, down_name)) and down.in_features == down.out_features
+        if len(plain) in (1, 2) and len({view.in_features for view in plain.values()}) == 1:
+            if len(plain) == 1 or not ambiguous:
+                return FeedForward(tuple(plain.values()), down, name)
+        elif len(fused) == 1 and not plain:
             return FeedForward((fused[0],), down, name)
     return None
-
-
-def _also_down(plain: list[LinearView], down: LinearView) -> bool:
-    """``w1, w2, w3`` mean (gate, down, up) or (gate, up, down): only shapes distinguish them."""
-    ambiguous = {"w1", "w2", "w3"}
-    parts = {view.name.rpartition(".")[2].lower() for view in (*plain, down)}
-    return bool(parts & ambiguous) and len(plain) == 2 and down.in_features == down.out_features
-
-
-def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> FeedForward | None:
-    """Match BERT: ``intermediate.dense`` and ``output.dense`` under one layer."""
-    up = down = None
-    for child_name, child in module.named_children():
-        dense = context.free(linear_children(join(name, child_name), child)).get("dense")
-        if child_name.lower() in names.INTERMEDIATE_BLOCK:
-            up = dense
-        elif child_name.lower() in names.OUTPUT_BLOCK:
-            down = dense
-    if up is None or down is None or up.out_features != down.in_features:
-        return None
-    return FeedForward((up,), down, name)
 
 
 # ---- deciding ----
 
 
 def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Found:
-    context.claim(*block.columns, block.row)  # even if refused: not for other recognisers
+    context.claim(*block.linears)  # even if refused: not for other recognisers
     tp_size, width = context.options.tp_size, block.row.in_features
     if width < tp_size:  # a rank would be empty
-        return kept_replicated(
-            Problem("does-not-divide", block.scope, found=f"{width} channels with tp={tp_size}"),
-            *block.columns,
-            block.row,
-        )
+        problem = Problem("does-not-divide", block.scope, found=f"{width} channels with tp={tp_size}")
+        return block.left_whole(problem)
     doubt = _parameters_between(context, block, known)
     refused: Problem | None = doubt
-    for pattern, slices in _arrangements(context, block, known):
-        evidence = _evidence(context, block, slices, known, doubt)
+    # Candidate placements, each with the channels of every rank.
+    even, first = even_slices(width, tp_size), block.columns[0]
+    candidates: list[tuple[str, dict[LinearView, Slices]]] = [("S({dim})", dict.fromkeys(block.columns, even))]
+    if block.fused:  # gate first, then up: a rank gets its slice of each; or they alternate, in pairs
+        halves = [torch.cat([own, own + width]) for own in even]
+        pairs = [torch.stack([2 * own, 2 * own + 1], dim=1).flatten() for own in even]
+        candidates = [(f"I({{dim}}, [{width}, {width}])", {first: halves}), ("B({dim}, 2)", {first: pairs})]
+        if known is Evidence.LIBRARY or context.options.fused is not None:
+            candidates = candidates[1:] if context.options.fused == "pairs" else candidates[:1]
+    for pattern, slices in candidates:
+        arrangement = Evidence.USER_SPECIFIED if block.fused and context.options.fused is not None else known
+        doubts = [] if doubt is None else [doubt]  # a probe clears them: it runs them
+        evidence = evidence_of(context, block, slices, known or arrangement, doubts)
         if isinstance(evidence, Problem):
             refused = evidence
+            if evidence.code == "heads-not-recognised":
+                text = f"gate and up come out of one linear, in an unknown order; {evidence.found}"
+                refused = replace(evidence, found=text, hint='pass fused="sections" or fused="pairs"')
             continue
         notes = list(unverified(block.scope, evidence))
         if width % tp_size:
             notes.append(uneven(block.scope, width, tp_size))
-        unit = TPBlock(
-            TPBlockKind.MLP,
-            block.scope,
-            columns=tuple(cut for view in block.columns for cut in column_cuts(view, pattern)),
-            rows=(Cut(block.row.weight_name, f"S({block.row.in_dim})"),),
-            row_biases=(block.row.bias_name,) if block.row.has_bias else (),
-            num_pieces=width,
-            evidence=evidence,
-        )
+        cuts = tuple(cut for view in block.columns for cut in column_cuts(view, pattern))
+        unit = block.block(TPBlockKind.MLP, cuts, width, evidence)
         return Found(unit, notes=tuple(notes))
     assert refused is not None
-    return kept_replicated(refused, *block.columns, block.row)
-
-
-def _arrangements(
-    context: Context, block: FeedForward, known: Evidence | None
-) -> list[tuple[str, dict[LinearView, Slices]]]:
-    """Return candidate placement patterns, each with the channels of every rank."""
-    tp_size, width = context.options.tp_size, block.row.in_features
-    even = even_slices(width, tp_size)
-    if not block.fused:
-        return [("S({dim})", dict.fromkeys(block.columns, even))]
-    (column,) = block.columns
-    sections: tuple[str, dict[LinearView, Slices]] = (
-        f"I({{dim}}, [{width}, {width}])",  # gate first, then up: a rank gets its slice of each
-        {column: [torch.cat([own, own + width]) for own in even]},
-    )
-    pairs: tuple[str, dict[LinearView, Slices]] = (
-        "B({dim}, 2)",  # gate and up alternate: a rank gets its channels in pairs
-        {column: [torch.stack([2 * own, 2 * own + 1], dim=1).flatten() for own in even]},
-    )
-    if context.options.fused is not None:
-        return [pairs] if context.options.fused == "pairs" else [sections]
-    return [sections] if known is Evidence.LIBRARY else [sections, pairs]
-
-
-def _evidence(
-    context: Context,
-    block: FeedForward,
-    slices: dict[LinearView, Slices],
-    known: Evidence | None,
-    doubt: Problem | None,
-) -> Evidence | Problem:
-    reason = "it was not probed"
-    if known is None and context.options.probe:
-        row_slices = even_slices(block.row.in_features, context.options.tp_size)
-        verdict = simulate_block(context.modules[block.scope], slices, block.row, row_slices)
-        if verdict.separate:  # a probe also clears doubtful parameters: it ran them
-            return Evidence.PROBED
-        if verdict.separate is False:
-            hint = "an operation between its linears acts across channels; leave it replicated"
-            return Problem("slices-mix", block.scope, found=f"its forward was probed: {verdict.reason}", hint=hint)
-        reason = verdict.reason
-    if doubt is not None:
-        return doubt
-    if known is not None:
-        return known
-    if not block.fused:
-        return Evidence.NAMED
-    if context.options.fused is not None:
-        return Evidence.USER_SPECIFIED
-    description = f"gate and up come out of one linear, in an unknown order; {reason}"
-    return Problem(
-        "heads-not-recognised", block.scope, found=description, hint='pass fused="sections" or fused="pairs"'
-    )
+    return block.left_whole(refused)
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
     """Report a parameter of the hidden size between the linears: a norm over all hidden channels."""
-    own = {id(p) for view in (*block.columns, block.row) for p in view.module.parameters()}
+    own = {id(p) for view in block.linears for p in view.module.parameters()}
     width, outer = block.row.in_features, block.row.out_features
     for name, parameter in context.modules[block.scope].named_parameters():
         owner = context.modules.get(join(block.scope, name.rpartition(".")[0]))

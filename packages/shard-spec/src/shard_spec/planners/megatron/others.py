@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts
-from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, leaf
-from shard_spec.planners.megatron.linear import LinearView, as_linear, declared_vocab_sizes, from_library, join
+from shard_spec.planners.megatron.blocks import (
+    POSITION_WORDS,
+    Context,
+    Cut,
+    Evidence,
+    Found,
+    TPBlock,
+    TPBlockKind,
+    leaf,
+)
+from shard_spec.planners.megatron.linear import LinearView, as_linear, declared_vocab_sizes, from_library, join, words
 from shard_spec.planners.megatron.mlp import uneven
+
+HEAD = words("lm_head embed_out head output decoder proj_out vocab_projector unembed logits")
 
 # Library classes without an attribute `is_transposed`: True if weights are ``[experts, in, out]``.
 _TRANSPOSED = {"Llama4TextExperts": True}
@@ -102,63 +114,47 @@ def find_vocabulary(context: Context) -> list[Found]:
     ]
     sizes = declared_vocab_sizes(context.modules.values())
     tied = {id(module.weight) for module in embeddings.values()} & {id(view.module.weight) for view in linears}
-    tokens = {
-        name: module
-        for name, module in embeddings.items()
-        if id(module.weight) in tied or _is_token_embedding(name, module, sizes, linears)
-    }
+    heads = {view.out_features for view in linears if leaf(view.name).lower() in HEAD}
+    usual = ("tok", "word", "wte", "vocab", "shared", "embed_in")
+    tokens = {}
+    for name, module in embeddings.items():
+        is_table = module.num_embeddings in sizes | heads or any(word in leaf(name).lower() for word in usual)
+        is_position = any(word in name.lower() for word in POSITION_WORDS)  # these have rows, but no vocabulary
+        if id(module.weight) in tied or (is_table and not is_position):
+            tokens[name] = module
     rows = {module.num_embeddings for module in tokens.values()} | sizes
     units = [_embedding(context, name, module) for name, module in tokens.items()]
     for view in linears:
-        if id(view.module.weight) in tied or (leaf(view.name).lower() in names.HEAD and view.out_features in rows):
+        if id(view.module.weight) in tied or (leaf(view.name).lower() in HEAD and view.out_features in rows):
             context.claim(view)
             units.append(_head(context, view))
     return units
 
 
-def _is_token_embedding(name: str, module: nn.Embedding, sizes: set[int], linears: list[LinearView]) -> bool:
-    if any(word in name.lower() for word in names.POSITION_WORDS):  # position tables have rows, but no vocabulary
-        return False
-    heads = {view.out_features for view in linears if leaf(view.name).lower() in names.HEAD}
-    tokens = any(word in leaf(name).lower() for word in ("tok", "word", "wte", "vocab", "shared", "embed_in"))
-    return module.num_embeddings in sizes | heads or tokens
-
-
 def _embedding(context: Context, name: str, module: nn.Embedding) -> Found:
-    weight, tp_size = join(name, "weight"), context.options.tp_size
+    rows, weight, tp_size = module.num_embeddings, join(name, "weight"), context.options.tp_size
     own = not _forward_is_known(module, nn.Embedding)
-    if own or module.max_norm is not None or module.num_embeddings < tp_size:
-        reason, hint = f"{module.num_embeddings} rows", "fewer rows than ranks"
+    if own or module.max_norm is not None or rows < tp_size:
+        reason, hint = f"{rows} rows", "fewer rows than ranks"
         if module.max_norm is not None:
             reason, hint = f"max_norm={module.max_norm}", "max_norm rewrites rows that a rank may not hold"
         if own:
             reason = f"the forward of {type(module).__qualname__} is its own"
             hint = "if it is linear in the rows, write the rule by hand"
         return Found(left_whole=((weight, Problem("left-replicated", name, found=reason, hint=hint)),))
-    notes = (uneven(name, module.num_embeddings, tp_size),) if module.num_embeddings % tp_size else ()
-    unit = TPBlock(
-        TPBlockKind.EMBEDDING,
-        name,
-        columns=(),
-        rows=(Cut(weight, "S(0)"),),
-        num_pieces=module.num_embeddings,
-        evidence=Evidence.BY_NATURE,
-    )
-    return Found(unit, notes=notes)
+    cuts = (Cut(weight, "S(0)"),)
+    return _vocabulary(TPBlock(TPBlockKind.EMBEDDING, name, (), cuts, num_pieces=rows), tp_size)
 
 
 def _head(context: Context, view: LinearView) -> Found:
-    tp_size = context.options.tp_size
-    if view.out_features < tp_size:
-        problem = Problem("left-replicated", view.name, found=f"{view.out_features} outputs with tp={tp_size}")
+    rows, tp_size = view.out_features, context.options.tp_size
+    if rows < tp_size:
+        problem = Problem("left-replicated", view.name, found=f"{rows} outputs with tp={tp_size}")
         return Found(left_whole=((view.weight_name, problem),))
-    notes = (uneven(view.name, view.out_features, tp_size),) if view.out_features % tp_size else ()
-    unit = TPBlock(
-        TPBlockKind.HEAD,
-        view.name,
-        columns=column_cuts(view, "S({dim})"),
-        rows=(),
-        num_pieces=view.out_features,
-        evidence=Evidence.BY_NATURE,
-    )
-    return Found(unit, notes=notes)
+    cuts = column_cuts(view, "S({dim})")
+    return _vocabulary(TPBlock(TPBlockKind.HEAD, view.name, cuts, (), num_pieces=rows), tp_size)
+
+
+def _vocabulary(unit: TPBlock, tp_size: int) -> Found:
+    notes = (uneven(unit.name, unit.num_pieces, tp_size),) if unit.num_pieces % tp_size else ()
+    return Found(replace(unit, evidence=Evidence.BY_NATURE), notes=notes)

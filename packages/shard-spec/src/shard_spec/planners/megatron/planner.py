@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merge_notes
-from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import find_attention, not_lent
-from shard_spec.planners.megatron.blocks import Context, Cut, Found, FusedOrder, Options, TPBlock, TPBlockKind
+from shard_spec.planners.megatron.blocks import (
+    POSITION_WORDS,
+    Context,
+    Cut,
+    Found,
+    FusedOrder,
+    Options,
+    TPBlock,
+    TPBlockKind,
+)
 from shard_spec.planners.megatron.linear import join
 from shard_spec.planners.megatron.mlp import find_mlps
 from shard_spec.planners.megatron.others import find_experts, find_multihead_attention, find_vocabulary
@@ -62,9 +70,9 @@ class Analysis:
         return {name: str(why[name]) for name in self.matmul_bytes if name in why}
 
 
-def analyse(module: nn.Module, options: Options) -> Analysis:
+def analyse(root: nn.Module, options: Options) -> Analysis:
     """Recognise attention first, then feed-forward blocks, experts, embeddings and heads."""
-    context = Context(module, options)
+    context = Context(root, options)
     candidates: list[Found] = []
     for name in context.modules:  # attention first: its output projection could pass for a feed-forward row
         candidates += [one for one in (find_multihead_attention(context, name), find_attention(context, name)) if one]
@@ -78,15 +86,7 @@ def analyse(module: nn.Module, options: Options) -> Analysis:
     candidates += heads
     units = tuple(one.unit for one in candidates if one.unit is not None)
     left_whole = {name: problem for one in candidates for name, problem in one.left_whole}
-    notes = tuple(note for one in candidates for note in one.notes) + tuple(_gradient_notes(units))
-    matmul = _matmul_weights(context)
-    decided = {cut.name for unit in units for cut in unit.cuts} | set(left_whole)  # left_whole has its own reason
-    unrecognised = {name: _unrecognised(name) for name in matmul if name not in decided}
-    return Analysis(units, left_whole, unrecognised, notes, matmul)
-
-
-def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
-    notes = []
+    notes = [note for one in candidates for note in one.notes]
     for unit in units:
         if unit.kind is TPBlockKind.EXPERTS:
             reason = "each rank holds a partial output of the experts"
@@ -96,18 +96,18 @@ def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
             reason = "replicated on every rank, used only for the rank's own heads"
             hint = "sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves"
             notes.append(Problem("partial-gradient", name, found=reason, hint=hint))
-    return notes
-
-
-def _matmul_weights(context: Context) -> dict[str, int]:
-    weights: dict[str, int] = {}
+    matmul: dict[str, int] = {}
     seen: set[int] = set()  # tied tensors count once
     for name, module in context.modules.items():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen and _is_matmul_weight(name, module, key, parameter):
                 seen.add(id(parameter))
-                weights[join(name, key)] = parameter.numel() * parameter.element_size()
-    return weights
+                matmul[join(name, key)] = parameter.numel() * parameter.element_size()
+    decided = {cut.name for unit in units for cut in unit.cuts} | set(left_whole)  # left_whole has its own reason
+    reason = "belongs to no attention, feed-forward block, expert or head that this planner recognises"
+    hint = "it stays replicated; add a rule for it if its size matters"
+    unknown = {n: Problem("heads-not-recognised", n, found=reason, hint=hint) for n in matmul if n not in decided}
+    return Analysis(units, left_whole, unknown, tuple(notes), matmul)
 
 
 def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Parameter) -> bool:
@@ -118,14 +118,8 @@ def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Para
         return key.endswith("_weight")
     if isinstance(module, (nn.Embedding, *_CONVOLUTIONS)) or not parameter.is_floating_point():
         return False
-    no_table = not any(word in join(name, key).lower() for word in (*names.POSITION_WORDS, "token", "conv", "bias"))
+    no_table = not any(word in join(name, key).lower() for word in (*POSITION_WORDS, "token", "conv", "bias"))
     return parameter.dim() in (2, 3) and min(parameter.shape) > 1 and no_table  # min: [1, n] is a scale, not a matrix
-
-
-def _unrecognised(name: str) -> Problem:
-    reason = "belongs to no attention, feed-forward block, expert or head that this planner recognises"
-    hint = "it stays replicated; add a rule for it if its size matters"
-    return Problem("heads-not-recognised", name, found=reason, hint=hint)
 
 
 class MegatronPlanner(LayoutPlanner):
@@ -184,28 +178,18 @@ class MegatronPlanner(LayoutPlanner):
             if unit.kind not in skipped
             for cut in unit.cuts
         }
+        # Layouts of tied tensors stand under the first of their names.
+        first: dict[int, str] = {}
+        by_first_name: dict[str, Layout] = {}
+        problems = []
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            owner = first.setdefault(id(parameter), name)
+            if name in layouts and by_first_name.setdefault(owner, layouts[name]) != layouts[name]:
+                reason, hint = (
+                    f"{owner} -> {by_first_name[owner]}, {name} -> {layouts[name]}",
+                    "untie them or write the rule by hand",
+                )
+                problems.append(Problem("tied-weights", name, found=reason, hint=hint))
+        raise_problems(problems)
         notes = (*analysis.left_whole.values(), *analysis.notes)
-        return Decisions(_one_name_each(module, layouts), merge_notes(notes), analysis.unrecognised)
-
-
-def _one_name_each(module: nn.Module, layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Move layouts of tied tensors to the first of their names.
-
-    Raises:
-        PlanError: one tensor would get two layouts.
-    """
-    first: dict[int, str] = {}
-    layouts_by_name: dict[str, Layout] = {}
-    problems = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(parameter), name)  # tied: under the first name
-        layout = layouts.get(name)
-        if layout is None:
-            continue
-        if owner in layouts_by_name and layouts_by_name[owner] != layout:
-            reason = f"{owner} -> {layouts_by_name[owner]}, {name} -> {layout}"
-            problems.append(Problem("tied-weights", name, found=reason, hint="untie them or write the rule by hand"))
-        layouts_by_name.setdefault(owner, layout)
-    if problems:
-        raise PlanError(problems)
-    return layouts_by_name
+        return Decisions(by_first_name, merge_notes(notes), analysis.unrecognised)
