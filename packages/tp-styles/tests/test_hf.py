@@ -171,6 +171,20 @@ def test_how_much_auto_plan_shards() -> None:
     assert not any("self_attn" in name for name in styles)  # its `A` acts on all heads
     assert any(name.endswith("down_proj") for name in styles)
     assert any("self_attn" in name for name in tp.from_hf_tp_plan(model))
+    styles = tp.auto_plan(hf_models.small("zamba2"))
+    inner = [style for name, style in styles.items() if name.endswith(("gate_up_proj", "adapter_list.0.1"))]
+    assert len(inner) == 18  # its adapters give all channels, so that the layer beside them does
+    assert all(style.output_layouts == (Replicate(),) for style in inner)  # type: ignore[attr-defined]
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_a_plan_that_shards_a_fused_weight_otherwise(ranks: Ranks) -> None:
+    """Inkling's own plan gives a rank the gate alone; its second input's gradient is a partial sum, too."""
+    row = hf_models.check_type("inkling_text", ranks.mesh((2,), ("tp",)))
+    assert row["outcome"] == "right"
+    assert row["share"] > 0.95
 
 
 def test_names_of_styles() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from tp_styles._shared.problems import own_errors
 from tp_styles.from_plan.convert import add_learned_activations, keep_ties, styles_of_blocks
+from tp_styles.from_plan.regions import AxisCuts, region_of
 from tp_styles.plan.explain import regions_of
 from tp_styles.plan.planned import TPPlan, match_plan, plan_styles
 from tp_styles.problems import PlanError, Problem
@@ -276,7 +277,7 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
         styles = from_hf_tp_plan(model)
         if not has_planner:
             return styles
-        return _with_what_it_leaves(model, _without_mixed_heads(model, styles, tp_size), tp_size)
+        return _with_what_it_leaves(model, _without_mistakes(model, styles, tp_size), tp_size)
     layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     blocks = [name for name, module in model.named_modules() if isinstance(module, layers)]
     if blocks:
@@ -285,14 +286,21 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
     return styles_of_blocks(model, tp_size) if has_planner else {}
 
 
-def _without_mixed_heads(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
-    """Drop attention in which a parameter without a style may act across heads (doge's `A`)."""
+def _without_mistakes(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
+    """Drop blocks with a parameter across heads (doge's `A`), and those that the planner shards otherwise."""
     from shard_spec.planners import MegatronPlanner
 
-    left = MegatronPlanner({"tp": tp_size}, kv_replicate=True).analyse(model).left_whole
-    unstyled = {parameter.name for parameter in plan_styles(model, styles, tp_size).unstyled}
-    mixing = {problem.name for problem in left.values() if problem.code == "partial-gradient"} & unstyled
+    analysis = MegatronPlanner({"tp": tp_size}, kv_replicate=True).analyse(model)
+    planned = plan_styles(model, styles, tp_size)
+    unstyled = {parameter.name for parameter in planned.unstyled}
+    mixing = {problem.name for problem in analysis.left_whole.values() if problem.code == "partial-gradient"} & unstyled
     homes = [name.rpartition(".")[0] for name in mixing]
+    splits = {one.info.where(name): spec.split for one in planned.modules for name, spec in one.spec.parameters}
+    cuts = AxisCuts("tp", tp_size, {name: split for name, split in splits.items() if not split.is_replicated})
+    # Inkling's own plan gives a rank rows of the gate alone, or of what it gates, where one weight holds both.
+    for block in analysis.units:
+        is_styled = block.kind == "experts" and all(cut.name in cuts.splits for cut in block.cuts)
+        homes += [block.name] if is_styled and region_of(model, block, cuts) is None else []
     return {name: style for name, style in styles.items() if not any(is_below(name, home) for home in homes)}
 
 
