@@ -187,6 +187,32 @@ def test_a_plan_that_shards_a_fused_weight_otherwise(ranks: Ranks) -> None:
     assert row["share"] > 0.95
 
 
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_shards_that_grouped_products_do_not_take(ranks: Ranks) -> None:
+    """Four columns of bfloat16 are 8 bytes: refused with the call to use, which is right; of float32 they are 16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    mesh, ids = ranks.mesh((2,), ("tp",)), torch.arange(2, 26).view(2, 12)
+    sizes = {**hf_models.SMALL, **hf_models.EXPERTS, "intermediate_size": 8}
+    for dtype in (torch.bfloat16, torch.float32):
+        config = AutoConfig.for_model("mixtral", **sizes)
+        model: Any = models.seeded(lambda c=config: AutoModelForCausalLM.from_config(c)).to(dtype)  # type: ignore[misc]
+        alone = copy.deepcopy(model)
+        assert model.config._experts_implementation == "grouped_mm"
+        styles = tp.auto_plan(model)
+        if dtype == torch.bfloat16:
+            with pytest.raises(tp.PlanError, match=r"does-not-divide.*down_proj.*set_experts_implementation"):
+                tp.apply_plan(model, mesh, styles)
+            model.set_experts_implementation("eager")
+            assert tp.plan_styles(model, styles, 2).problems == ()
+        handle = tp.apply_plan(model, mesh, styles)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(model(ids).logits, alone(ids).logits, atol=tolerance, rtol=tolerance)
+        assert "check of MixtralForCausalLM (training, with gradients): equal to the original" in handle.report()
+
+
 def test_names_of_styles() -> None:
     assert todays_names({"a": "colwise_rep", "b": "rowwise"}) == {"a": "colwise_gather_output", "b": "rowwise"}
     assert set(OLDER.values()) <= set(TODAY)
