@@ -117,7 +117,7 @@ class _Conversion:
     # ------------------------------------------------------------------ styles
 
     def _has_adapters(self, region: Region, regions: list[Region]) -> bool:
-        """True if blocks inside give as many features as its columns, and are added to these (zamba2)."""
+        """True if blocks inside have outputs of its columns' size: they are added (zamba2)."""
         home, widths = region.block.name, {split.global_size for split in region.columns.values() if region.row}
         inner = [one for one in regions if one.row and one.block.name != home and is_below(one.block.name, home)]
         return any(self.module.get_parameter(one.block.rows[0].name).shape[0] in widths for one in inner)
@@ -203,7 +203,7 @@ class _Conversion:
 
 
 def mixes(module: nn.Module, region: Region) -> str:
-    """Return the reason against computing a rank's heads of an attention alone; else an empty text."""
+    """Return the reason against computing a rank's heads alone; else an empty text."""
     home = region.block.name
     if region.block.kind != "attention" or is_torchs(module, region.block) or not region.row:
         return ""

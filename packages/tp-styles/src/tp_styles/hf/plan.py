@@ -209,7 +209,7 @@ def attention_style(module: nn.Module, ends: Sequence[str]) -> GQAParallel | Non
 
 @own_errors()  # of shard-spec, which it calls
 def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
-    """Plan a model: by its Hugging Face plan, torch's transformer layers or `[shard-spec]`'s planner, in this order.
+    """Plan a model by its Hugging Face plan, else torch's layers, else `[shard-spec]`'s planner.
 
     If installed, the planner adds blocks missing in a model's own plan (shared experts, attention of some mixtures of
     experts). Layers of attention that acts on all heads at once are sharded one by one; so are linear layers of unknown
@@ -244,7 +244,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
 
 
 def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:
-    """Style further linear layers between full activations: an all-gather each, and no rank has the full weight."""
+    """Style further linear layers between full activations: an all-gather each, no full weight on a rank."""
     free = {left.name for left in plan.unstyled}
     # Beside column-wise layers activations may be shards; a block with parameters of its own (Mamba's) may read the
     # weights of its layers itself.
@@ -287,7 +287,7 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
 
 
 def _without_mistakes(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
-    """Drop blocks with a parameter across heads (doge's `A`), and those that the planner shards otherwise."""
+    """Drop blocks that mix heads (doge's `A`), and those that the planner shards otherwise."""
     from shard_spec.planners import MegatronPlanner
 
     analysis = MegatronPlanner({"tp": tp_size}, kv_replicate=True).analyse(model)

@@ -324,7 +324,7 @@ class Redistribute:
 
 
 class BlockInput(Redistribute):
-    """Brings in the input of column-wise layers, once for all that read one tensor; `last` lets go of it.
+    """Brings in the input of column-wise layers, once for all that read one tensor. `last` lets go of it.
 
     They stand behind one node of autograd: their gradients are summed on this rank, then once over the ranks.
     """
