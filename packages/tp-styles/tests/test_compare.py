@@ -200,7 +200,7 @@ def test_regions_of_a_large_model_in_half_precision(
 
     mistakes: list[Callable[[torch.Tensor], torch.Tensor]] = [slightly_mixed, lambda h: h - h.mean(-1, keepdim=True)]
     wanted = (*["check-mismatch.*region 'blocks.1'.*output differs"] * 2, "check-mismatch.*gradient differs")
-    for seed in range(4):
+    for seed in range(2):
         for between, text in zip([*mistakes, Gain()], wanted, strict=True):
             model: Any = models.seeded(lambda between=between: Stack(between), seed).to(dtype)  # type: ignore[misc]
             tp.apply_plan(model, ranks.mesh((2,), ("tp",)), plan)

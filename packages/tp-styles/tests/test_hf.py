@@ -195,7 +195,7 @@ def test_shards_that_grouped_products_do_not_take(ranks: Ranks) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     mesh, ids = ranks.mesh((2,), ("tp",)), torch.arange(2, 26).view(2, 12)
-    sizes = {**hf_models.SMALL, **hf_models.EXPERTS, "intermediate_size": 8}
+    sizes = {**hf_models.SMALL, **hf_models.EXPERTS, "intermediate_size": 8, "num_hidden_layers": 1}
     for dtype in (torch.bfloat16, torch.float32):
         config = AutoConfig.for_model("mixtral", **sizes)
         model: Any = models.seeded(lambda c=config: AutoModelForCausalLM.from_config(c)).to(dtype)  # type: ignore[misc]
@@ -272,9 +272,11 @@ def test_every_model_with_a_plan_is_planned() -> None:
         if plan.problems or not divided:
             refused[key] = [str(problem) for problem in plan.problems]
         planned += not plan.problems and divided
-    assert not refused
+    # Of the defaults of one, 1407 columns in each expert, torch's grouped product takes none, sharded or not.
+    assert refused.keys() <= {"deepseek_v2"}
+    assert all("[does-not-divide]" in problem for problem in refused.get("deepseek_v2", ()))
     assert unbuilt <= UNBUILT
-    assert planned == len(kinds) - len(unbuilt) >= 132, (planned, len(kinds))
+    assert planned + len(refused) == len(kinds) - len(unbuilt) >= 132, (planned, len(kinds))
 
 
 def test_auto_plan_of_torchs_transformer() -> None:
