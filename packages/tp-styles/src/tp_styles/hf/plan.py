@@ -299,8 +299,9 @@ def _without_mistakes(model: nn.Module, styles: dict[str, ParallelStyle], tp_siz
     cuts = AxisCuts("tp", tp_size, {name: split for name, split in splits.items() if not split.is_replicated})
     # Inkling's own plan gives a rank rows of the gate alone, or of what it gates, where one weight holds both.
     for block in analysis.units:
-        is_styled = block.kind == "experts" and all(cut.name in cuts.splits for cut in block.cuts)
-        homes += [block.name] if is_styled and region_of(model, block, cuts) is None else []
+        left = unstyled.intersection(block.replicated)  # norms of heads, whose gradients nobody sums (sarvam_moe)
+        is_fused = block.kind == "experts" and region_of(model, block, cuts) is None
+        homes += [block.name] if (left or is_fused) and all(cut.name in cuts.splits for cut in block.cuts) else []
     return {name: style for name, style in styles.items() if not any(is_below(name, home) for home in homes)}
 
 
