@@ -179,6 +179,19 @@ def test_how_much_auto_plan_shards() -> None:
 
 @pytest.mark.extra("transformers", "shard-spec")
 @pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_plan_without_the_norms_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients would stay unsummed (sarvam_moe): the planner's blocks sum them."""
+    model: Any = hf_models.small("qwen3")
+    plan = {name: style for name, style in model.tp_plan.items() if "norm" not in name}
+    assert len(plan) < len(model.tp_plan)
+    monkeypatch.setattr(type(model), "tp_plan", plan)
+    styles = tp.auto_plan(model)
+    norms = [style for name, style in styles.items() if name.endswith(("q_norm", "k_norm"))]
+    assert norms == [tp.NoParallel(sum_gradient=True)] * 4
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.ranks(2, timeout=300)
 def test_a_plan_that_shards_a_fused_weight_otherwise(ranks: Ranks) -> None:
     """Inkling's own plan gives a rank the gate alone; its second input's gradient is a partial sum, too."""
