@@ -14,6 +14,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from tp_styles.check import checker
 
 PAIR = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
 
@@ -162,6 +163,57 @@ def test_routers_of_models_in_half_precision(ranks: Ranks) -> None:
         tp.apply_plan(wrong, ranks.mesh((2,), ("tp",)), PAIR)
         with pytest.raises(tp.PlanError, match="check-mismatch"):
             wrong(batch)
+
+
+class Stack(nn.Module):
+    """Three pairs with norms and a gain of their own; the middle one with something between."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+        self.blocks = nn.ModuleList(Net("tensor", between if i == 1 else torch.tanh) for i in range(3))
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + block(norm(x)) * self.gain
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_regions_of_a_large_model_in_half_precision(
+    ranks: Ranks, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each region is compared exactly: 1 % off, a sum left out, and a gradient of one rank are found."""
+    monkeypatch.setattr(checker, "FLOAT64_LIMIT", 500)  # of 889 elements; a region has 280
+    plan = {"blocks.*.up": tp.ColwiseParallel(), "blocks.*.down": tp.RowwiseParallel()}
+    scale = nn.Parameter(torch.ones((), dtype=dtype))
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return h * self.scale
+
+    mistakes: list[Callable[[torch.Tensor], torch.Tensor]] = [slightly_mixed, lambda h: h - h.mean(-1, keepdim=True)]
+    wanted = (*["check-mismatch.*region 'blocks.1'.*output differs"] * 2, "check-mismatch.*gradient differs")
+    for seed in range(2):
+        for between, text in zip([*mistakes, Gain()], wanted, strict=True):
+            model: Any = models.seeded(lambda between=between: Stack(between), seed).to(dtype)  # type: ignore[misc]
+            tp.apply_plan(model, ranks.mesh((2,), ("tp",)), plan)
+            with pytest.raises(tp.PlanError, match=text):
+                model(x(3, 5, 8, dtype=dtype))
+        right: Any = models.seeded(lambda: Stack(torch.tanh), seed).to(dtype)
+        handle = tp.apply_plan(right, ranks.mesh((2,), ("tp",)), plan)
+        right(x(3, 5, 8, dtype=dtype)).float().sum().backward()
+        # The output, the input's gradient of as many elements (the root's input has none), and all parameters.
+        counts = {f"blocks.{index}": f"5 gradients, {120 + 120 + 280}" for index in range(3)}
+        for name, count in {**counts, "Stack": "19 gradients, 1,009"}.items():
+            line = f"check of {name} (training, with gradients): equal to the original (1 tensors and {count} elements)"
+            assert line in handle.report(), handle.report()
 
 
 @pytest.mark.ranks(2)

@@ -171,6 +171,59 @@ def test_how_much_auto_plan_shards() -> None:
     assert not any("self_attn" in name for name in styles)  # its `A` acts on all heads
     assert any(name.endswith("down_proj") for name in styles)
     assert any("self_attn" in name for name in tp.from_hf_tp_plan(model))
+    styles = tp.auto_plan(hf_models.small("zamba2"))
+    inner = [style for name, style in styles.items() if name.endswith(("gate_up_proj", "adapter_list.0.1"))]
+    assert len(inner) == 18  # its adapters give all channels, so that the layer beside them does
+    assert all(style.output_layouts == (Replicate(),) for style in inner)  # type: ignore[attr-defined]
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_plan_without_the_norms_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients would stay unsummed (sarvam_moe): the planner's blocks sum them."""
+    model: Any = hf_models.small("qwen3")
+    plan = {name: style for name, style in model.tp_plan.items() if "norm" not in name}
+    assert len(plan) < len(model.tp_plan)
+    monkeypatch.setattr(type(model), "tp_plan", plan)
+    styles = tp.auto_plan(model)
+    norms = [style for name, style in styles.items() if name.endswith(("q_norm", "k_norm"))]
+    assert norms == [tp.NoParallel(sum_gradient=True)] * 4
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_a_plan_that_shards_a_fused_weight_otherwise(ranks: Ranks) -> None:
+    """Inkling's own plan gives a rank the gate alone; its second input's gradient is a partial sum, too."""
+    row = hf_models.check_type("inkling_text", ranks.mesh((2,), ("tp",)))
+    assert row["outcome"] == "right"
+    assert row["share"] > 0.95
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_shards_that_grouped_products_do_not_take(ranks: Ranks) -> None:
+    """Four columns of bfloat16 are 8 bytes: refused with the call to use, which is right; of float32 they are 16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    mesh, ids = ranks.mesh((2,), ("tp",)), torch.arange(2, 26).view(2, 12)
+    sizes = {**hf_models.SMALL, **hf_models.EXPERTS, "intermediate_size": 8, "num_hidden_layers": 1}
+    for dtype in (torch.bfloat16, torch.float32):
+        config = AutoConfig.for_model("mixtral", **sizes)
+        model: Any = models.seeded(lambda c=config: AutoModelForCausalLM.from_config(c)).to(dtype)  # type: ignore[misc]
+        alone = copy.deepcopy(model)
+        assert model.config._experts_implementation == "grouped_mm"
+        styles = tp.auto_plan(model)
+        if dtype == torch.bfloat16:
+            with pytest.raises(tp.PlanError, match=r"does-not-divide.*down_proj.*set_experts_implementation"):
+                tp.apply_plan(model, mesh, styles)
+            model.set_experts_implementation("eager")
+            assert tp.plan_styles(model, styles, 2).problems == ()
+        handle = tp.apply_plan(model, mesh, styles)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(model(ids).logits, alone(ids).logits, atol=tolerance, rtol=tolerance)
+        assert "check of MixtralForCausalLM (training, with gradients): equal to the original" in handle.report()
 
 
 def test_names_of_styles() -> None:
@@ -232,9 +285,11 @@ def test_every_model_with_a_plan_is_planned() -> None:
         if plan.problems or not divided:
             refused[key] = [str(problem) for problem in plan.problems]
         planned += not plan.problems and divided
-    assert not refused
+    # Of the defaults of one, 1407 columns in each expert, torch's grouped product takes none, sharded or not.
+    assert refused.keys() <= {"deepseek_v2"}
+    assert all("[does-not-divide]" in problem for problem in refused.get("deepseek_v2", ()))
     assert unbuilt <= UNBUILT
-    assert planned == len(kinds) - len(unbuilt) >= 132, (planned, len(kinds))
+    assert planned + len(refused) == len(kinds) - len(unbuilt) >= 132, (planned, len(kinds))
 
 
 def test_auto_plan_of_torchs_transformer() -> None:

@@ -205,18 +205,17 @@ def test_every_plan_of_transformers(ranks: Ranks) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.ranks(2, timeout=900)
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", range(12))
 def test_every_causal_type(ranks: Ranks, part: int) -> None:
     """By `auto_plan`, two steps: loss and all parameters as in one process, as `grids.py types` lists them."""
     mesh = ranks.mesh((2,), ("tp",))
-    rows = {name: hf_models.check_type(name, mesh) for name in hf_models.causal_types()[part::6]}
+    rows = {name: hf_models.check_type(name, mesh) for name in hf_models.causal_types()[part::12]}
     built = {name: row for name, row in rows.items() if not row["outcome"].startswith("no model")}
     others = {name: row["outcome"] for name, row in built.items() if row["outcome"] != "right"}
-    assert len(built) >= 20, len(built)
-    assert all(outcome.startswith("refused") for outcome in others.values()), others
-    assert len(others) <= 1, others  # the page has two of 154
-    low = {name: row["share"] for name, row in built.items() if (row["share"] or 0) < 0.7}
-    assert len(low) <= 0.2 * len(built), low
+    assert len(built) >= 9, len(built)
+    assert others == {}, others
+    low = {name: row["share"] for name, row in built.items() if row["share"] < 0.7}
+    assert len(low) <= 0.25 * len(built), low
 
 
 def loaded(folder: Path, tp_size: int, **plan: str) -> Any:

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import tree_map
 
@@ -27,6 +28,7 @@ else:
 
 # Names of torch that are handed on.
 __all__ = ["TorchDispatchMode", "TorchParallelStyle", "dispatch_modes", "functional_collectives", "tree_map"]
+__all__ += ["without_dispatch_modes"]
 
 
 def all_gather_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -287,7 +287,12 @@ class Checker:
             self._compare_replicas(scope)
             self.has_compared_replicas = True
         if is_root and inputs.differ and not scope.inner_dims:
-            raise StyleInputError(_different(scope, inputs))
+            hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs"
+            hint += " are shards, declare it: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
+            raise StyleInputError(
+                Problem("ranks-disagree", f"{scope}({leaf.place.path})", found="other values on each rank", hint=hint)
+                for leaf in inputs.differ
+            )
         unchecked = ""
         if has_fsdp_below(scope.module):
             # FSDP2's hooks would gather and reduce within both runs. Regions inside its units are checked in the call.
@@ -729,15 +734,6 @@ def _shares(inner: nn.Module, outer: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- texts
-
-
-def _different(scope: Scope, inputs: Inputs) -> list[Problem]:
-    hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs are"
-    hint += " shards, declare it: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
-    return [
-        Problem("ranks-disagree", f"{scope}({leaf.place.path})", found="other values on each rank", hint=hint)
-        for leaf in inputs.differ
-    ]
 
 
 HINTS = {

@@ -98,7 +98,7 @@ class Comparison:
         return differences, outputs
 
     def first_difference(self, sharded: Run, reference: Run) -> str:
-        """Return the first module whose full output differs in two traced runs; else an empty text."""
+        """Return the first module with another full output in two traced runs, `""` for none."""
         different = [
             name
             for name, others in reference.outputs.items()

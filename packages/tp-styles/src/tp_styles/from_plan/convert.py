@@ -97,12 +97,13 @@ class _Conversion:
         explained: set[int] = set()
         for region in regions:
             reason = mixes(self.module, region)
-            if not reason:
-                self._divide(region)
-            elif self.refuses:
-                self.problems.append(_not_separable(region, reason))
-            else:
+            if reason and self.refuses:
+                found, hint = f"{region.block.kind} by columns and rows: {reason}", "leave it replicated"
+                self.problems.append(Problem("slices-mix", region.block.name, found=found, hint=hint))
+            elif reason or (not self.refuses and self._has_adapters(region, regions)):
                 self._gather(region)
+            else:
+                self._divide(region)
             explained |= {id(self.module.get_parameter(name)) for name in region.splits}
         if self.refuses:
             self._refuse_others({n for n in self.cuts.splits if id(self.module.get_parameter(n)) not in explained})
@@ -114,6 +115,12 @@ class _Conversion:
         return {name: self.found[name] for name in ordered if name in self.found}
 
     # ------------------------------------------------------------------ styles
+
+    def _has_adapters(self, region: Region, regions: list[Region]) -> bool:
+        """True if blocks inside have outputs of its columns' size: they are added (zamba2)."""
+        home, widths = region.block.name, {split.global_size for split in region.columns.values() if region.row}
+        inner = [one for one in regions if one.row and one.block.name != home and is_below(one.block.name, home)]
+        return any(self.module.get_parameter(one.block.rows[0].name).shape[0] in widths for one in inner)
 
     def _divide(self, region: Region) -> None:
         if is_torchs(self.module, region.block):
@@ -196,7 +203,7 @@ class _Conversion:
 
 
 def mixes(module: nn.Module, region: Region) -> str:
-    """Return the reason against computing a rank's heads of an attention alone; else an empty text."""
+    """Return the reason against computing a rank's heads alone; else an empty text."""
     home = region.block.name
     if region.block.kind != "attention" or is_torchs(module, region.block) or not region.row:
         return ""
@@ -284,13 +291,6 @@ WIDTHS: tuple[str, ...] = ("split_size", "inner_dim", "all_head_size", "q_size",
 WIDTHS += ("embed_dim", "hidden_size", "d_model", "n_embd", "n_state", "dim", "width")
 KEY_WIDTHS = "kv_size", "kv_dim"
 """Usual names of the channels of all query heads, and of all key-value heads."""
-
-
-def _not_separable(region: Region, reason: str) -> Problem:
-    hint = "leave it replicated"
-    return Problem(
-        "slices-mix", region.block.name, found=f"{region.block.kind} by columns and rows: {reason}", hint=hint
-    )
 
 
 def column(split: Split, output: Any) -> ParallelStyle:

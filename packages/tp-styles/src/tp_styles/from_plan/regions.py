@@ -176,7 +176,7 @@ def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
             break
         planner = MegatronPlanner({cuts.axis: cuts.tp_size}, cuts.axis, kv_replicate=True, fused=fused)  # type: ignore[arg-type]
         for block in planner.analyse(module).units:
-            region = _region(module, block, cuts)
+            region = region_of(module, block, cuts)
             if region is not None:
                 regions.setdefault(f"{block.name} {block.kind} {region.row}", region)
                 ids = {id(module.get_parameter(name)) for name in region.splits}
@@ -184,7 +184,7 @@ def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
     return list(regions.values())
 
 
-def _region(module: nn.Module, block: TPBlock, cuts: AxisCuts) -> Region | None:
+def region_of(module: nn.Module, block: TPBlock, cuts: AxisCuts) -> Region | None:
     """Return the block's region if the plan shards exactly its parameters, in its way."""
     from shard_spec import Layout, MeshSpec
 

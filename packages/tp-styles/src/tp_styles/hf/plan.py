@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from tp_styles._shared.problems import own_errors
 from tp_styles.from_plan.convert import add_learned_activations, keep_ties, styles_of_blocks
+from tp_styles.from_plan.regions import AxisCuts, region_of
 from tp_styles.plan.explain import regions_of
 from tp_styles.plan.planned import TPPlan, match_plan, plan_styles
 from tp_styles.problems import PlanError, Problem
@@ -208,7 +209,7 @@ def attention_style(module: nn.Module, ends: Sequence[str]) -> GQAParallel | Non
 
 @own_errors()  # of shard-spec, which it calls
 def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
-    """Plan a model: by its Hugging Face plan, torch's transformer layers or `[shard-spec]`'s planner, in this order.
+    """Plan a model by its Hugging Face plan, else torch's layers, else `[shard-spec]`'s planner.
 
     If installed, the planner adds blocks missing in a model's own plan (shared experts, attention of some mixtures of
     experts). Layers of attention that acts on all heads at once are sharded one by one; so are linear layers of unknown
@@ -243,7 +244,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
 
 
 def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:
-    """Style further linear layers between full activations: an all-gather each, and no rank has the full weight."""
+    """Style further linear layers between full activations: an all-gather each, no full weight on a rank."""
     free = {left.name for left in plan.unstyled}
     # Beside column-wise layers activations may be shards; a block with parameters of its own (Mamba's) may read the
     # weights of its layers itself.
@@ -276,7 +277,7 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
         styles = from_hf_tp_plan(model)
         if not has_planner:
             return styles
-        return _with_what_it_leaves(model, _without_mixed_heads(model, styles, tp_size), tp_size)
+        return _with_what_it_leaves(model, _without_mistakes(model, styles, tp_size), tp_size)
     layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     blocks = [name for name, module in model.named_modules() if isinstance(module, layers)]
     if blocks:
@@ -285,14 +286,22 @@ def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
     return styles_of_blocks(model, tp_size) if has_planner else {}
 
 
-def _without_mixed_heads(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
-    """Drop attention in which a parameter without a style may act across heads (doge's `A`)."""
+def _without_mistakes(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
+    """Drop blocks that mix heads (doge's `A`), and those that the planner shards otherwise."""
     from shard_spec.planners import MegatronPlanner
 
-    left = MegatronPlanner({"tp": tp_size}, kv_replicate=True).analyse(model).left_whole
-    unstyled = {parameter.name for parameter in plan_styles(model, styles, tp_size).unstyled}
-    mixing = {problem.name for problem in left.values() if problem.code == "partial-gradient"} & unstyled
+    analysis = MegatronPlanner({"tp": tp_size}, kv_replicate=True).analyse(model)
+    planned = plan_styles(model, styles, tp_size)
+    unstyled = {parameter.name for parameter in planned.unstyled}
+    mixing = {problem.name for problem in analysis.left_whole.values() if problem.code == "partial-gradient"} & unstyled
     homes = [name.rpartition(".")[0] for name in mixing]
+    splits = {one.info.where(name): spec.split for one in planned.modules for name, spec in one.spec.parameters}
+    cuts = AxisCuts("tp", tp_size, {name: split for name, split in splits.items() if not split.is_replicated})
+    # Inkling's own plan gives a rank rows of the gate alone, or of what it gates, where one weight holds both.
+    for block in analysis.units:
+        left = unstyled.intersection(block.replicated)  # norms of heads, whose gradients nobody sums (sarvam_moe)
+        is_fused = block.kind == "experts" and region_of(model, block, cuts) is None
+        homes += [block.name] if (left or is_fused) and all(cut.name in cuts.splits for cut in block.cuts) else []
     return {name: style for name, style in styles.items() if not any(is_below(name, home) for home in homes)}
 
 

@@ -200,14 +200,9 @@ def _raise(spec: StyleSpec) -> None:
         raise PlanError(spec.problems)
 
 
-def _register() -> None:
-    for name in list(ALL_PARALLEL_STYLES):
-        theirs = ALL_PARALLEL_STYLES[name]
-        kind = OLDER.get(name, name)
-        # Replicated modules run unchanged, and names of expert-parallel plans are not ours: transformers' styles stay.
-        if kind in TODAY and kind != "replicate":
-            ALL_PARALLEL_STYLES.register(name, RegisteredStyle(kind, theirs))
-    ALL_PARALLEL_STYLES.register("kv_replicate", KVReplicate())
-
-
-_register()
+for name in list(ALL_PARALLEL_STYLES):
+    kind = OLDER.get(name, name)
+    # Replicated modules run unchanged, and names of expert-parallel plans are not ours: transformers' styles stay.
+    if kind in TODAY and kind != "replicate":
+        ALL_PARALLEL_STYLES.register(name, RegisteredStyle(kind, ALL_PARALLEL_STYLES[name]))
+ALL_PARALLEL_STYLES.register("kv_replicate", KVReplicate())

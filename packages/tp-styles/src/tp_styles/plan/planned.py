@@ -358,7 +358,10 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
         if owner._buffers.get(attribute) is None or attribute not in owner._non_persistent_buffers_set:
             hint = "register_buffer(..., persistent=False): a state dict would hold one rank's shard"
             yield Problem("unknown-name", found.info.where(name), found="no buffer outside of state dicts", hint=hint)
-    for name, _ in found.spec.parameters:
+    # Experts of transformers: a rank whose rows are unaligned would raise alone, and leave the others waiting.
+    kernel = getattr(getattr(module, "config", None), "_experts_implementation", "")
+    is_grouped = kernel == "grouped_mm" and hasattr(module, "is_transposed")
+    for name, one in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
         parameter = owner._parameters.get(attribute)  # a parametrization makes it a property
@@ -374,6 +377,10 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
             yield Problem(
                 "already-applied", found.info.where(name), found=f"a DTensor with {parameter.placements}", hint=hint
             )
+        elif is_grouped and one.split.dim and any(n * parameter.itemsize % 16 for n in one.split.sizes(tp_size)):
+            reason = f"shards of {one.split.sizes(tp_size)} {parameter.dtype}: no multiples of 16 bytes"
+            hint = 'grouped products of torch take no others: set_experts_implementation("eager") of the model does'
+            yield Problem("does-not-divide", found.info.where(name), dim=one.split.dim, found=reason, hint=hint)
 
 
 def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:
@@ -402,7 +409,8 @@ def _tied_problems(
     foreign = [planned for planned in ordered if planned.spec.compute == "foreign"]
     problems = []
     for tied in names_of_parameters(model):
-        if len(tied) < 2 or _same_module(model, tied):  # not tied
+        owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
+        if len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1:  # one module, under several names
             continue
         splits = {}
         for name in tied:
@@ -427,9 +435,3 @@ def _tied_problems(
             )
         )
     return problems
-
-
-def _same_module(model: nn.Module, tied: list[str]) -> bool:
-    """True if the names differ only because one module has several names in the model."""
-    owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
-    return len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1

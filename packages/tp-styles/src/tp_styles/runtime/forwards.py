@@ -301,7 +301,8 @@ class ModuleForward(Forward):
             None if flow is None else Output(flow, axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
             for flow in spec.outputs
         ]
-        self.places = [(*_owner(module, key), key) for key, _ in spec.parameters]
+        paths = [(key, *key.rpartition(".")[::2]) for key, _ in spec.parameters]
+        self.places = [(module.get_submodule(path), attribute, key) for key, path, attribute in paths]
         self.specs = dict(spec.parameters)
         self.kind = type(module)
         owners = {id(owner): owner for owner, _, _ in self.places}
@@ -425,8 +426,3 @@ class LatentKV(ModuleForward):
         leave = self.leaves[0]
         assert leave is not None
         return torch.cat([through, leave.move(direct)], dim=-1)
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute

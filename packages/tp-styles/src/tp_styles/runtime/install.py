@@ -1,4 +1,4 @@
-"""Install decisions on modules, and take them back: our forwards, or hooks around a module's own."""
+"""Install decisions on modules, and undo them: our forwards, or hooks around a module's."""
 
 from __future__ import annotations
 

@@ -274,15 +274,11 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        pairs = [(None if g is None else g.contiguous(), spec) for g, spec in zip(gradients, ctx.specs, strict=True)]
+        if not torch.is_grad_enabled():
+            return tuple([None if g is None else gradient_like(g, spec) for g, spec in pairs])
         # create_graph=True: a second derivative goes through the wrapper
-        wrap = _differentiable if torch.is_grad_enabled() else gradient_like
-        return tuple(
-            [None if g is None else wrap(g.contiguous(), spec) for g, spec in zip(gradients, ctx.specs, strict=True)]
-        )
-
-
-def _differentiable(gradient: torch.Tensor, spec: Any) -> DTensor:
-    return as_dtensor(gradient, spec.mesh, spec.placements, spec.shape, spec.stride)
+        return tuple([g if g is None else as_dtensor(g, s.mesh, s.placements, s.shape, s.stride) for g, s in pairs])
 
 
 # ---------------------------------------------------------------------------------------------- putting together

@@ -20,6 +20,7 @@ from tp_styles._torch_compat import (
     is_compiling,
     is_transformed,
     reduce_scatter_into,
+    without_dispatch_modes,
 )
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.values import Redistribution, Split, Step, Transfer, gradient_layout, normalized
@@ -143,7 +144,8 @@ class TPGroup:
 
     def all_gather_objects(self, value: Any, subject: str) -> list[Any]:
         """Gather picklable objects of all ranks; a dead peer is an error with `subject`."""
-        return all_gather_objects(self.group, value, subject)
+        with without_dispatch_modes():  # the check's mode would see every copy of the bytes
+            return all_gather_objects(self.group, value, subject)
 
     def slice(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """Return this rank's shard of `x` along `dim` (a view)."""
@@ -324,7 +326,7 @@ class Redistribute:
 
 
 class BlockInput(Redistribute):
-    """Brings in the input of column-wise layers, once for all that read one tensor; `last` lets go of it.
+    """Brings in the input of column-wise layers, once for all that read one tensor. `last` lets go of it.
 
     They stand behind one node of autograd: their gradients are summed on this rank, then once over the ranks.
     """

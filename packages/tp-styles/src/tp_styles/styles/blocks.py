@@ -278,7 +278,8 @@ class ParametersParallel(ParallelStyle):
             parameters.append((name, ParameterSpec(split, sum_gradient=summed, divide_by_tp=divide_by_tp)))
         if self.role == "local":
             return StyleSpec(compute="module", parameters=tuple(parameters), problems=tuple(problems))
-        copied = info.arguments[:1] + (info.arguments[2:3] if self.role != "sum" else ())  # tokens, routing weights
+        # Experts: tokens and routing weights, without indices. In a partial sum every input's gradient is partial.
+        copied = info.arguments if self.role == "sum" else info.arguments[:1] + info.arguments[2:3]
         flow = Redistribution(Replicate(), Replicate(), gradient=Partial())
         return StyleSpec(
             compute="module",
