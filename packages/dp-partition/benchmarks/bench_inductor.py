@@ -85,9 +85,9 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
         worst = max(abs(a - b) / abs(b) for a, b in pairs)
         what = f"losses of {len(pairs)} steps, {case}"
         rows.append(eager.row(what, "within 1e-4", f"{worst:.1e} apart", "eager backend"))
-        taken, eagerly = facts["first"][f"{case} inductor"], facts["first"][f"{case} eager"]
+        first, eagerly = facts["first"][f"{case} inductor"], facts["first"][f"{case} eager"]
         what = f"first call, {case}, {facts['pieces'][f'{case} inductor']} compiled parts"
-        rows.append(eager.row(what, "-", f"{taken:.1f} s", f"eager backend: {eagerly:.1f} s"))
+        rows.append(eager.row(what, "-", f"{first:.1f} s", f"eager backend: {eagerly:.1f} s"))
     return rows
 
 

@@ -116,13 +116,13 @@ def collectives(events: list[tuple[str, int]]) -> Run:
     received = torch.ones(max(numel for _, numel in events))
 
     def step() -> None:
-        for kind, whole, part in buffers:
+        for kind, full, part in buffers:
             if kind == "all_reduce":
-                dist.all_reduce(whole)
+                dist.all_reduce(full)
             elif kind == "all_gather":
-                dist.all_gather_into_tensor(whole, part)
+                dist.all_gather_into_tensor(full, part)
             else:  # as a step on gloo sends it
-                dist.all_to_all_single(received[: whole.numel()], whole)
+                dist.all_to_all_single(received[: full.numel()], full)
 
     return step
 
@@ -147,10 +147,10 @@ def interleaved(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
             dist.barrier()
             start = time.perf_counter()
             runs[name]()
-            taken = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            elapsed = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(elapsed, dist.ReduceOp.MAX)
             if number >= 3:
-                seconds[name].append(taken.item())
+                seconds[name].append(elapsed.item())
     return seconds
 
 
@@ -162,11 +162,11 @@ def peak_bytes(run: Run) -> int:
 def memory_of(run: Run) -> tuple[int, int]:
     """Most bytes during a call, and bytes left after it, on top of those before; as the profiler sees the allocator."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         run()
         gc.collect()
-    found: Any = seen.profiler
-    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+    profiler: Any = trace.profiler
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
@@ -286,8 +286,8 @@ def rows_of_small(facts: dict[str, Any]) -> list[dict[str, str]]:
         compared("a call between checks", "1.00x", seconds["between"], "check='never'", seconds["never"]),
     ]
     for name in ("checked", "between"):
-        (peak, left), (other, _) = memory[name], memory["never"]
-        measured = f"{(peak - other) / MB:+.1f} MiB at the peak, {left / MB:.1f} MiB left after it"
+        (peak, remaining), (other, _) = memory[name], memory["never"]
+        measured = f"{(peak - other) / MB:+.1f} MiB at the peak, {remaining / MB:.1f} MiB left after it"
         target = "-" if name == "checked" else "0, 0"
         rows.append(row(f"memory of a call, {name}", target, measured, f"check='never': {other / MB:.1f} MiB"))
     return rows
@@ -301,10 +301,10 @@ def on_ranks(measure: Callable[..., None], rounds: int, timeout: float = 600) ->
         ranks = [context.Process(target=measure, args=(rank, folder, rounds, queue)) for rank in range(WORLD)]
         for process in ranks:
             process.start()
-        found = queue.get(timeout=timeout)
+        result = queue.get(timeout=timeout)
         for process in ranks:
             process.join()
-    return found
+    return result
 
 
 def plan_for_1024(queue: Any) -> None:
@@ -313,12 +313,12 @@ def plan_for_1024(queue: Any) -> None:
         model = GPT(layers=18, width=2048, vocabulary=50304, length=1024)
         ids = torch.zeros(1, 1024, dtype=torch.long)
     before = time.perf_counter()
-    found = dp.estimate(models.token_step, model, adamw(model), (ids, ids), world=1024, style="fully_shard")
-    taken = time.perf_counter() - before
-    closed = sum(-(-p.info.shape[0] // 1024) * (p.info.num_bytes // p.info.shape[0]) * 1023 for p in found.plan.params)
-    exact = found.sent_bytes("reduce_scatter") == closed
+    cost = dp.estimate(models.token_step, model, adamw(model), (ids, ids), world=1024, style="fully_shard")
+    elapsed = time.perf_counter() - before
+    closed = sum(-(-p.info.shape[0] // 1024) * (p.info.num_bytes // p.info.shape[0]) * 1023 for p in cost.plan.params)
+    exact = cost.sent_bytes("reduce_scatter") == closed
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    queue.put((sum(p.numel() for p in model.parameters()), taken, memory, exact))
+    queue.put((sum(p.numel() for p in model.parameters()), elapsed, memory, exact))
 
 
 def compile_overhead(queue: Any) -> None:
@@ -326,7 +326,7 @@ def compile_overhead(queue: Any) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    taken, eager = [], []
+    overheads, eager = [], []
     for attempt in range(4):
         torch.manual_seed(0)
         model = GPT(layers=2, width=64, vocabulary=64, length=16)
@@ -344,8 +344,8 @@ def compile_overhead(queue: Any) -> None:
         models.token_step(model, optim, batch)
         eager.append(time.perf_counter() - start)
         if attempt:
-            taken.append(first - later)
-    queue.put((taken, min(eager)))
+            overheads.append(first - later)
+    queue.put((overheads, min(eager)))
     dist.destroy_process_group()
 
 
@@ -354,9 +354,9 @@ def in_child(function: Callable[[Any], None]) -> Any:
     queue = context.Queue()
     process = context.Process(target=function, args=(queue,))
     process.start()
-    found = queue.get(timeout=600)
+    result = queue.get(timeout=600)
     process.join()
-    return found
+    return result
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -403,9 +403,9 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
         ratios = peaks[name] / peaks["fsdp2"], statistics.median(seconds[name]) / statistics.median(seconds["fsdp2"])
         measured = f"{ratios[0]:.2f}x of the peak at {ratios[1]:.2f}x of the time"
         rows.append(row(f"peak and time, {name}", "<= 1.00x (aim 0.86x) at <= 0.75x", measured, "fsdp2 per block: 1"))
-    whole = peaks["fully_shard 2"] + facts["resident"]
-    off = (facts["predicted"] + facts["resident"]) / whole - 1
-    rows.append(row("predicted peak against measured", "within 5 %", f"{off:+.1%}", f"profiler: {whole / MB:.1f} MiB"))
+    peak = peaks["fully_shard 2"] + facts["resident"]
+    off = (facts["predicted"] + facts["resident"]) / peak - 1
+    rows.append(row("predicted peak against measured", "within 5 %", f"{off:+.1%}", f"profiler: {peak / MB:.1f} MiB"))
     part = facts["state"] / facts["whole state"]
     rows.append(row("optimizer state per rank", "1/2, padding <= 1 %", f"{part:.4f}", "replicated: 1"))
     return rows
@@ -417,12 +417,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     rows = rows_of(on_ranks(measure, options.rounds)) + rows_of_small(on_ranks(measure_small, options.rounds))
-    numel, taken, memory, exact = in_child(plan_for_1024)
+    numel, elapsed, memory, exact = in_child(plan_for_1024)
     rows.append(
         row(
             f"plan of {numel / 1e9:.2f} B parameters for world 1024",
             "< 60 s, < 4 GiB, bytes exact",
-            f"{taken:.0f} s, {memory / (1 << 30):.1f} GiB, gradient bytes {'exact' if exact else 'WRONG'}",
+            f"{elapsed:.0f} s, {memory / (1 << 30):.1f} GiB, gradient bytes {'exact' if exact else 'WRONG'}",
             "closed form",
         )
     )

@@ -61,14 +61,14 @@ def steps(width: int, mesh: Any, rounds: int) -> tuple[int, dict[str, Times]]:
     runs["FSDP2 per block"] = partial(models.token_step, sharded, adamw(sharded), batch)
     for run in runs.values():
         run()
-    found = bench.interleaved(runs, rounds)
-    return numel(plain), found
+    seconds = bench.interleaved(runs, rounds)
+    return numel(plain), seconds
 
 
 def first_calls(layers: int, mesh: Any) -> dict[str, Times]:
     """Seconds of a first call, which traces, and of an eager step."""
     (batch,) = models.tokens(torch.Generator(), rows=2, vocabulary=256, length=32)
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for _ in range(2):
         for style in ("replicate", "fully_shard"):
             model = gpt(layers, 64)
@@ -76,15 +76,15 @@ def first_calls(layers: int, mesh: Any) -> dict[str, Times]:
             step = dp.compile(models.token_step, mesh=mesh, style=style)
             begin = time.perf_counter()
             step(model, optim, batch)
-            found.setdefault(f"first call, {style}", []).append(time.perf_counter() - begin)
+            seconds.setdefault(f"first call, {style}", []).append(time.perf_counter() - begin)
             step.release()
         eager = gpt(layers, 64)
         optim = torch.optim.AdamW(eager.parameters(), lr=1e-3)
         models.token_step(eager, optim, batch)
         begin = time.perf_counter()
         models.token_step(eager, optim, batch)
-        found.setdefault("one eager step", []).append(time.perf_counter() - begin)
-    return found
+        seconds.setdefault("one eager step", []).append(time.perf_counter() - begin)
+    return seconds
 
 
 def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
@@ -96,8 +96,8 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     by_size: Series = {}
     by_layers: Series = {}
     for width in WIDTHS:
-        number, found = steps(width, mesh, rounds)
-        for name, seconds in found.items():
+        number, times = steps(width, mesh, rounds)
+        for name, seconds in times.items():
             by_size.setdefault(name, []).append((number, seconds))
     for layers in LAYERS:
         for name, seconds in first_calls(layers, mesh).items():

@@ -99,8 +99,8 @@ def _rank(rank: int, world: int, folder: str, todo: list[Cell], queue: Any) -> N
     ranks = Ranks(rank, world, torch.device("cpu"), "gloo")
     for cell in todo:
         result = _result(ranks, cell)
-        found = ranks.gather(result)
-        wrong = next((one for one in found if one.startswith("WRONG")), result)
+        results = ranks.gather(result)
+        wrong = next((one for one in results if one.startswith("WRONG")), result)
         if rank == 0:
             queue.put((name(cell), wrong))
     queue.close()
@@ -187,8 +187,8 @@ def _pairs(results: dict[str, str]) -> list[str]:
     lines = [f"| model | {' | '.join(STYLES)} |", f"|---|{'---|' * len(STYLES)}"]
     for model in MODELS:
         row = [chosen[model, style] for style in STYLES]
-        shown = [f"{_short(results.get(name(c)))}<br>{c.optimizer}, {c.world}" for c in row]
-        lines.append(f"| {model} | {' | '.join(shown)} |")
+        cells = [f"{_short(results.get(name(c)))}<br>{c.optimizer}, {c.world}" for c in row]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
     return lines
 
 

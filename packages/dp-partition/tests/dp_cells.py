@@ -67,10 +67,10 @@ KEEPS = {"AdamW": 2, "AdamW foreach": 2, "AdamW fused": 2, "Adam amsgrad": 3, "S
 
 def cells() -> list[Cell]:
     """Models by styles, under global semantics too; optimizers by styles; pairs at 3 and 4 ranks; models compiled."""
-    found = [Cell(model, style, "AdamW", 2) for model in (*MODELS, *UNDER_GLOBAL) for style in STYLES]
-    found += [Cell("GPT, SDPA", style, optim, 2) for optim in OPTIMIZERS if optim != "AdamW" for style in STYLES]
-    found += list(pairs())
-    return found + [Cell(model, style, "AdamW", 2, "inductor") for model in MODELS for style in COMPILED]
+    all_cells = [Cell(model, style, "AdamW", 2) for model in (*MODELS, *UNDER_GLOBAL) for style in STYLES]
+    all_cells += [Cell("GPT, SDPA", style, optim, 2) for optim in OPTIMIZERS if optim != "AdamW" for style in STYLES]
+    all_cells += list(pairs())
+    return all_cells + [Cell(model, style, "AdamW", 2, "inductor") for model in MODELS for style in COMPILED]
 
 
 def pairs() -> Iterator[Cell]:

@@ -72,8 +72,8 @@ class NodeComparison:
                     break
                 self.run_reference(node, envs)
                 if node in self.on_ranks and node.target not in _GONE:
-                    done = advance(ranks, node)
-                    self.compare_node(node, envs, done)
+                    events = advance(ranks, node)
+                    self.compare_node(node, envs, events)
             results = advance(ranks, None)
         self.compare_end(placeholders, envs, inputs, results)
 
@@ -90,15 +90,15 @@ class NodeComparison:
 
     def rank_inputs(self, placeholders: list[fx.Node], values: list[list[Any]], rank: int) -> list[Any]:
         """A rank's inputs: parameters and state as they are placed, its own rows."""
-        found = []
+        inputs = []
         for index, node in enumerate(placeholders):
             placement = self.homes.placements[node]
             has_rows = kind_of(node) == "arg" and isinstance(placement, Shard | RankLocal)
             value = self.own(values[rank if has_rows else 0][index])
             if isinstance(placement, Shard) and kind_of(node) != "arg":
                 value = self.part(value, placement.dim, rank).clone()
-            found.append(value)
-        return found
+            inputs.append(value)
+        return inputs
 
     def own(self, value: Any) -> Any:
         """A copy to compute with, in the precision of this trial."""
@@ -142,8 +142,8 @@ class NodeComparison:
                 raise
             except Exception as error:
                 text = str(error).strip().splitlines()[0][:300] if str(error) else ""
-                found = f"rank {rank} of {self.world} fails: {type(error).__name__}: {text}"
-                raise self.problem(original or node, "verify-error", found) from error
+                message = f"rank {rank} of {self.world} fails: {type(error).__name__}: {text}"
+                raise self.problem(original or node, "verify-error", message) from error
 
         return run_rank(module, _reported(originals), inputs, self.constant, call, mutated_inputs)
 
@@ -172,8 +172,8 @@ class NodeComparison:
             except Exception as error:
                 if self.double:
                     raise NoKernel from error
-                found = f"the single-device graph fails: {type(error).__name__}: {error}"
-                raise PlanError(Problem("unverified", f"node {node.name} ({node.target})", found=found)) from error
+                message = f"the single-device graph fails: {type(error).__name__}: {error}"
+                raise PlanError(Problem("unverified", f"node {node.name} ({node.target})", found=message)) from error
         if node.target is TAG_GRAD and self.local:
             self.average(node, envs)
 
@@ -187,7 +187,7 @@ class NodeComparison:
         for env in envs:
             env[node] = mean.clone()
 
-    def compare_node(self, node: fx.Node, envs: list[dict[fx.Node, Any]], done: list[Done]) -> None:
+    def compare_node(self, node: fx.Node, envs: list[dict[fx.Node, Any]], events: list[Done]) -> None:
         """Compare a node's value and what it wrote, and set the ranks' values right."""
         plan = self.plans[node]
         before = self.num_elements
@@ -195,11 +195,11 @@ class NodeComparison:
         drawn = is_random(node) and not self.local  # every rank draws its own rows: only shapes can be compared
         for index, source in enumerate(written):
             state: OutputPlacement = plan.inputs.get(source)
-            found = [one.written[index] for one in done]
+            values = [one.written[index] for one in events]
             what = f"what it writes into {source.name}"
-            self.compare(node, state, [env[source] for env in envs], found, what, True, drawn)
-        view = viewed_input(done[0].node) is not None or bool(written)
-        self.compare_state(node, plan.output, [env[node] for env in envs], [d.value for d in done], not view, drawn)
+            self.compare(node, state, [env[source] for env in envs], values, what, True, drawn)
+        view = viewed_input(events[0].node) is not None or bool(written)
+        self.compare_state(node, plan.output, [env[node] for env in envs], [d.value for d in events], not view, drawn)
         self.num_nodes += self.num_elements > before
 
     def compare_state(
@@ -207,23 +207,23 @@ class NodeComparison:
         node: fx.Node,
         state: OutputPlacement,
         expected: list[Any],
-        found: list[Any],
+        values: list[Any],
         correct: bool,
         drawn: bool = False,
     ) -> None:
         if isinstance(state, tuple):
             for index, one in enumerate(state):
-                pick = [e[index] for e in expected], [f[index] for f in found]
+                pick = [e[index] for e in expected], [f[index] for f in values]
                 self.compare(node, one, *pick, f"output {index}", correct, drawn)
         else:
-            self.compare(node, state, expected, found, "", correct, drawn)
+            self.compare(node, state, expected, values, "", correct, drawn)
 
     def compare(
         self,
         node: fx.Node,
         state: OutputPlacement,
         expected: list[Any],
-        found: list[Any],
+        values: list[Any],
         what: str,
         correct: bool,
         drawn: bool = False,
@@ -234,49 +234,49 @@ class NodeComparison:
         if "empty" in str(node.target):
             return
         if isinstance(state, Partial):
-            self.compare_partial(node, state, expected[0], found, what, correct)
+            self.compare_partial(node, state, expected[0], values, what, correct)
             return
-        for rank, value in enumerate(found):
-            wanted = expected[rank if self.local else 0]
+        for rank, value in enumerate(values):
+            reference = expected[rank if self.local else 0]
             if isinstance(state, Shard):
-                wanted = self.part(wanted, state.dim, rank)
+                reference = self.part(reference, state.dim, rank)
             who = f"rank {rank}'s {'part ' if isinstance(state, Shard) else ''}value"
-            self.check(node, state, wanted, value, f"{who} {what}".strip(), drawn and isinstance(state, Shard))
+            self.check(node, state, reference, value, f"{who} {what}".strip(), drawn and isinstance(state, Shard))
             if correct and is_plain(value):
-                value.copy_(wanted)
+                value.copy_(reference)
 
     def compare_partial(
-        self, node: fx.Node, state: Partial, wanted: torch.Tensor, found: list[torch.Tensor], what: str, correct: bool
+        self, node: fx.Node, state: Partial, expected: torch.Tensor, parts: list[torch.Tensor], what: str, correct: bool
     ) -> None:
-        shapes = {tuple(value.shape) for value in found}
-        if shapes != {tuple(wanted.shape)}:
-            raise self.differs(node, state, f"{what} shapes {sorted(shapes)}, expected {list(wanted.shape)}")
-        total = combine(found, state.reduce_op)
-        cancelled = 8 * eps(total) * max(map(max_abs, found))
-        self.check(node, state, wanted, total, f"the ranks' values together {what}".strip(), False, cancelled)
-        if correct and state.reduce_op in ("sum", "avg") and is_plain(found[0]) and wanted.is_floating_point():
-            found[0] += (wanted - total) * (len(found) if state.reduce_op == "avg" else 1)
+        shapes = {tuple(value.shape) for value in parts}
+        if shapes != {tuple(expected.shape)}:
+            raise self.differs(node, state, f"{what} shapes {sorted(shapes)}, expected {list(expected.shape)}")
+        total = combine(parts, state.reduce_op)
+        cancelled = 8 * eps(total) * max(map(max_abs, parts))
+        self.check(node, state, expected, total, f"the ranks' values together {what}".strip(), False, cancelled)
+        if correct and state.reduce_op in ("sum", "avg") and is_plain(parts[0]) and expected.is_floating_point():
+            parts[0] += (expected - total) * (len(parts) if state.reduce_op == "avg" else 1)
 
     def check(
         self,
         node: fx.Node,
         state: Placement,
-        wanted: torch.Tensor,
+        expected: torch.Tensor,
         value: Any,
         who: str,
         shapes_only: bool,
         cancelled: float = 0.0,
     ) -> None:
-        if not isinstance(value, torch.Tensor) or value.shape != wanted.shape:
+        if not isinstance(value, torch.Tensor) or value.shape != expected.shape:
             shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise self.differs(node, state, f"{who} has shape {shape}, expected {list(wanted.shape)}")
+            raise self.differs(node, state, f"{who} has shape {shape}, expected {list(expected.shape)}")
         self.num_elements += value.numel()
         if shapes_only or value.numel() == 0:
             return
-        apart, worst = max_error(value, wanted)
+        apart, worst = max_error(value, expected)
         if not apart <= TOLERANCE.get(value.dtype, 0.0) and not worst <= cancelled + self.rounding(node, value):
             raise self.differs(
-                node, state, f"{who} is {first_difference(value, wanted)}; apart by {apart:.3g} of the greatest"
+                node, state, f"{who} is {first_difference(value, expected)}; apart by {apart:.3g} of the greatest"
             )
 
     def rounding(self, node: fx.Node, value: torch.Tensor) -> float:
@@ -292,64 +292,64 @@ class NodeComparison:
         for index, node in enumerate(placeholders):
             if kind_of(node) in ("param", "state", "buffer"):
                 home = self.homes.placements[node]
-                found = [one[index] for one in inputs]
-                self.compare(node, home, [env[node] for env in envs], found, "after the step", False)
+                values = [one[index] for one in inputs]
+                self.compare(node, home, [env[node] for env in envs], values, "after the step", False)
         output = self.nodes[-1]
         plan = self.plans[output]
         for index, source in enumerate(output.args[0]):
             if isinstance(source, fx.Node):
-                found = [one[index] for one in results]
+                values = [one[index] for one in results]
                 expected = [env[source] for env in envs]
-                self.compare(source, plan.inputs.get(source), expected, found, "as it is returned", False)
+                self.compare(source, plan.inputs.get(source), expected, values, "as it is returned", False)
 
-    def problem(self, node: fx.Node, code: str, found: str) -> PlanError:
+    def problem(self, node: fx.Node, code: str, message: str) -> PlanError:
         name = f"node {node.name} ({node.target})" if is_op(node) else f"node {node.name}"
         hint = "a rule of dp-partition is wrong for this operator; please report it"
-        return PlanError(Problem(code, name, found=found, hint=hint), f"{self.step.name} on {self.world} ranks")
+        return PlanError(Problem(code, name, found=message, hint=hint), f"{self.step.name} on {self.world} ranks")
 
-    def differs(self, node: fx.Node, state: Placement, found: str) -> PlanError:
-        return self.problem(node, "verify-mismatch", f"[{describe(state)}] {found}")
+    def differs(self, node: fx.Node, state: Placement, message: str) -> PlanError:
+        return self.problem(node, "verify-mismatch", f"[{describe(state)}] {message}")
 
 
 def _reported(originals: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """After which node of a rank's graph each node of the single-device graph is done."""
-    found = {}
+    reported = {}
     for node, original in originals.items():
         shared = next((user for user in node.users if "agrees" in meta_of(user)), node)
-        found[shared] = original
-    return found
+        reported[shared] = original
+    return reported
 
 
 # Relative to the greatest value of a tensor. Sums of a rank's parts round differently from one sum.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
 
-def combine(found: list[torch.Tensor], kind: str) -> torch.Tensor:
+def combine(values: list[torch.Tensor], kind: str) -> torch.Tensor:
     """The ranks' partial values reduced."""
-    stacked = torch.stack(found)
+    stacked = torch.stack(values)
     if kind in REDUCTIONS:
         return REDUCTIONS[kind](stacked)
     order = float(kind.removeprefix("norm"))
     return stacked.abs().pow(order).sum(0).pow(1 / order)
 
 
-def max_error(value: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
+def max_error(value: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     """Greatest difference, relative to the greatest value wanted and as it is; infinite for values of another kind."""
-    if value.dtype != wanted.dtype:
+    if value.dtype != expected.dtype:
         return math.inf, math.inf
     if not value.is_floating_point():
-        apart = 0.0 if torch.equal(value, wanted) else math.inf
+        apart = 0.0 if torch.equal(value, expected) else math.inf
         return apart, apart
-    odd = ~torch.isfinite(wanted)
+    odd = ~torch.isfinite(expected)
     if (
-        not torch.equal(value.nan_to_num(0.0)[odd], wanted.nan_to_num(0.0)[odd])
+        not torch.equal(value.nan_to_num(0.0)[odd], expected.nan_to_num(0.0)[odd])
         or not torch.isfinite(value[~odd]).all()
     ):
         return math.inf, math.inf
-    difference = (value - wanted)[~odd].abs()
+    difference = (value - expected)[~odd].abs()
     if not difference.numel():
         return 0.0, 0.0
-    worst, scale = difference.max().item(), wanted[~odd].abs().max().item()
+    worst, scale = difference.max().item(), expected[~odd].abs().max().item()
     return (worst / scale if scale else 0.0 if worst == 0 else math.inf), worst
 
 

@@ -17,22 +17,22 @@ def check_held(step: dp.Step, ranks: Ranks, model: nn.Module, optim: torch.optim
     """Bytes of parameters and state that live on this rank are those of the style; ``kept`` tensors for a parameter."""
     from torch.distributed.tensor import DTensor
 
-    held = {"param": 0, "state": 0}
+    sizes = {"param": 0, "state": 0}
     for param in dict.fromkeys(model.parameters()):
         assert isinstance(param, DTensor)
-        held["param"] += param.to_local().numel() * param.element_size()
+        sizes["param"] += param.to_local().numel() * param.element_size()
         for value in optim.state.get(param, {}).values():
             if isinstance(value, DTensor):
-                held["state"] += value.to_local().numel() * value.element_size()
+                sizes["state"] += value.to_local().numel() * value.element_size()
     plan, world = step.plan, step.plan.world
-    wanted = sum(p.local_numel(p.param, world, ranks.rank) * p.info.dtype.itemsize for p in plan.params)
-    assert held["param"] == wanted, f"{held['param']} bytes of parameters instead of {wanted}"
+    expected = sum(p.local_numel(p.param, world, ranks.rank) * p.info.dtype.itemsize for p in plan.params)
+    assert sizes["param"] == expected, f"{sizes['param']} bytes of parameters instead of {expected}"
     one = sum(
         p.local_numel(p.state, world, ranks.rank) * p.info.dtype.itemsize
         for p in plan.params
         if p.info.requires_grad and p.info.shape
     )
-    assert held["state"] == kept * one, f"{held['state']} bytes of state, {kept} times {one} expected"
+    assert sizes["state"] == kept * one, f"{sizes['state']} bytes of state, {kept} times {one} expected"
 
 
 def check_sent(step: dp.Step, log: Any, semantics: str) -> None:
@@ -74,9 +74,9 @@ def gradient_bytes(plan: dp.PartitionPlan) -> dict[str, int]:
     sent = {"all_reduce": 0, "reduce_scatter": 0}
     for param in plan.params:
         if param.info.requires_grad:
-            whole = param.grad.is_replicate()
-            size = param.info.num_bytes if whole else others_bytes(param, plan.world)
-            sent["all_reduce" if whole else "reduce_scatter"] += size
+            replicated = param.grad.is_replicate()
+            size = param.info.num_bytes if replicated else others_bytes(param, plan.world)
+            sent["all_reduce" if replicated else "reduce_scatter"] += size
     return sent
 
 

@@ -130,8 +130,8 @@ def _issue(node: fx.Node, args: tuple[Any, ...]) -> Issued:
     source = args[0]
     kind = _KINDS[node.target]
     if kind != "all_reduce" and not source.is_contiguous():
-        found = f"a collective of a tensor with strides {source.stride()} for shape {tuple(source.shape)}"
-        raise PlanError(Problem("unsupported-tensor", f"node {node.name}", found=found))
+        message = f"a collective of a tensor with strides {source.stride()} for shape {tuple(source.shape)}"
+        raise PlanError(Problem("unsupported-tensor", f"node {node.name}", found=message))
     if node.target is collectives.all_reduce_.default:
         result = source
     elif kind == "all_reduce":
@@ -147,8 +147,8 @@ def deliver(calls: list[Issued]) -> None:
     """Give every rank the result of a collective that all of them wait for."""
     for rank, one in enumerate(calls):
         if not torch.equal(one.source, one.before) and not _both_nan(one.source, one.before):
-            found = f"rank {rank} wrote the input of {one.node.name} before it waited for it"
-            raise PlanError(Problem("invalid-program", f"node {one.node.name}", found=found))
+            message = f"rank {rank} wrote the input of {one.node.name} before it waited for it"
+            raise PlanError(Problem("invalid-program", f"node {one.node.name}", found=message))
     sources = [one.before for one in calls]
     kind = calls[0].kind
     if kind == "all_gather":
@@ -209,8 +209,8 @@ def _check_in_step(events: list[Any], ended: int) -> None:
         elif same:
             same = event.issued.kind == first.issued.kind
         if not same:
-            found = f"rank 0 is at {_where(first)}, rank {rank} at {_where(event)}"
-            raise PlanError(Problem("ranks-disagree", found=found))
+            message = f"rank 0 is at {_where(first)}, rank {rank} at {_where(event)}"
+            raise PlanError(Problem("ranks-disagree", found=message))
 
 
 def _where(event: Any) -> str:

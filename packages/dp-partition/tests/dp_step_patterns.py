@@ -274,14 +274,14 @@ def _average_of_weights() -> tuple[Step, Values]:
     model = mlp()
     shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = {"steps": 0}
+    counts = {"steps": 0}
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-        seen["steps"] += 1
-        decay = min(0.99, (1 + seen["steps"]) / (10 + seen["steps"]))
+        counts["steps"] += 1
+        decay = min(0.99, (1 + counts["steps"]) / (10 + counts["steps"]))
         with torch.no_grad():
             for name, p in model.named_parameters():
                 shadow[name].mul_(decay).add_(p, alpha=1 - decay)

@@ -192,11 +192,11 @@ def _made(row: StepRow) -> list[nn.Module]:
     return [row.make() for _ in range(row.count)]
 
 
-def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def _difference(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The greatest one, relative to the greatest value of its tensor."""
-    assert len(found) == len(expected) > STEPS
+    assert len(results) == len(expected) > STEPS
     worst = 0.0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results, expected, strict=True):
         assert one.shape == other.shape
         if not torch.equal(one, other):
             wide = torch.complex128 if one.is_complex() else torch.float64
@@ -212,17 +212,17 @@ def _train(
 ) -> list[torch.Tensor]:
     """All results and arguments, then all parameters and buffers."""
     optims = [row.optim(model.parameters()) for model in bare]
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(3 + ranks.rank)
     for number in range(STEPS):
         torch.manual_seed(10 * number + ranks.rank)
         x, y = (torch.randn(4, WIDTH, generator=generator).to(ranks.device) for _ in range(2))
         args = (used[0], optims[0]) if row.count == 1 else (used, optims)
         out = function(*args, x, y)
-        found += [leaf.detach().clone() for leaf in pytree.tree_leaves(out)] + [x]
+        results += [leaf.detach().clone() for leaf in pytree.tree_leaves(out)] + [x]
     if isinstance(function, dp.Step):
         function.release()
-    return found + [t.detach() for model in bare for t in (*model.parameters(), *model.buffers())]
+    return results + [t.detach() for model in bare for t in (*model.parameters(), *model.buffers())]
 
 
 # Two markers cannot stand for parameters that one call updates twice; the error says which style can.

@@ -53,12 +53,12 @@ def averaged(two: list[nn.Module], optims: list[Any], x: torch.Tensor, y: torch.
 
 
 def adversarial(two: list[nn.Module], optims: list[Any], x: torch.Tensor, y: torch.Tensor) -> Any:
-    made = two[0](x)
-    critic: Any = F.softplus(two[1](made.detach())).mean() + F.softplus(-two[1](y)).mean()
+    fake = two[0](x)
+    critic: Any = F.softplus(two[1](fake.detach())).mean() + F.softplus(-two[1](y)).mean()
     critic.backward()
     optims[1].step()
     optims[1].zero_grad()
-    maker: Any = F.softplus(-two[1](made)).mean()
+    maker: Any = F.softplus(-two[1](fake)).mean()
     maker.backward()
     optims[0].step()
     optims[0].zero_grad()
@@ -140,9 +140,9 @@ def parts_of_gradients(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor)
     optim.step()
     for state in optim.state.values():
         state["exp_avg"][0].zero_()
-    found = grad.sum()
+    grad_sum = grad.sum()
     optim.zero_grad()
-    return loss, found
+    return loss, grad_sum
 
 
 def data_assigned(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -250,37 +250,37 @@ def _other_op(op: str) -> Change:
 
 
 def _no_reduction(graph: fx.Graph) -> bool:
-    found = [node for node in graph.nodes if is_wait(node) and node.args[0] in _reductions(graph)]
-    for wait in found:
+    waits = [node for node in graph.nodes if is_wait(node) and node.args[0] in _reductions(graph)]
+    for wait in waits:
         reduction = wait.args[0]
         if "all_reduce" not in str(reduction.target):
             return False
         wait.replace_all_uses_with(reduction.args[0])
         graph.erase_node(wait)
         graph.erase_node(reduction)  # it works in place
-    return bool(found)
+    return bool(waits)
 
 
 def _rolled(graph: fx.Graph) -> bool:
-    found = [node for node in graph.nodes if is_wait(node)]
-    gathered = [node for node in found if "all_gather" in str(node.args[0].target)]
+    waits = [node for node in graph.nodes if is_wait(node)]
+    gathered = [node for node in waits if "all_gather" in str(node.args[0].target)]
     return bool(gathered) and _after(graph, gathered[0], aten.roll.default, [1])
 
 
 def _erase(text: str, index: int = 0) -> Change:
     def change(graph: fx.Graph) -> bool:
-        found = [node for node in _named(graph, text) if not node.users]
-        if found:
-            graph.erase_node(found[index])
-        return bool(found)
+        unused = [node for node in _named(graph, text) if not node.users]
+        if unused:
+            graph.erase_node(unused[index])
+        return bool(unused)
 
     return change
 
 
 def _scaled(text: str, factor: float, index: int = 0) -> Change:
     def change(graph: fx.Graph) -> bool:
-        found = [n for n in _named(graph, text) if isinstance(n.meta.get("val"), torch.Tensor) and n.users]
-        return bool(found) and _after(graph, found[index], aten.mul.Tensor, factor)
+        nodes = [n for n in _named(graph, text) if isinstance(n.meta.get("val"), torch.Tensor) and n.users]
+        return bool(nodes) and _after(graph, nodes[index], aten.mul.Tensor, factor)
 
     return change
 
@@ -291,22 +291,22 @@ def _value_for(node: fx.Node, value: float, one: fx.Node) -> Any:
 
 def _burnt_in(name: str, value: float) -> Change:
     def change(graph: fx.Graph) -> bool:
-        found = [n for n in graph.nodes if n.op == "placeholder" and n.name.endswith(name)]
-        for node in found:
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name.endswith(name)]
+        for node in inputs:
             for user in list(node.users):
                 user.args = fx.map_arg(user.args, partial(_value_for, node, value))
                 user.kwargs = fx.map_arg(user.kwargs, partial(_value_for, node, value))
-        return bool(found)
+        return bool(inputs)
 
     return change
 
 
 def _instead(text: str, target: Any) -> Change:
     def change(graph: fx.Graph) -> bool:
-        found = _named(graph, text)
-        for node in found[:1]:
+        nodes = _named(graph, text)
+        for node in nodes[:1]:
             node.target, node.args, node.kwargs = target, node.args[:1], {}
-        return bool(found)
+        return bool(nodes)
 
     return change
 
@@ -325,8 +325,8 @@ def _result(target: Any, *args: Any) -> Change:
 
 def _argument(target: Any, *args: Any) -> Change:
     def change(graph: fx.Graph) -> bool:
-        found = [n for n in graph.nodes if n.op == "placeholder" and n.meta["input"].kind == "arg"]
-        return _after(graph, found[0], target, *args)
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["input"].kind == "arg"]
+        return _after(graph, inputs[0], target, *args)
 
     return change
 
@@ -424,7 +424,7 @@ def mutation(index: int) -> Change:
     """Multiply one value of the graph, chosen by number, by 1.01."""
 
     def change(graph: fx.Graph) -> bool:
-        found = [
+        nodes = [
             node
             for node in graph.nodes
             if is_op(node)
@@ -434,7 +434,7 @@ def mutation(index: int) -> Change:
             and not is_collective(node)
             and not mutated_inputs(node)
         ]
-        node = found[index % len(found)]
+        node = nodes[index % len(nodes)]
         return _after(graph, node, aten.mul.Tensor, 1.01)
 
     return change

@@ -75,8 +75,8 @@ def _gathered(call: Call, candidate: Candidate) -> Candidate:
 
 
 def _gathered_last(call: Call, candidate: Candidate) -> Candidate:
-    found = [n for n, p in candidate.inputs.items() if isinstance(p, Shard) and call.placement_of(n) == p]
-    return candidate if len(found) < 2 else Candidate({**candidate.inputs, found[-1]: R}, candidate.output)
+    shards = [n for n, p in candidate.inputs.items() if isinstance(p, Shard) and call.placement_of(n) == p]
+    return candidate if len(shards) < 2 else Candidate({**candidate.inputs, shards[-1]: R}, candidate.output)
 
 
 CHANGES: dict[str, Change] = {
@@ -165,13 +165,13 @@ def _same(plans: dict[fx.Node, Any], right: dict[fx.Node, Any]) -> bool:
 def shape_argument_left(target: Any) -> Iterator[None]:
     """Within the block an argument that names the global shape is left as it is."""
     tables = [insert.SHAPE_ARGUMENTS, insert.ROW_ARGUMENTS]
-    kept = [dict(table) for table in tables]
+    copies = [dict(table) for table in tables]
     try:
         for table in tables:
             table.pop(target, None)
         yield
     finally:
-        for table, old in zip(tables, kept, strict=True):
+        for table, old in zip(tables, copies, strict=True):
             table.update(old)
 
 

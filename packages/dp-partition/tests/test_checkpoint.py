@@ -21,8 +21,8 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    found, states = get_state_dict(model, optim)
-    return {"model": found, "optim": states}
+    weights, states = get_state_dict(model, optim)
+    return {"model": weights, "optim": states}
 
 
 def train(step: Any, model: nn.Module, optim: Any, batches: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -56,21 +56,21 @@ def test_saved_by_four_shards_and_loaded_by_two_replicas(ranks: Ranks, tmp_path:
     pair = ranks.mesh((2, 2), ("pair", "dp"))["dp"]
     group, row = pair.get_group(), ranks.rank % 2
     other, theirs = make()
-    again = dp.compile(models.mean_step, capture="always", mesh=pair, style="replicate")
+    pair_step = dp.compile(models.mean_step, capture="always", mesh=pair, style="replicate")
     if ranks.rank >= 2:  # this pair loads into what is placed already
-        train(again, other, theirs, [batches[0].chunk(2)[row]])
+        train(pair_step, other, theirs, [batches[0].chunk(2)[row]])
     loaded = state_of(other, theirs)
     load(loaded, checkpoint_id=tmp_path / "checkpoint", process_group=group)
     set_state_dict(other, theirs, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-    found = train(again, other, theirs, [batch.chunk(2)[row] for batch in batches[3:6]])
-    assert again.num_traces == 1
-    means = torch.stack([torch.stack(ranks.gather(loss.cpu())).reshape(2, 2).mean(1) for loss in found])
+    losses = train(pair_step, other, theirs, [batch.chunk(2)[row] for batch in batches[3:6]])
+    assert pair_step.num_traces == 1
+    means = torch.stack([torch.stack(ranks.gather(loss.cpu())).reshape(2, 2).mean(1) for loss in losses])
     torch.testing.assert_close(means, torch.stack(expected[3:6]).cpu()[:, None].expand(3, 2), rtol=1e-12, atol=0)
 
     # Plain again: the eager optimizer goes on where the ranks were.
-    again.release()
+    pair_step.release()
     assert not any(isinstance(p, DTensor) for p in other.parameters())
     counters = {int(state["step"]) for state in theirs.state.values()}
     assert counters == {6}
-    found = train(models.mean_step, other, theirs, batches[6:])
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected[6:]), rtol=1e-12, atol=0)
+    losses = train(models.mean_step, other, theirs, batches[6:])
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected[6:]), rtol=1e-12, atol=0)

@@ -41,8 +41,8 @@ def closed_form(plan: dp.PartitionPlan) -> dict[str, int]:
         size = param.info.num_bytes
         rows = param.info.shape[0]
         others = -(-rows // world) * (size // rows) * (world - 1)
-        whole = param.grad.is_replicate()
-        sent["all_reduce" if whole else "reduce_scatter"] += size if whole else others
+        replicated = param.grad.is_replicate()
+        sent["all_reduce" if replicated else "reduce_scatter"] += size if replicated else others
         sent["all_gather"] += 0 if param.param.is_replicate() and param.state.is_replicate() else others
     return {kind: size for kind, size in sent.items() if size}
 
@@ -52,7 +52,7 @@ def test_bytes_equal_the_closed_form(style: Any) -> None:
     assert not dist.is_initialized()
     compared = 0
     for world, bucket_mb in [(1024, 2 / 1024), (3, 0)]:
-        found = dp.estimate(
+        estimate = dp.estimate(
             models.mean_step,
             *on_meta(models.mlp, torch.ones(4, 8)),
             world=world,
@@ -60,20 +60,20 @@ def test_bytes_equal_the_closed_form(style: Any) -> None:
             bucket_mb=bucket_mb,
             reshard_after_forward=False,
         )
-        expected = closed_form(found.plan)
-        assert {kind: found.sent_bytes(kind) for kind in expected} == expected
-        assert found.sent_bytes() == sum(expected.values())
-        assert found.count() == sum(map(found.count, expected))
-        carried = [name for message in found.messages for name in message.carries]
-        names = [param.info.name for param in found.plan.params]
+        expected = closed_form(estimate.plan)
+        assert {kind: estimate.sent_bytes(kind) for kind in expected} == expected
+        assert estimate.sent_bytes() == sum(expected.values())
+        assert estimate.count() == sum(map(estimate.count, expected))
+        carried = [name for message in estimate.messages for name in message.carries]
+        names = [param.info.name for param in estimate.plan.params]
         assert set(carried) == set(names)
-        held = [
-            sum(p.local_numel(getattr(p, kind), world, 0) * 4 for p in found.plan.params)
+        sizes = [
+            sum(p.local_numel(getattr(p, kind), world, 0) * 4 for p in estimate.plan.params)
             for kind in ("param", "grad", "state")
         ]
         counters = 4 * len(names)  # one step counter for each parameter
-        assert [found.held.param_bytes, found.held.grad_bytes] == held[:2]
-        assert found.held.state_bytes == 2 * held[2] + counters
+        assert [estimate.held.param_bytes, estimate.held.grad_bytes] == sizes[:2]
+        assert estimate.held.state_bytes == 2 * sizes[2] + counters
         compared += len(expected)
     assert compared >= 2
 
@@ -122,9 +122,9 @@ def measured_peak(run: Callable[[], object], repeat: int = 4) -> int:
     peaks = []
     for _ in range(repeat):
         dist.barrier()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
             run()
-        events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
         now = most = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
             now += event.nbytes()
@@ -150,28 +150,28 @@ def test_messages_and_peak_are_those_of_a_run(ranks: Ranks, case: int | None) ->
     model = models.seeded(make).to(ranks.device)
     ids = torch.randint(0, 50, (2, dice.randrange(1, 5), dice.randrange(3, 20)), device=ranks.device)
     batch = (ids[0], ids[1] % 5)
-    said = (seed, optim, settings, tuple(ids.shape), model)
+    message = (seed, optim, settings, tuple(ids.shape), model)
     own = optim(model.parameters())
-    found = dp.estimate(models.token_step, model, own, batch, world=ranks.world_size, rank=ranks.rank, **settings)
+    estimate = dp.estimate(models.token_step, model, own, batch, world=ranks.world_size, rank=ranks.rank, **settings)
     step = dp.compile(
         models.token_step, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), check="never", **settings
     )
     step(model, own, batch)
     with ranks.record() as log:
         step(model, own, batch)
-    assert tuple(m.kind for m in found.messages) == models.kinds_of(log), said
-    assert [m.sent_bytes for m in found.messages] == [sum(event.bytes_sent) for event in log.events], said
+    assert tuple(m.kind for m in estimate.messages) == models.kinds_of(log), message
+    assert [m.sent_bytes for m in estimate.messages] == [sum(event.bytes_sent) for event in log.events], message
     if ranks.device.type == "cpu":
         peak = sys.maxsize
         for _ in range(6):  # on a busy machine ranks may be out of step in all of the first runs
-            more = measured_peak(lambda: step(model, own, batch)) + found.memory.resident_bytes
+            more = measured_peak(lambda: step(model, own, batch)) + estimate.memory.resident_bytes
             peak = min(peak, more)
-            close = abs(found.peak_bytes - peak) <= 0.05 * peak
+            close = abs(estimate.peak_bytes - peak) <= 0.05 * peak
             if all(ranks.gather(close)):
                 break
-        assert close, (found.peak_bytes, peak, found.memory.peak_kinds, said)
+        assert close, (estimate.peak_bytes, peak, estimate.memory.peak_kinds, message)
         late = live_memory(step.graph.graph, late=True).peak_bytes  # at most so much where the other rank is behind
-        assert found.peak_bytes <= late <= 1.5 * found.peak_bytes, (found.peak_bytes, late, said)
+        assert estimate.peak_bytes <= late <= 1.5 * estimate.peak_bytes, (estimate.peak_bytes, late, message)
 
 
 def test_nothing_of_the_caller_changes() -> None:
@@ -182,33 +182,33 @@ def test_nothing_of_the_caller_changes() -> None:
     models.token_step(model, optim, *batch)  # there is state
     params, states = list(model.parameters()), dict(optim.state)
     values = [p.detach().clone() for p in params]
-    found = dp.estimate(models.token_step, model, optim, *batch, world=64, style="zero1")
+    estimate = dp.estimate(models.token_step, model, optim, *batch, world=64, style="zero1")
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert all(a is b for a, b in zip(params[:1], optim.param_groups[0]["params"], strict=False))
     assert list(states) == list(optim.state)
     assert [torch.equal(a, b) for a, b in zip(values, params, strict=True)] == [True] * 16
-    assert "also registered as head.weight" in found.explain("head.weight")
-    assert "all_reduce" in found.explain("tokens.weight")
-    assert "no collective" in found.explain("positions.weight")
+    assert "also registered as head.weight" in estimate.explain("head.weight")
+    assert "all_reduce" in estimate.explain("tokens.weight")
+    assert "no collective" in estimate.explain("positions.weight")
 
 
 def test_an_estimate_is_a_value() -> None:
     arguments = on_meta(models.mlp, torch.ones(4, 8))
-    found = dp.estimate(models.mean_step, *arguments, world=8, style="zero2", accumulate=2)
-    assert found.count("reduce_scatter") == 1, "micro-batches are reduced once"
-    again = pickle.loads(pickle.dumps(found))
-    assert (again, hash(again), again.to_json()) == (found, hash(found), found.to_json())
-    data = json.loads(found.to_json())
-    assert data["peak"]["bytes"] == found.peak_bytes == max(found.memory.totals)
+    estimate = dp.estimate(models.mean_step, *arguments, world=8, style="zero2", accumulate=2)
+    assert estimate.count("reduce_scatter") == 1, "micro-batches are reduced once"
+    restored = pickle.loads(pickle.dumps(estimate))
+    assert (restored, hash(restored), restored.to_json()) == (estimate, hash(estimate), estimate.to_json())
+    data = json.loads(estimate.to_json())
+    assert data["peak"]["bytes"] == estimate.peak_bytes == max(estimate.memory.totals)
     assert data["num_messages"] == {"reduce_scatter": 1, "all_gather": 1}
     # Parameters with two moments, four counters and the batch; twice, and what a rank holds.
     full = 4 * (3 * (8 * 16 + 16 + 16 * 3 + 3) + 4 + 4 * 8)
-    assert data["check"]["bytes"] == found.check_bytes == 2 * full + found.memory.resident_bytes
-    text = found.explain()
-    assert "zero2 over 8 ranks" in text and f"{found.check_bytes:,}" in text
-    assert f"{found.sent_bytes('all_gather'):,}" in text
+    assert data["check"]["bytes"] == estimate.check_bytes == 2 * full + estimate.memory.resident_bytes
+    text = estimate.explain()
+    assert "zero2 over 8 ranks" in text and f"{estimate.check_bytes:,}" in text
+    assert f"{estimate.sent_bytes('all_gather'):,}" in text
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.rank = 1  # type: ignore[misc]
+        estimate.rank = 1  # type: ignore[misc]
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -19,8 +19,8 @@ def test_bitwise_equal_to_ddp(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(3)
 def test_close_at_three_ranks(ranks: Ranks) -> None:
-    found = dp_cells.run_cell(ranks, Cell("MoE, top 2", "fully_shard", "SGD Nesterov", 3))
-    assert found.startswith(("bitwise", "close")), found
+    result = dp_cells.run_cell(ranks, Cell("MoE, top 2", "fully_shard", "SGD Nesterov", 3))
+    assert result.startswith(("bitwise", "close")), result
 
 
 @pytest.mark.extra("transformers")

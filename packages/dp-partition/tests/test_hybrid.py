@@ -43,7 +43,7 @@ def test_equal_to_replicate(ranks: Ranks) -> None:
     """Ranks start apart: the first rank's values count on all four."""
     mesh = ranks.mesh((2, 2), ("replicate", "shard"))
     flat = ranks.mesh((4,), ("dp",))
-    found = {}
+    by_style = {}
     for style, where in (("replicate", flat), ("hybrid", mesh)):
         model = models.seeded(Scaled, seed=ranks.rank).double().to(ranks.device)
         optim = ADAMW(model.parameters())
@@ -52,10 +52,10 @@ def test_equal_to_replicate(ranks: Ranks) -> None:
         losses = [step(model, optim, models.rows_of(ranks, *models.vectors(generator)))]
         with ranks.delayed():  # what is read before it is there is NaN
             losses += [step(model, optim, models.rows_of(ranks, *models.vectors(generator))) for _ in range(4)]
-        found[style] = losses, model, step
-    losses, model, step = found["hybrid"]
-    torch.testing.assert_close(losses, found["replicate"][0], rtol=1e-12, atol=0)
-    pairs: Any = zip(model.parameters(), found["replicate"][1].parameters(), strict=True)
+        by_style[style] = losses, model, step
+    losses, model, step = by_style["hybrid"]
+    torch.testing.assert_close(losses, by_style["replicate"][0], rtol=1e-12, atol=0)
+    pairs: Any = zip(model.parameters(), by_style["replicate"][1].parameters(), strict=True)
     for one, other in pairs:
         torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-10, atol=1e-14)
     assert step.num_traces == 1
@@ -97,12 +97,12 @@ def test_estimate_for_two_axes() -> None:
     """64 replicas of 2 ranks: what is sent across them is a shard."""
     model = models.mlp()
     settings: dict[str, Any] = {"world": (64, 2), "style": "hybrid", "rank": 127, "reshard_after_forward": False}
-    found = dp.estimate(models.mean_step, model, ADAMW(model.parameters()), torch.ones(4, 8), **settings)
-    assert found.world == 128
+    estimate = dp.estimate(models.mean_step, model, ADAMW(model.parameters()), torch.ones(4, 8), **settings)
+    assert estimate.world == 128
     half = 4 * (8 * 16 + 16 + 4 * 17) // 2
-    sent = [(m.kind, m.ranks, m.sent_bytes) for m in found.messages]
+    sent = [(m.kind, m.ranks, m.sent_bytes) for m in estimate.messages]
     assert sent == [("all_gather", 2, half), ("reduce_scatter", 2, half), ("all_reduce", 64, half)]
-    assert "64 replicas of these ranks" in found.plan.explain()
+    assert "64 replicas of these ranks" in estimate.plan.explain()
 
 
 @pytest.mark.ranks(4)

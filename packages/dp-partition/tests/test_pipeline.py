@@ -34,9 +34,9 @@ def test_right_or_refused(ranks: Ranks, style: str) -> None:
         with models.case(name):
             results[name] = dp_step_table.run_row(ranks, STEP_ROWS[name], style)
     for name, result in results.items():
-        wanted = STEP_ROWS[name].refused or ALSO_REFUSED.get((name, style))
-        if wanted:
-            assert result == f"refused: {wanted}", name
+        code = STEP_ROWS[name].refused or ALSO_REFUSED.get((name, style))
+        if code:
+            assert result == f"refused: {code}", name
         else:
             assert not result.startswith("refused"), (name, result)
     assert len(results) >= 9

@@ -13,8 +13,8 @@ def test_examples() -> None:
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 1
     code = "\n".join(blocks)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:dp_partition", "-c", code], capture_output=True
     )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    assert "0.weight: [32, 8]" in done.stdout.decode()
+    assert process.returncode == 0, process.stderr.decode()[-3000:]
+    assert "0.weight: [32, 8]" in process.stdout.decode()

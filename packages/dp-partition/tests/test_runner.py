@@ -85,8 +85,8 @@ def test_an_error_of_one_rank_in_a_checked_call_reaches_all(ranks: Ranks, captur
         with pytest.raises((IndexError, dp.PlanError)) as caught:
             step(model, optim, x, wrong)
     assert isinstance(caught.value, IndexError) == (ranks.rank == 1)
-    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-    assert "call 2" in told if capture == "always" else "rank-failed" in told or ranks.rank, told
+    text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+    assert "call 2" in text if capture == "always" else "rank-failed" in text or ranks.rank, text
     after = [*model.parameters(), *(s for d in optim.state.values() for s in d.values())]
     if capture == "always":
         assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 16

@@ -29,8 +29,8 @@ def test_gpt_with_adamw(ranks: Ranks) -> None:
 def test_gpt_with_adamw_on_four_ranks(ranks: Ranks) -> None:
     for style in ("default", "fully_shard"):
         step = models.compare_with_one_device(ranks, models.token_step, models.GPT, FUSED, models.tokens, style=style)
-        whole = [p.info.name for p in step.plan.params if p.param == Replicate()]
-        assert whole == (["tokens.weight", "head.weight"] if style == "default" else [])  # 31 rows over 4 ranks
+        replicated = [p.info.name for p in step.plan.params if p.param == Replicate()]
+        assert replicated == (["tokens.weight", "head.weight"] if style == "default" else [])  # 31 rows over 4 ranks
 
 
 @pytest.mark.ranks(2)
@@ -101,8 +101,8 @@ def hyperparameters_stay_live(ranks: Ranks, fused: bool) -> None:
         for schedule in schedules:
             schedule.step()
     assert step.num_traces == 1, "schedules change lr and betas without another trace"
-    held = {id(p) for group in own.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters()}
+    ids = {id(p) for group in own.param_groups for p in group["params"]}
+    assert ids == {id(p) for p in model.parameters()}
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 

@@ -39,7 +39,7 @@ def table() -> str:
 def test_the_readme_shows_what_is_right_and_what_is_refused() -> None:
     text = PAGE.read_text()
     before, rest = text.split(MARKS[0])
-    wanted = before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
+    expected = before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
     if os.environ.get("UPDATE_SUPPORT"):
-        PAGE.write_text(wanted)
-    assert text == wanted or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"
+        PAGE.write_text(expected)
+    assert text == expected or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"

@@ -146,7 +146,7 @@ def _odd_shapes(rank: int, repeats: int) -> list[dict[str, str]]:
         plan = plan_reshard(*layouts)
         local, out = (torch.randn(side.local_shapes(rank)[0]) for side in (plan.src, plan.dst))
         half = shape[0] * shape[1] * 4 // RANKS // 2  # bytes, of a shard
-        kept, rounds = Resharder(plan), Resharder(plan_reshard(*layouts, max_workspace_bytes=half))
+        resharder, rounds = Resharder(plan), Resharder(plan_reshard(*layouts, max_workspace_bytes=half))
         # The exchange of ours, and what has to be copied for it: the columns of each rank, one after the other.
         regions = list(local.split(plan.dst.local_shapes(0)[0][1], 1))
         sent = torch.empty(local.numel())
@@ -166,7 +166,7 @@ def _odd_shapes(rank: int, repeats: int) -> list[dict[str, str]]:
             "raw": exchange,
             "copy": lambda a=places, b=regions: torch._foreach_copy_(a, b),
             "floor": floor,
-            "ours": lambda r=kept, t=local, o=out: r(t, out=o),
+            "ours": lambda r=resharder, t=local, o=out: r(t, out=o),
             "rounds": lambda r=rounds, t=local, o=out: r(t, out=o),
         }
         times = _interleaved(calls, repeats)
@@ -228,8 +228,8 @@ def _reshard_sharded(st: Any, src: int, dst: int, order: list[int], src_order: l
     """What ShardedTensor.reshard does, without changing the tensor, so that it can be timed again."""
     from torch.distributed._shard.sharded_tensor.reshard import reshard_local_shard
 
-    before = _torch_spec(src, src_order or order)
-    return reshard_local_shard(st.local_tensor(), st.size(), before, _torch_spec(dst, order), dist.group.WORLD)
+    src_spec = _torch_spec(src, src_order or order)
+    return reshard_local_shard(st.local_tensor(), st.size(), src_spec, _torch_spec(dst, order), dist.group.WORLD)
 
 
 def _wire_bytes(rank: int, repeats: int) -> list[dict[str, str]]:
@@ -266,7 +266,7 @@ def _peak_memory(rank: int, repeats: int) -> list[dict[str, str]]:
     resharder = Resharder(plan)
     resharder(local, out=out)
     dtensor = DTensor.from_local(local, init_device_mesh("cpu", (RANKS,)), (Shard(0),), run_check=False)
-    found = {
+    peaks = {
         "fresh": _peak(lambda: reshard(local, "4: S(0)", "4: S(1)", shape=(SIDE, SIDE))) / shard,
         "kept": _peak(lambda: resharder(local, out=out)) / shard,
         "bounded": _peak(
@@ -275,11 +275,11 @@ def _peak_memory(rank: int, repeats: int) -> list[dict[str, str]]:
         / shard,
         "dtensor": _peak(lambda: dtensor.redistribute(placements=(Shard(1),))) / shard,
     }
-    peer = f"DTensor {found['dtensor']:.1f} shards"
+    peer = f"DTensor {peaks['dtensor']:.1f} shards"
     return [
-        _row("peak extra memory, fresh, output included", "<= 2.0 shards", f"{found['fresh']:.2f}", peer),
-        _row("peak extra memory, out= and kept workspace", "0", f"{found['kept']:.2f}", peer),
-        _row("peak extra memory, w = 1/4 shard", "<= 1.5 shards", f"{found['bounded']:.2f}", peer),
+        _row("peak extra memory, fresh, output included", "<= 2.0 shards", f"{peaks['fresh']:.2f}", peer),
+        _row("peak extra memory, out= and kept workspace", "0", f"{peaks['kept']:.2f}", peer),
+        _row("peak extra memory, w = 1/4 shard", "<= 1.5 shards", f"{peaks['bounded']:.2f}", peer),
     ]
 
 
@@ -314,13 +314,13 @@ def _many_tensors(rank: int, repeats: int) -> list[dict[str, str]]:
     flat_out = torch.empty_like(flat)
     sharded = [_sharded_tensor(torch.randn(side // RANKS, side), 0, list(range(RANKS))) for _ in range(count)]
     fused, floor = _fused(state)
-    kept = StateDictResharder(state, layout)
-    make = dtensor_maker(kept(state)["layer0"])
+    resharder = StateDictResharder(state, layout)
+    make = dtensor_maker(resharder(state)["layer0"])
     calls = {
         "fused": fused,
         "floor": floor,
         "state": lambda: reshard_state_dict(state, layout),
-        "kept": lambda: kept(state),
+        "kept": lambda: resharder(state),
         "make": lambda: {name: make(torch.empty(side, side // RANKS)) for name in state},
         "raw": lambda: dist.all_to_all_single(flat_out, flat),
         "dtensor": lambda: [t.redistribute(placements=(Shard(1),)) for t in state.values()],
@@ -407,7 +407,7 @@ def _small_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
     out = torch.empty(64, 16)
     host = _host_time(lambda: resharder(local, out=out), resharder)
     fresh = _host_time(lambda: resharder(local), resharder)
-    per_call = {name: 1e6 * statistics.median(found) / 50 for name, found in times.items()}
+    per_call = {name: 1e6 * statistics.median(seconds) / 50 for name, seconds in times.items()}
     listed = ", ".join(f"{name} {spent:.0f} us" for name, spent in per_call.items())
     peer = f"whole call: {listed}"
     measured = f"{host:.0f} us with out=, {fresh:.0f} us into a fresh tensor"
@@ -417,7 +417,7 @@ def _small_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
 def _host_time(call: Callable[[], Any], resharder: Any) -> float:
     """Microseconds of a call whose collective does nothing."""
     mover = resharder._mover
-    collective, mover._collective = mover._collective, lambda *given: None
+    collective, mover._collective = mover._collective, lambda *args: None
     best = []
     for _ in range(20):
         begin = time.perf_counter()

@@ -37,10 +37,10 @@ def on_ranks(part: Callable[[int], list[dict[str, Any]]], ranks: int, repeats: i
         ]
         for worker in workers:
             worker.start()
-        found: list[dict[str, Any]] = results.get()
+        rows: list[dict[str, Any]] = results.get()
         for worker in workers:
             worker.join()
-    return found
+    return rows
 
 
 def _rank(rank: int, ranks: int, folder: str, part: Any, repeats: int, results: Any) -> None:
@@ -48,9 +48,9 @@ def _rank(rank: int, ranks: int, folder: str, part: Any, repeats: int, results: 
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", ranks)  # type: ignore[attr-defined]  # public, though not declared so
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = part(repeats)
+    rows = part(repeats)
     if rank == 0:
-        results.put(found)
+        results.put(rows)
     dist.barrier()
     dist.destroy_process_group()
 

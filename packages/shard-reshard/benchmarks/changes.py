@@ -28,11 +28,11 @@ def _part(repeats: int) -> list[dict[str, Any]]:
     sent = [0]
     exchange = dist.all_to_all_single
 
-    def counted(output: Any, given: Any, output_splits: Any = None, splits: Any = None, **options: Any) -> Any:
-        splits = splits or [given.shape[0] // RANKS] * RANKS
-        each = given[0].numel() * given.element_size() if len(given) else 0
+    def counted(output: Any, source: Any, output_splits: Any = None, splits: Any = None, **options: Any) -> Any:
+        splits = splits or [source.shape[0] // RANKS] * RANKS
+        each = source[0].numel() * source.element_size() if len(source) else 0
         sent[0] += sum(size for peer, size in enumerate(splits) if peer != rank) * each
-        return exchange(output, given, output_splits, splits if output_splits else None, **options)
+        return exchange(output, source, output_splits, splits if output_splits else None, **options)
 
     dist.all_to_all_single = counted
     for dtype, shape in SIDES.items():

@@ -78,21 +78,21 @@ def _files(count: int) -> str:
     from broken_files import broken_files, check_one
     from hypothesis import HealthCheck, given, settings
 
-    found = {True: 0, False: 0}
+    counts = {True: 0, False: 0}
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
 
         @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(broken_files())
         def check(data: bytes) -> None:
-            found[check_one(data, Path(folder) / "f")] += 1
+            counts[check_one(data, Path(folder) / "f")] += 1
 
         check()
     about = (
-        f"broken safetensors files: {found[False]} refused with `invalid-file`, {found[True]} accepted, "
+        f"broken safetensors files: {counts[False]} refused with `invalid-file`, {counts[True]} accepted, "
         "in which the format's own library finds the same tensors; nothing else happened"
     )
-    return f"| {about} | {sum(found.values())} | {time.perf_counter() - begin:.0f} |"
+    return f"| {about} | {sum(counts.values())} | {time.perf_counter() - begin:.0f} |"
 
 
 if __name__ == "__main__":

@@ -81,14 +81,14 @@ class Result(NamedTuple):
 
 def model() -> list[Tensor]:
     """A Llama in bfloat16."""
-    found = [Tensor("embed", (VOCAB, HIDDEN), 0, 0), Tensor("head", (VOCAB, HIDDEN), 0, LAYERS - 1)]
+    tensors = [Tensor("embed", (VOCAB, HIDDEN), 0, 0), Tensor("head", (VOCAB, HIDDEN), 0, LAYERS - 1)]
     for layer in range(LAYERS):
         shapes = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "norm1": None, "norm2": None}
         for name, dim in shapes.items():
             rows, columns = (INNER if name in ("gate", "up") else HIDDEN), (INNER if name == "down" else HIDDEN)
             shape = (HIDDEN,) if dim is None else (rows, columns)
-            found.append(Tensor(f"layers.{layer}.{name}", shape, dim, layer))
-    return found
+            tensors.append(Tensor(f"layers.{layer}.{name}", shape, dim, layer))
+    return tensors
 
 
 def topologies() -> Iterator[Topology]:
@@ -164,15 +164,15 @@ def megatron(topology: Topology) -> Result:
                     else:
                         targets[rank].append(meta)
     begin = time.perf_counter()
-    found = []
+    transfers = []
     for rank, metas in enumerate(targets):  # as build_centralized_reshard_plan does
         for meta in metas:
             source = utils.select_src_metadata_balanced(sources[meta.resolved_name], meta, rank)
             for sender, _, part in planner._determine_source_ranks_for_dst_param(meta.name, source, meta, rank):
-                found.append((sender, rank, part, meta))
+                transfers.append((sender, rank, part, meta))
     seconds = time.perf_counter() - begin
     moves = []
-    for sender, rank, part, meta in found:
+    for sender, rank, part, meta in transfers:
         size = 2
         for extent, cut in zip(meta.shape, part, strict=True):
             size *= len(range(*cut.indices(extent)))
@@ -187,7 +187,7 @@ def awex(topology: Topology) -> Result:
     from awex.transfer.transfer_plan import TransferPlanBuilder
 
     def meta(tensor: Tensor, replicas: list[list[int]], first: int, world: int) -> Any:
-        made = []
+        metas = []
         for replica in replicas:
             shards = []
             cut = tensor.dim is not None
@@ -203,10 +203,10 @@ def awex(topology: Topology) -> Result:
                     )
                 )  # fmt: skip
             # What every rank has is a replica on each.
-            made += [ParameterReplicaMeta(shards)] if cut else [ParameterReplicaMeta([shard]) for shard in shards]
-        every = [shard for replica in made for shard in replica.shards]
+            metas += [ParameterReplicaMeta(shards)] if cut else [ParameterReplicaMeta([shard]) for shard in shards]
+        every = [shard for replica in metas for shard in replica.shards]
         return ParameterMeta(
-            tensor.name, int(torch.Size(tensor.shape).numel()), tensor.shape, torch.bfloat16, every, made
+            tensor.name, int(torch.Size(tensor.shape).numel()), tensor.shape, torch.bfloat16, every, metas
         )
 
     train = topology.world - topology.num_dst

@@ -77,7 +77,7 @@ def check_one(data: bytes, path: Path) -> bool:
     assert all(0 <= e.begin <= e.end <= len(data) for e in table.entries.values())
     if any(entry.dtype not in DTYPES for entry in table.entries.values()):
         return True  # the library knows no such dtype either; ours says so when the tensor is asked for
-    found = deserialize(data)  # type: ignore[no-untyped-call]  # the library leaves it untyped
-    theirs = {name: (tuple(about["shape"]), bytes(about["data"])) for name, about in found}
+    entries = deserialize(data)  # type: ignore[no-untyped-call]  # the library leaves it untyped
+    theirs = {name: (tuple(about["shape"]), bytes(about["data"])) for name, about in entries}
     assert theirs == {name: (e.shape, data[e.begin : e.end]) for name, e in table.entries.items()}
     return True

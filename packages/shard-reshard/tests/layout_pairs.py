@@ -68,18 +68,18 @@ def _free_boxes(rng: random.Random, shape: tuple[int, ...], world_size: int) -> 
             right = (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :])
             moved = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
             boxes[at : at + 1] = [(offsets, left), (moved, right)]
-    held: dict[int, list[Box]] = {}
+    by_rank: dict[int, list[Box]] = {}
     for offsets, sizes in boxes:
         for rank in rng.sample(range(world_size), min(world_size, rng.choice([1, 1, 1, 2]))):
-            held.setdefault(rank, []).append(Box(offsets, sizes))
-    return BoxShardMap(shape, held)
+            by_rank.setdefault(rank, []).append(Box(offsets, sizes))
+    return BoxShardMap(shape, by_rank)
 
 
 def local_tensors(layout: ShardMap, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
     """What `rank` holds of `full`, cut with plain indexing."""
     if isinstance(layout, FusedShardMap):
-        held = layout.boxes.get(rank)
-        return [] if held is None else [torch.cat([full[box.slices()] for box in held], layout.dim)]
+        boxes = layout.boxes.get(rank)
+        return [] if boxes is None else [torch.cat([full[box.slices()] for box in boxes], layout.dim)]
     if isinstance(layout, BoxShardMap):
         return [full[box.slices()].clone() for box in layout.boxes.get(rank, ())]
     assert isinstance(layout, MeshShardMap)

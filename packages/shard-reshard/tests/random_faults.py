@@ -98,20 +98,20 @@ FAULTS: dict[str, Callable[[dict[str, Any], Fault], None]] = {
 }
 
 
-def _one_shot(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
+def _one_shot(state: dict[str, Any], out: Any, size: int, fault: Fault, cache: dict[str, Any], step: int) -> Any:
     return reshard_state_dict(state, out=out, **_layouts(size), atomic=fault.atomic)
 
 
-def _kept(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
-    if "resharder" not in kept:
-        kept["resharder"] = StateDictResharder(state, out=out, **_layouts(size))
-    return kept["resharder"](state, out=out, atomic=fault.atomic)
+def _kept(state: dict[str, Any], out: Any, size: int, fault: Fault, cache: dict[str, Any], step: int) -> Any:
+    if "resharder" not in cache:
+        cache["resharder"] = StateDictResharder(state, out=out, **_layouts(size))
+    return cache["resharder"](state, out=out, atomic=fault.atomic)
 
 
-def _changed(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
-    if "changed" not in kept:
-        kept["changed"] = StateDictResharder(state, out=out, **_layouts(size), changed_only=True)
-    return kept["changed"](state, out=out, atomic=fault.atomic)
+def _changed(state: dict[str, Any], out: Any, size: int, fault: Fault, cache: dict[str, Any], step: int) -> Any:
+    if "changed" not in cache:
+        cache["changed"] = StateDictResharder(state, out=out, **_layouts(size), changed_only=True)
+    return cache["changed"](state, out=out, atomic=fault.atomic)
 
 
 def _layouts(size: int) -> dict[str, Any]:
@@ -120,9 +120,9 @@ def _layouts(size: int) -> dict[str, Any]:
     return {"dst_layouts": f"{size}: S(-1)", "src_layouts": sources, "shapes": shapes}
 
 
-def _from_files(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
+def _from_files(state: dict[str, Any], out: Any, size: int, fault: Fault, cache: dict[str, Any], step: int) -> Any:
     """Each rank writes its rows, odd ones among them, and all load; the files of a call are its own."""
-    folder = Path(kept["folder"])
+    folder = Path(cache["folder"])
     mine = folder / f"{size}-{step}-{dist.get_rank()}.safetensors"
     write(mine.with_suffix(".part"), {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
     os.replace(mine.with_suffix(".part"), mine)
@@ -130,9 +130,9 @@ def _from_files(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: 
     waiting = time.monotonic() + 10  # any rank reads any header
     while time.monotonic() < waiting and not all(map(Path.exists, files)):
         time.sleep(0.01)
-    given = _layouts(size)
+    layouts = _layouts(size)
     return load_safetensors(
-        files, given["dst_layouts"], stored_as=given["src_layouts"], shapes=given["shapes"], out=out,
+        files, layouts["dst_layouts"], stored_as=layouts["src_layouts"], shapes=layouts["shapes"], out=out,
         atomic=fault.atomic, bucket_bytes=4096,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def _columns(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return rows(full.movedim(-1, 0), rank, size).movedim(0, -1)
 
 
-def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, kept: dict[str, Any], odd: bool) -> str:
+def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, cache: dict[str, Any], odd: bool) -> str:
     """One call; returns how it went on this rank."""
     full = full_values(step)
     state: dict[str, Any] = {name: rows(value, rank, size) for name, value in full.items()}
@@ -157,14 +157,14 @@ def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, kep
     try:
         if odd:
             FAULTS[fault.what](state, fault)
-        CALLERS[fault.how](state, out, size, fault, kept, step)
+        CALLERS[fault.how](state, out, size, fault, cache, step)
     except KeyboardInterrupt:
         return "stayed away"
     except (PlanError, RuntimeError) as error:
-        kept["e"] = error
+        cache["e"] = error
         changed = any(not torch.equal(out[name], value) for name, value in before.items())
-        whole = fault.atomic or isinstance(error, PlanError)  # what ranks refuse they refuse before anything moves
-        if whole and changed:
+        atomic = fault.atomic or isinstance(error, PlanError)  # what ranks refuse they refuse before anything moves
+        if atomic and changed:
             return f"wrong: an error after which out is another: {error}"
         return "refused" if isinstance(error, PlanError) else "failed"
     finally:
@@ -176,7 +176,7 @@ def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, kep
     return "right"
 
 
-def _rank(rank: int, folder: str, seed: int, said: Any) -> None:
+def _rank(rank: int, folder: str, seed: int, queue: Any) -> None:
     outcome = "dead"
     try:
         torch.set_num_threads(1)
@@ -184,32 +184,32 @@ def _rank(rank: int, folder: str, seed: int, said: Any) -> None:
         _join(f"{folder}/first", rank, RANKS)
         dist.barrier()  # a rank that dies while others still connect is none of this package's
         out: dict[str, Any] = {name: _columns(v, rank, RANKS) * 0 for name, v in full_values(0).items()}
-        kept: dict[str, Any] = {"folder": folder}
+        cache: dict[str, Any] = {"folder": folder}
         outcome = "right"
         for step in range(CALLS):
-            outcome = _run(rank, RANKS, step, out, fault, kept, step == fault.call and rank == fault.rank)
+            outcome = _run(rank, RANKS, step, out, fault, cache, step == fault.call and rank == fault.rank)
             if outcome != "right":
                 break
         dies = fault.what in ("dies", "dies at once")
         if not outcome.startswith("wrong") and (outcome != "right" or dies):
             # Whoever is left makes a group of its own: nothing that was kept of the old one may be of harm.
-            left = [r for r in range(RANKS) if r != fault.rank] if dies else list(range(RANKS))
-            if rank in left:
+            survivors = [r for r in range(RANKS) if r != fault.rank] if dies else list(range(RANKS))
+            if rank in survivors:
                 dist.destroy_process_group()
-                _join(f"{folder}/second", left.index(rank), len(left))
-                me, size = left.index(rank), len(left)
+                _join(f"{folder}/second", survivors.index(rank), len(survivors))
+                me, size = survivors.index(rank), len(survivors)
                 out = {name: _columns(v, me, size) * 0 for name, v in full_values(0).items()}
                 for step in (10, 11, 12):
-                    again = _run(
-                        me, size, step, out, fault, kept := {"folder": folder} | (kept if step > 10 else {}), False
+                    retry = _run(
+                        me, size, step, out, fault, cache := {"folder": folder} | (cache if step > 10 else {}), False
                     )
-                    kept.pop("resharder", None) if step == 10 and again != "right" else None
-                    if again != "right":
-                        outcome = f"wrong: the second try: {again} {kept.get(chr(101))}"
+                    cache.pop("resharder", None) if step == 10 and retry != "right" else None
+                    if retry != "right":
+                        outcome = f"wrong: the second try: {retry} {cache.get(chr(101))}"
     except BaseException as error:
         outcome = f"wrong: {type(error).__name__}: {str(error)[:300]}"
     finally:
-        said.put((rank, outcome))
+        queue.put((rank, outcome))
         os._exit(0)
 
 
@@ -225,8 +225,8 @@ def check_faults(count: int, seed: int) -> Counter[str]:
     for number in range(seed, seed + count):
         fault = Fault(number)
         with tempfile.TemporaryDirectory() as folder:
-            said = context.SimpleQueue()
-            workers = [context.Process(target=_rank, args=(rank, folder, number, said)) for rank in range(RANKS)]
+            queue = context.SimpleQueue()
+            workers = [context.Process(target=_rank, args=(rank, folder, number, queue)) for rank in range(RANKS)]
             for worker in workers:
                 worker.start()
             end = time.monotonic() + 8 * TIMEOUT
@@ -236,8 +236,8 @@ def check_faults(count: int, seed: int) -> Counter[str]:
             for worker in workers:
                 worker.kill()
             outcomes: dict[int, str] = {}
-            while not said.empty():
-                rank, outcome = said.get()
+            while not queue.empty():
+                rank, outcome = queue.get()
                 outcomes[rank] = outcome
         assert not hung, f"seed {number}, {fault}: ranks {hung} hang; {outcomes}"
         wrong = {rank: outcome for rank, outcome in outcomes.items() if outcome.startswith("wrong")}
@@ -264,14 +264,14 @@ def _save(rank: int, folder: str, victim: int, delay: float, large: bool) -> Non
     if rank == victim:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, wherever it is
         signal.setitimer(signal.ITIMER_REAL, delay)
-    said = "saved"
+    outcome = "saved"
     try:
         sizes: dict[str, Any] = {"max_file_bytes": 1 << 33 if large else 9 << 20, "bucket_bytes": 4 << 20}
         shapes = dict.fromkeys(state, full.shape)
         save_safetensors(state, f"{folder}/checkpoint", src_layouts=layouts, shapes=shapes, **sizes)
     except (PlanError, RuntimeError):
-        said = "raised"
-    Path(f"{folder}/rank{rank}").write_text(said)
+        outcome = "raised"
+    Path(f"{folder}/rank{rank}").write_text(outcome)
     os._exit(0)
 
 
@@ -291,20 +291,20 @@ def check_saves(count: int, seed: int) -> Counter[str]:
                 worker.join(20 * TIMEOUT)
                 assert not worker.is_alive(), (victim, delay)
             counts["saves"] += 1
-            left = Path(f"{folder}/rank{1 - victim}").read_text()
-            counts[left] += 1
+            outcome = Path(f"{folder}/rank{1 - victim}").read_text()
+            counts[outcome] += 1
             counts["killed"] += not Path(f"{folder}/rank{victim}").exists()
             files = sorted(Path(f"{folder}/checkpoint").glob("*.safetensors"))
             index = Path(f"{folder}/checkpoint/model.safetensors.index.json")
             named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
-            found = {name: value for path in files for name, value in load_file(path).items()}
-            for name, value in found.items():
+            tensors = {name: value for path in files for name, value in load_file(path).items()}
+            for name, value in tensors.items():
                 assert torch.equal(value, torch.arange(float(1 << 20)).view(1024, 1024) + int(name[1:]))
-            if len(found) == 8:
+            if len(tensors) == 8:
                 assert large or named == {path.name for path in files}
                 counts["whole"] += 1
             else:  # none, or an index that names others
-                assert left == "raised"
+                assert outcome == "raised"
                 assert not files or named > {path.name for path in files}
                 counts["none"] += 1
     return counts

@@ -90,11 +90,11 @@ def _check(rng: random.Random, cases: list[_Case], world_size: int, counts: Coun
         for case in cases:
             number = len(case.plan.dst.local_shapes(rank))
             if not case.pending:
-                wanted = _held(case.plan.dst, rank, case.wanted)
-                assert len(wanted) == number
-                for found, reference in zip(outs[rank][at : at + number], wanted, strict=True):
-                    assert _same(found, reference), (case.plan, rank)
-                    counts.elements += found.numel()
+                expected = _held(case.plan.dst, rank, case.wanted)
+                assert len(expected) == number
+                for actual, reference in zip(outs[rank][at : at + number], expected, strict=True):
+                    assert _same(actual, reference), (case.plan, rank)
+                    counts.elements += actual.numel()
             at += number
         for inside, frame in frames[rank]:
             counts.guards += _check_guard(inside, frame)
@@ -107,18 +107,18 @@ def _check_pending(cases: list[_Case], outs: list[list[torch.Tensor]], counts: C
     for case in cases:
         numbers = [len(case.plan.dst.local_shapes(rank)) for rank in range(len(outs))]
         for ranks in case.pending:
-            (wanted,) = _held(case.plan.dst, ranks[0], case.wanted)
+            (expected,) = _held(case.plan.dst, ranks[0], case.wanted)
             total = sum((outs[rank][at[rank]] for rank in ranks[1:]), outs[ranks[0]][at[ranks[0]]].clone())
-            assert _same(total, wanted), (case.plan, ranks)
-            counts.elements += wanted.numel()
+            assert _same(total, expected), (case.plan, ranks)
+            counts.elements += expected.numel()
         at = [a + b for a, b in zip(at, numbers, strict=True)]
 
 
-def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Byte for byte."""
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    return torch.equal(_bytes(found), _bytes(wanted))
+    return torch.equal(_bytes(actual), _bytes(expected))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,8 +211,8 @@ def _partial_case(
     plan = make_plan(src, dst, dtype, out_dtype, _roomy(limit, world_size))
     sources = []
     for rank in range(world_size):
-        held = _held(src, rank, addends[coordinates[rank]]) if rank in coordinates else []
-        sources.append(_viewed(rng, held, counts))
+        shards = _held(src, rank, addends[coordinates[rank]]) if rank in coordinates else []
+        sources.append(_viewed(rng, shards, counts))
     return _Case(plan, sources, value.to(kind).to(torch_dtype(out_dtype)), [])
 
 

@@ -39,9 +39,9 @@ def check_pairs(count: int, seed: int) -> Counts:
             _count_rounds(plan, limit, world_size, counts)
         assert plan.wire_bytes == plan.lower_bound, (src, dst)
         if rng.random() < 0.1:
-            again = pickle.loads(pickle.dumps(plan))
-            assert again == plan
-            assert again.to_json() == plan.to_json()
+            unpickled = pickle.loads(pickle.dumps(plan))
+            assert unpickled == plan
+            assert unpickled.to_json() == plan.to_json()
     return counts
 
 
@@ -50,9 +50,9 @@ def _compared(plan: ReshardPlan, full: torch.Tensor, world_size: int) -> int:
     moved = simulate(plan, [local_tensors(plan.src, rank, full) for rank in range(world_size)])
     compared = 0
     for rank in range(world_size):
-        found, wanted = as_listed(moved[rank]), local_tensors(plan.dst, rank, full)
-        assert len(found) == len(wanted)
-        for tensor, reference in zip(found, wanted, strict=True):
+        actual, expected = as_listed(moved[rank]), local_tensors(plan.dst, rank, full)
+        assert len(actual) == len(expected)
+        for tensor, reference in zip(actual, expected, strict=True):
             assert torch.equal(tensor, reference), (plan.src, plan.dst, rank)
             compared += tensor.numel()
     return compared

@@ -34,8 +34,8 @@ def test_backward_is_the_transposed_plan_and_so_is_its_backward(ranks: Ranks) ->
         with ranks.delayed():
             moved = reshard(local, src, dst, **args)
             (grad,) = torch.autograd.grad((moved * weight).sum(), local, create_graph=True)
-            wanted = _transposed(ranks, plan, weight.detach())
-            assert torch.equal(grad.detach(), torch.zeros_like(local) if wanted is None else wanted), (src, dst)
+            expected = _transposed(ranks, plan, weight.detach())
+            assert torch.equal(grad.detach(), torch.zeros_like(local) if expected is None else expected), (src, dst)
             # d/dweight of <grad, v> is the way forth again.
             v = torch.randn_like(local)
             (second,) = torch.autograd.grad((grad * v).sum(), weight)
@@ -74,22 +74,22 @@ def test_handles_with_gradients_waited_for_out_of_order(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_gradcheck_over_both_ranks(ranks: Ranks) -> None:
     # The input is whole on both ranks and the loss is the sum over ranks, so each rank sees the same function.
-    def function(whole: torch.Tensor) -> torch.Tensor:
-        moved = reshard(whole.chunk(2)[ranks.rank], "2: S(0)", "2: S(1)", shape=SHAPE)
-        back = reshard(moved * moved, "2: S(1)", "2: R", shape=SHAPE)
-        half: torch.Tensor = back / 2
+    def function(full: torch.Tensor) -> torch.Tensor:
+        moved = reshard(full.chunk(2)[ranks.rank], "2: S(0)", "2: S(1)", shape=SHAPE)
+        replica = reshard(moved * moved, "2: S(1)", "2: R", shape=SHAPE)
+        half: torch.Tensor = replica / 2
         return half  # each rank's replica contributes half of the gradient of the sum
 
-    whole = torch.arange(24.0, dtype=torch.float64).view(SHAPE).cos().requires_grad_()
+    full = torch.arange(24.0, dtype=torch.float64).view(SHAPE).cos().requires_grad_()
     # One rank's gradient has its own rows only; summing over ranks gives all, which finite differences see too.
-    (grad,) = torch.autograd.grad(function(whole).sum(), whole)
+    (grad,) = torch.autograd.grad(function(full).sum(), full)
     total = torch.stack(ranks.gather(grad)).sum(0)
     eps = 1e-6
     for at in range(0, 24, 5):
         bump = torch.zeros(24, dtype=torch.float64)
         bump[at] = eps
         with torch.no_grad():
-            high, low = function(whole + bump.view(SHAPE)).sum(), function(whole - bump.view(SHAPE)).sum()
+            high, low = function(full + bump.view(SHAPE)).sum(), function(full - bump.view(SHAPE)).sum()
         numeric = sum(ranks.gather(float((high - low) / (2 * eps))))
         assert abs(numeric - float(total.flatten()[at])) < 1e-6  # central differences in float64
 

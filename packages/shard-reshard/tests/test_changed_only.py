@@ -80,15 +80,15 @@ class World:
             self.given(), f"{self.size}: S(-1)", src_layouts=sources, shapes=SHAPES, changed_only=True, **self.options
         )
 
-    def call(self, how: str = "out", **given: Any) -> int:
+    def call(self, how: str = "out", **options: Any) -> int:
         """Sync, compare bit for bit, and return the bytes that this rank sent."""
         with self.ranks.record() as log:
-            moved = self.sync(self.given(), out=self.out if how != "fresh" else None, atomic=how == "atomic", **given)
+            moved = self.sync(self.given(), out=self.out if how != "fresh" else None, atomic=how == "atomic", **options)
         compared = 0
         for name, value in self.full.items():
-            wanted = _columns(value, self.ranks.rank, self.size)
-            assert torch.equal(_bits(moved[name]), _bits(wanted)), name
-            compared += wanted.numel()
+            expected = _columns(value, self.ranks.rank, self.size)
+            assert torch.equal(_bits(moved[name]), _bits(expected)), name
+            compared += expected.numel()
         assert compared >= sum(value.numel() for value in self.full.values()) // self.size // 2
         return sum(sum(event.bytes_sent) for event in log.events if event.op == "all_to_all")
 
@@ -98,19 +98,19 @@ class World:
 def test_changes_are_exact(ranks: Ranks, bucket: int) -> None:
     world, rng = World(ranks, bucket_bytes=bucket), random.Random(3)
     full = world.call()
-    seen: dict[str, int] = {}
+    most_sent: dict[str, int] = {}
     for _ in range(60):
         how = _change(world.full, rng)
         if rng.random() < 0.3:  # what receivers do with their tensors makes no difference
             for name in SHAPES:
                 world.out[name].zero_()
         sent = world.call(rng.choice(["out", "atomic", "fresh"]))
-        seen[how] = max(seen.get(how, 0), sent)
+        most_sent[how] = max(most_sent.get(how, 0), sent)
         headers = 24 * ranks.world_size * len(world.sync._here.movers) * 4
         assert sent <= full + headers, how
         assert how != "nothing" or sent <= headers
-    assert len(seen) == 7
-    assert seen["an element"] < full // 2 < seen["everything"] or bucket < 2**20
+    assert len(most_sent) == 7
+    assert most_sent["an element"] < full // 2 < most_sent["everything"] or bucket < 2**20
 
 
 @pytest.mark.ranks(2)
@@ -161,13 +161,13 @@ def test_a_call_that_failed_is_followed_by_everything(ranks: Ranks) -> None:
     full = world.call()
     for fault in ("sources", "values"):
         world.full["a"] += 1
-        given = world.given()
+        state = world.given()
         if fault == "sources" and ranks.rank:
-            given["a"] = given["a"].double()
+            state["a"] = state["a"].double()
         if fault == "values" and ranks.rank:
-            given["strange"] = torch.ones(2)
+            state["strange"] = torch.ones(2)
         with pytest.raises(PlanError):
-            world.sync(given, out=world.out)
+            world.sync(state, out=world.out)
         assert world.call() >= full
         world.full["a"][0, 0] += 1
         assert max(ranks.gather(world.call())) < full // 2
@@ -196,17 +196,17 @@ def test_a_problem_of_one_rank_at_a_later_call_is_raised_by_all(ranks: Ranks, ki
         how = [*ODD, "nothing", "overlap"][number % 9]
         culprit, atomic = number // 9 % 2, number % 3 > 0
         world.full["a"] += 1
-        given, before = world.given(), {name: world.out[name].clone() for name in SHAPES}
+        state, before = world.given(), {name: world.out[name].clone() for name in SHAPES}
         out: dict[str, Any] = dict(world.out)
         if ranks.rank == culprit:
             if how in ODD:
-                given = ODD[how](given)
+                state = ODD[how](state)
             elif how == "overlap":
                 out["a"] = torch.zeros(1).expand(out["a"].shape)
         if how != "nothing":
-            with pytest.raises(PlanError) as found:
-                world.sync(given, out=out, atomic=atomic)
-            assert len(set(ranks.gather(str(found.value)))) == 1
+            with pytest.raises(PlanError) as caught:
+                world.sync(state, out=out, atomic=atomic)
+            assert len(set(ranks.gather(str(caught.value)))) == 1
             assert all(torch.equal(before[n], world.out[n]) for n in before)
         world.call("atomic" if atomic else "out")
 
@@ -217,15 +217,15 @@ def test_ranks_that_call_two_resharders_raise(ranks: Ranks) -> None:
     full = torch.arange(64.0).view(8, 8)
     layouts: dict[str, Any] = {"src_layouts": {"w": "2: S(0)"}, "shapes": {"w": (8, 8)}}
     for changed_only in (True, False):
-        given = {"w": full.chunk(2)[ranks.rank].clone()}
+        state = {"w": full.chunk(2)[ranks.rank].clone()}
         one, other = (
-            StateDictResharder(given, to, changed_only=changed_only, **layouts)
+            StateDictResharder(state, to, changed_only=changed_only, **layouts)
             for to in ("2: S(1)", "2: B(1,2,cyclic)")
         )
-        one(given), other(given)
+        one(state), other(state)
         with pytest.raises(PlanError, match="ranks-disagree"):
-            (other if ranks.rank else one)(given)
-        assert torch.equal(one(given)["w"], full.chunk(2, 1)[ranks.rank])
+            (other if ranks.rank else one)(state)
+        assert torch.equal(one(state)["w"], full.chunk(2, 1)[ranks.rank])
 
 
 @pytest.mark.ranks(2)
@@ -237,11 +237,11 @@ def test_strides_may_change_from_call_to_call(ranks: Ranks) -> None:
     sync = StateDictResharder({"w": full.chunk(2)[ranks.rank].clone()}, "2: S(1)", changed_only=True, **layouts)
     for number in range(40):
         full[number, ::5] += 1
-        given = full.chunk(2)[ranks.rank].clone()
-        given = given.t().contiguous().t() if rng.random() < 0.5 else given
+        local = full.chunk(2)[ranks.rank].clone()
+        local = local.t().contiguous().t() if rng.random() < 0.5 else local
         out = torch.zeros(64, 24) if rng.random() < 0.5 else torch.zeros(64, 30)[:, :24]
         out = torch.zeros(24, 64).t() if rng.random() < 0.3 else out
-        moved = sync({"w": given}, out={"w": out}, atomic=rng.random() < 0.3)["w"]
+        moved = sync({"w": local}, out={"w": out}, atomic=rng.random() < 0.3)["w"]
         assert torch.equal(moved, full.chunk(2, 1)[ranks.rank])
         compared += moved.numel()
     assert compared == 40 * 64 * 24

@@ -29,9 +29,9 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_problems_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--shape", "8,8", "--src", "4: S(5)", "--dst", "4: S(7)"]) == 1
-    said = capsys.readouterr().err
-    assert "src" in said
-    assert "dst" in said
+    message = capsys.readouterr().err
+    assert "src" in message
+    assert "dst" in message
     assert main(["explain", "--shape", "eight", "--src", "4: S(0)", "--dst", "4: R"]) == 2
     with pytest.raises(SystemExit) as caught:
         main(["explain"])

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 def _places(tensor: torch.Tensor) -> set[int]:
     """The addresses of a tensor's bytes, one by one."""
-    found = {tensor.data_ptr()} if tensor.numel() else set()
+    addresses = {tensor.data_ptr()} if tensor.numel() else set()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        found = {place + at * stride * tensor.element_size() for place in found for at in range(size)}
-    return {place + byte for place in found for byte in range(tensor.element_size())}
+        addresses = {place + at * stride * tensor.element_size() for place in addresses for at in range(size)}
+    return {place + byte for place in addresses for byte in range(tensor.element_size())}
 
 
 def _view(rng: random.Random, memory: torch.Tensor) -> torch.Tensor:
@@ -48,10 +48,10 @@ def test_shared_bytes_are_those_that_counting_finds() -> None:
             counted = len(_places(view)) < view.numel() * view.element_size()
             assert overlaps_itself(view) is counted
             inside += counted
-        wanted = [(a, b) for a, b in ((0, 1), (0, 2), (1, 2)) if _places(views[a]) & _places(views[b])]
-        assert sharing(views) == wanted
-        assert sharing(views[:1], views[1:]) == [pair for pair in wanted if pair[0] == 0]
-        common += len(wanted)
+        expected = [(a, b) for a, b in ((0, 1), (0, 2), (1, 2)) if _places(views[a]) & _places(views[b])]
+        assert sharing(views) == expected
+        assert sharing(views[:1], views[1:]) == [pair for pair in expected if pair[0] == 0]
+        common += len(expected)
     assert min(inside, common) > 100
 
 
@@ -87,11 +87,11 @@ def _attempt(ranks: Ranks, code: str, state: Mapping[str, Any], layouts: Any, ou
     assert len(set(ranks.gather(str(caught.value)))) == 1
     assert list(out) == list(before)
     for name, value in before.items():
-        kept = out[name]
+        current = out[name]
         assert (
-            value is kept or value.is_meta or torch.equal(value, kept)
+            value is current or value.is_meta or torch.equal(value, current)
             if isinstance(value, torch.Tensor)
-            else kept == value
+            else current == value
         )
 
 

@@ -26,17 +26,17 @@ def test_random_pairs(ranks: Ranks) -> None:
         full = torch.arange(float(max(1, torch.Size(shape).numel())), device=ranks.device)[: torch.Size(shape).numel()]
         full = full.view(shape)
         local = local_tensors(src, ranks.rank, full)
-        given = None if not local else local[0] if len(local) == 1 else local
+        source = None if not local else local[0] if len(local) == 1 else local
         if number % 3 == 0:
             with ranks.delayed():
-                moved = reshard(given, src, dst, max_workspace_bytes=limit)
+                moved = reshard(source, src, dst, max_workspace_bytes=limit)
         else:
-            moved = reshard(given, src, dst, max_workspace_bytes=limit, dtype=torch.float32)
-        wanted = local_tensors(dst, ranks.rank, full)
-        assert len(as_listed(moved)) == len(wanted)
-        for found, reference in zip(as_listed(moved), wanted, strict=True):
-            assert torch.equal(found, reference), (src, dst)
-            compared += found.numel()
+            moved = reshard(source, src, dst, max_workspace_bytes=limit, dtype=torch.float32)
+        expected = local_tensors(dst, ranks.rank, full)
+        assert len(as_listed(moved)) == len(expected)
+        for actual, reference in zip(as_listed(moved), expected, strict=True):
+            assert torch.equal(actual, reference), (src, dst)
+            compared += actual.numel()
     assert sum(ranks.gather(compared)) > NUM_PAIRS * 10
 
 
@@ -57,8 +57,8 @@ def test_bytes_on_the_wire_are_the_lower_bound(ranks: Ranks) -> None:
     for src, dst in cases:
         plan = plan_reshard((32, 24), torch.float32, src, dst)
         resharder = Resharder(plan)
-        held = [full.clone()] if "P" in src else local_tensors(plan.src, ranks.rank, full)
-        local = held[0] if held else None
+        shards = [full.clone()] if "P" in src else local_tensors(plan.src, ranks.rank, full)
+        local = shards[0] if shards else None
         resharder(local)
         with ranks.record() as log:
             resharder(local)
@@ -99,10 +99,10 @@ def test_bounded_rounds_stay_within_their_buffers(ranks: Ranks) -> None:
         assert len(log.events) > 1
         assert all(event.op == "all_to_all" for event in log.events)
         assert max(sum(event.bytes_sent) for event in log.events) <= limit // 4
-        kept = resharder._mover.exchange.workspace
-        assert kept
+        buffers = resharder._mover.exchange.workspace
+        assert buffers
         assert (
-            sum(buffer.numel() for buffer in kept.values()) <= limit + 4 * 16
+            sum(buffer.numel() for buffer in buffers.values()) <= limit + 4 * 16
         )  # four buffers, each rounded up to its alignment
 
 
@@ -151,13 +151,13 @@ def test_peak_memory_as_measured(ranks: Ranks) -> None:
         plan = plan_reshard(shape, torch.float32, src, dst)
         local, out = (torch.randn(side.local_shapes(ranks.rank)[0]) for side in (plan.src, plan.dst))
         shard = local.numel() * 4
-        kept = Resharder(plan)
+        resharder = Resharder(plan)
         reshard(local, src, dst, shape=shape)
-        kept(local, out=out)
+        resharder(local, out=out)
         fresh = peak(lambda a=local, b=src, c=dst: reshard(a, b, c, shape=shape))  # type: ignore[misc]  # bound early
         assert fresh <= 2.0
         assert fresh * shard == pytest.approx(plan.peak_bytes(ranks.rank), abs=1024)
-        assert peak(lambda a=local, r=kept, o=out: r(a, out=o)) * shard < 1024  # type: ignore[misc]  # bound early
+        assert peak(lambda a=local, r=resharder, o=out: r(a, out=o)) * shard < 1024  # type: ignore[misc]  # bound early
     for src, dst, dtype, out_dtype in (
         ("2: S(0)", "2: S(1)", torch.float32, torch.float32),
         ("2: S(0)", "2: S(1)", torch.float32, torch.bfloat16),

@@ -55,9 +55,9 @@ def test_every_acting_path(src: str, dst: str, limit: int | None) -> None:
         if shapes:
             handle = reshard(local, src, dst, shape=(64, 32), async_op=True, dtype=torch.float32)
             assert handle.wait().dtype == torch.float32
-        back = plan.transpose()  # what backward runs
-        grads = torch.empty(back.src.local_shapes(1)[0], dtype=torch.bfloat16, device=device)
-        moved = Resharder(back)(grads)
+        backward = plan.transpose()  # what backward runs
+        grads = torch.empty(backward.src.local_shapes(1)[0], dtype=torch.bfloat16, device=device)
+        moved = Resharder(backward)(grads)
         assert moved is None if not shapes else moved.device == device
 
 
@@ -73,9 +73,9 @@ def test_replicas_that_pass_parts_on() -> None:
 def test_dtensors_and_the_functions_of_torch() -> None:
     with fake_cuda(rank=1, world_size=2, strict=True) as device:
         mesh = fake_mesh((2,), ("x",))
-        given = DTensor.from_local(torch.empty(4, 6, device=device), mesh, (Shard(0),), run_check=False)
+        dtensor = DTensor.from_local(torch.empty(4, 6, device=device), mesh, (Shard(0),), run_check=False)
         for placements in ((Shard(1),), (Replicate(),)):
-            assert redistribute(given, mesh, placements).to_local().device == device
+            assert redistribute(dtensor, mesh, placements).to_local().device == device
         rows, columns = (ChunkShardingSpec(dim, ["rank:1/cuda:1", "rank:0/cuda:0"]) for dim in (0, 1))
         turned = ChunkShardingSpec(0, ["rank:0/cuda:0", "rank:1/cuda:1"])
         metadata, ranks = build_reshard_metadata(torch.Size((8, 6)), rows, 2)
@@ -91,8 +91,8 @@ def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {"q": (8, 6), "k": (4, 6), "norm": (6,)}
     key_map = {"q": Part("qk"), "k": Part("qk", 8)}
 
-    def agreed(members: GroupInfo, asked: Question, facts: Any, *rest: Any, **options: Any) -> Any:
-        layouts, keys, size, strict = asked.dst_layouts, asked.key_map, asked.bucket_bytes, asked.strict
+    def agreed(members: GroupInfo, question: Question, facts: Any, *rest: Any, **options: Any) -> Any:
+        layouts, keys, size, strict = question.dst_layouts, question.key_map, question.bucket_bytes, question.strict
         plan = plan_state_dict([facts] * 2, layouts, keys, size, members.to_group, strict)
         return Agreed(plan, (), True, ())
 
@@ -105,8 +105,8 @@ def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
             resharder = StateDictResharder(
                 state, "2: S(-1)", src_layouts=layouts, shapes=shapes, key_map=key_map, bucket_bytes=bucket_bytes
             )
-            for given in (None, out):
+            for into in (None, out):
                 for atomic in (True, False):
                     for _ in range(2):
-                        moved = resharder(state, out=given, atomic=atomic)
+                        moved = resharder(state, out=into, atomic=atomic)
                         assert [tensor.device for tensor in moved.values()] == [device, device]

@@ -31,18 +31,18 @@ MOST, MOST_FILES = 30, 6
 
 def frames(call: Callable[[], Any]) -> Counter[str]:
     """Functions of this package that a call enters, with how often."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(FOLDER):
-            found[f"{frame.f_code.co_filename}: {frame.f_code.co_qualname}"] += 1
+            counts[f"{frame.f_code.co_filename}: {frame.f_code.co_qualname}"] += 1
 
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return found
+    return counts
 
 
 @pytest.mark.ranks(2)
@@ -53,14 +53,14 @@ def test_repeated_calls_enter_few_functions(ranks: Ranks) -> None:
     dtensor = distribute_tensor(full, mesh, [Shard(0)])
     out = torch.zeros(8, 4)
     plan = plan_reshard((8, 8), torch.float32, "2: S(0)", "2: S(1)")
-    kept, into, handles = Resharder(plan), Resharder(plan), Resharder(plan)
+    resharder, into, handles = Resharder(plan), Resharder(plan), Resharder(plan)
     calls: dict[str, Callable[[], Any]] = {
         "reshard": lambda: reshard(local, "2: S(0)", "2: S(1)", shape=(8, 8)),
         "reshard(out=)": lambda: reshard(local, "2: S(0)", "2: S(1)", shape=(8, 8), out=out),
         "reshard of new memory": lambda: reshard(local.clone(), "2: S(0)", "2: S(1)", shape=(8, 8)),
         "redistribute": lambda: redistribute(dtensor, mesh, [Shard(1)]).to_local(),
-        "Resharder": lambda: kept(local),
-        "Resharder of new memory": lambda: kept(local.clone()),
+        "Resharder": lambda: resharder(local),
+        "Resharder of new memory": lambda: resharder(local.clone()),
         "Resharder(out=)": lambda: into(local, out=out),
         "Resharder, async": lambda: handles(local, async_op=True).wait(),
     }

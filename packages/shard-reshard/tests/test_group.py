@@ -33,8 +33,8 @@ def _calls() -> dict[str, Call]:
 
     def other(**odd: Any) -> Call:
         def call(is_odd: bool, shape: tuple[int, ...]) -> Any:
-            given: dict[str, Any] = {"tensor": rows(shape), "src": "3: S(0)", "dst": "3: S(1)", "shape": shape}
-            return reshard(**(given | (odd if is_odd else {})))
+            arguments: dict[str, Any] = {"tensor": rows(shape), "src": "3: S(0)", "dst": "3: S(1)", "shape": shape}
+            return reshard(**(arguments | (odd if is_odd else {})))
 
         return call
 
@@ -85,22 +85,22 @@ def _calls() -> dict[str, Call]:
 def test_every_rank_raises_one_error_within_seconds(ranks: Ranks) -> None:
     # Before, a call that only the odd rank found wrong left the others waiting, or messages of two lengths met, and
     # gloo then ends the process.
-    said = {}
+    messages = {}
     for number, (name, call) in enumerate(_calls().items()):
         begin = time.monotonic()
         with ranks.record() as log:
             try:
                 call(ranks.rank == number % 3, (3 * (number + 1), 5))  # a plan that no call before has agreed on
-                said[name] = "no error"
+                messages[name] = "no error"
             except PlanError as error:
-                said[name] = f"{[problem.code for problem in error.problems]} {error}"
+                messages[name] = f"{[problem.code for problem in error.problems]} {error}"
         assert time.monotonic() - begin < 20
         assert log.count("all_to_all") == 0
-    everyone = ranks.gather(said)
-    for name, text in said.items():
-        assert all(found[name] == text for found in everyone), (name, everyone)
+    everyone = ranks.gather(messages)
+    for name, text in messages.items():
+        assert all(theirs[name] == text for theirs in everyone), (name, everyone)
         assert text != "no error", name
-    assert len(said) > 25
+    assert len(messages) > 25
 
 
 @pytest.mark.ranks(3)
@@ -117,12 +117,12 @@ def test_other_calls_on_one_rank(ranks: Ranks) -> None:
         lambda: load_safetensors([], "3: R", out=3.0),  # type: ignore[arg-type]  # that is what is odd
         lambda: Resharder(plan_reshard((9,), torch.int8, "rank 2", "3: S(0)"), check="always")(torch.zeros(3)),
     ]
-    said = []
+    messages = []
     for first in range(len(calls)):
         for second in {(first + 1) % 7, (first + 4) % 7}:
             with ranks.record() as log, pytest.raises(PlanError) as caught:
                 calls[first if ranks.rank == 1 else second]()
             assert log.count("all_to_all") == 0
-            said.append(str(caught.value))
-    assert len(said) == 14
-    assert ranks.gather(said) == [said] * 3
+            messages.append(str(caught.value))
+    assert len(messages) == 14
+    assert ranks.gather(messages) == [messages] * 3

@@ -45,26 +45,26 @@ def test_every_element_has_one_way(shape: tuple[int, ...]) -> None:
         for _ in range(12):
             index = tuple(rng.randrange(size) for size in shape)
             for rank in range(8):
-                wanted = _holds(plan, "dst", rank, index)
-                if wanted is None:
+                expected = _holds(plan, "dst", rank, index)
+                if expected is None:
                     continue
                 copies = [
                     copy
-                    for found in (*arriving[rank].receives.values(), arriving[rank].own)
-                    for copy in found
+                    for listed in (*arriving[rank].receives.values(), arriving[rank].own)
+                    for copy in listed
                     if all(a <= at < a + n for a, at, n in zip(copy.start, index, copy.sizes, strict=True))
                 ]
                 assert len(copies) == plan.src.num_partials
                 for copy in copies:
                     shift = [at - a for at, a in zip(index, copy.start, strict=True)]
-                    assert wanted == tuple(a + b for a, b in zip(copy.dst_start, shift, strict=True))
-                    held = tuple(a + b for a, b in zip(copy.src_start, shift, strict=True))
-                    assert held == _holds(plan, "src", copy.src_rank, index)
+                    assert expected == tuple(a + b for a, b in zip(copy.dst_start, shift, strict=True))
+                    src_index = tuple(a + b for a, b in zip(copy.src_start, shift, strict=True))
+                    assert src_index == _holds(plan, "src", copy.src_rank, index)
                     if copy.src_rank != rank:  # the sender's own part has the same copy
                         assert copy in arriving[copy.src_rank].sends[rank]
                     followed += 1
         for rank in (0, 7):
             part = arriving[rank]
-            received = sum(copy.numel for found in part.receives.values() for copy in found)
+            received = sum(copy.numel for listed in part.receives.values() for copy in listed)
             assert received * 4 == sum(row[rank] for row in plan.bytes_matrix)
     assert followed > 60

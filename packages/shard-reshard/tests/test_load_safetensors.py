@@ -51,8 +51,8 @@ def _loaded(plan: LoadPlan, world_size: int) -> dict[str, list[list[torch.Tensor
     """Reads and moves for all ranks in this process."""
     return {
         move.target: [
-            as_listed(found)
-            for found in simulate(
+            as_listed(moved)
+            for moved in simulate(
                 move.plan, [_read_boxes(plan.reads[rank].get(move.source, ()), CPU) for rank in range(world_size)]
             )
         ]
@@ -82,10 +82,10 @@ def test_files_of_any_layout_to_any_layout(tmp_path: Path, smallest: int, monkey
             files[rank] = file_table(path)
         stored = stored_tensors(files, {"w": src}, {"w": shape})
         plan = plan_load(stored, {"w": dst}, world_size)
-        found = _loaded(plan, world_size)["w"]
+        loaded = _loaded(plan, world_size)["w"]
         for rank in range(world_size):
-            for tensor, wanted in zip(found[rank], local_tensors(dst, rank, full), strict=True):
-                assert torch.equal(tensor, wanted), (src, dst)
+            for tensor, expected in zip(loaded[rank], local_tensors(dst, rank, full), strict=True):
+                assert torch.equal(tensor, expected), (src, dst)
                 compared += tensor.numel()
         ranges = _ranges(plan)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ranges))
@@ -124,9 +124,9 @@ def test_every_dtype(tmp_path: Path) -> None:
         path = write(tmp_path / name, {"w": raw.view(dtype)})
         stored = stored_tensors([file_table(path)], {}, {})
         plan = plan_load(stored, {"w": "2: S(1)"}, 2)
-        for found, wanted in zip(_loaded(plan, 2)["w"], raw.chunk(2, 1), strict=True):
-            assert found[0].dtype == dtype
-            assert torch.equal(found[0].contiguous().view(torch.uint8), wanted), name
+        for loaded, expected in zip(_loaded(plan, 2)["w"], raw.chunk(2, 1), strict=True):
+            assert loaded[0].dtype == dtype
+            assert torch.equal(loaded[0].contiguous().view(torch.uint8), expected), name
 
 
 @pytest.mark.extra("safetensors")
@@ -136,12 +136,12 @@ def test_what_the_library_writes_is_read_and_the_other_way_round(tmp_path: Path)
     tensors = {"a": torch.arange(12.0).view(3, 4).bfloat16(), "b": torch.arange(5), "c": torch.zeros(0, 3)}
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
     stored = stored_tensors([file_table(tmp_path / "theirs")], {}, {})
-    found = _loaded(plan_load(stored, "rank 0", 1), 1)
-    assert sorted(found) == ["a", "b", "c"]
-    again = load_file(write(tmp_path / "ours", tensors))
+    loaded = _loaded(plan_load(stored, "rank 0", 1), 1)
+    assert sorted(loaded) == ["a", "b", "c"]
+    by_library = load_file(write(tmp_path / "ours", tensors))
     for name, tensor in tensors.items():
-        assert torch.equal(found[name][0][0], tensor)
-        assert torch.equal(again[name], tensor)
+        assert torch.equal(loaded[name][0][0], tensor)
+        assert torch.equal(by_library[name], tensor)
 
 
 BAD: dict[str, bytes] = {
@@ -232,24 +232,24 @@ KEYS = {"q": Part("qkv"), "k": Part("qkv", 128), "v": Part("qkv", 192)}
 def test_from_two_writers_to_four_readers(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(ranks.gather(str(tmp_path))[0])
     full = _tensors()
-    cut = [name for name, tensor in full.items() if tensor.dim() == 2]
+    matrices = [name for name, tensor in full.items() if tensor.dim() == 2]
     if ranks.rank == 0:  # what two ranks wrote: rows of matrices each, the rest by one of them
         for writer in (0, 1):
-            held = {name: full[name].chunk(2)[writer] for name in cut}
-            write(folder / f"{writer}.safetensors", held if writer else held | {n: full[n] for n in ("norm", "scale")})
+            rows = {name: full[name].chunk(2)[writer] for name in matrices}
+            write(folder / f"{writer}.safetensors", rows if writer else rows | {n: full[n] for n in ("norm", "scale")})
     ranks.gather(None)
-    given: list[tuple[str, int, int]] = []
+    ranges: list[tuple[str, int, int]] = []
 
     def counted(path: str, num_bytes: int, offset: int, *rest: Any) -> torch.Tensor:
         from shard_reshard.checkpoint.safetensors import read_rows
 
         tensor = read_rows(path, num_bytes, offset, *rest)
-        given.append((path, offset, offset + tensor.numel() * tensor.element_size()))
+        ranges.append((path, offset, offset + tensor.numel() * tensor.element_size()))
         return tensor
 
     monkeypatch.setattr("shard_reshard.checkpoint.load.read_rows", counted)
-    stored_as = dict.fromkeys(cut, "2: S(0)")
-    shapes = {name: tuple(full[name].shape) for name in cut}
+    stored_as = dict.fromkeys(matrices, "2: S(0)")
+    shapes = {name: tuple(full[name].shape) for name in matrices}
     with ranks.record() as log, ranks.delayed():
         loaded = load_safetensors(
             folder, _layout, stored_as=stored_as, shapes=shapes, key_map=KEYS, bucket_bytes=96 * 1024
@@ -260,11 +260,11 @@ def test_from_two_writers_to_four_readers(ranks: Ranks, tmp_path: Path, monkeypa
     assert torch.equal(loaded["norm"], full["norm"])
     assert torch.equal(loaded["scale"], full["scale"])
     # Every byte of the files' data is read once, by one rank.
-    everyone = sorted(entry for entries in ranks.gather(given) for entry in entries)
+    everyone = sorted(entry for entries in ranks.gather(ranges) for entry in entries)
     assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(everyone))
     total = sum(stop - start for _, start, stop in everyone)
     assert total == sum(4 * tensor.numel() for tensor in full.values())
-    assert loaded.read_bytes == sum(stop - start for _, start, stop in given) < total
+    assert loaded.read_bytes == sum(stop - start for _, start, stop in ranges) < total
     # What the exchanges sent is the fewest bytes.
     sent = sum(sum(event.bytes_sent) for event in log.events if event.op == "all_to_all")
     assert sum(ranks.gather(sent)) == loaded.plan.moves.wire_bytes == loaded.plan.moves.lower_bound
@@ -386,8 +386,8 @@ def test_rows_that_nobody_wants(ranks: Ranks, tmp_path: Path) -> None:
     for dim, columns in ((0, 8), (1, 12)):
         part = Part("h", dim=dim, source_start=2, size=4)
         loaded = load_safetensors(folder / "f", "2: S(0)", key_map={"w": part})
-        wanted = full.narrow(dim, 2, 4).chunk(2)[ranks.rank]
-        assert torch.equal(loaded["h"], wanted)
+        expected = full.narrow(dim, 2, 4).chunk(2)[ranks.rank]
+        assert torch.equal(loaded["h"], expected)
         assert sum(ranks.gather(loaded.read_bytes)) == 4 * 4 * columns if dim == 0 else 4 * full.numel()
     holes = BoxShardMap((12, 8), {0: [Box((1, 0), (2, 8))], 1: [Box((7, 0), (3, 8))]}, holes=True)
     loaded = load_safetensors(folder / "f", {"w": holes})

@@ -30,18 +30,18 @@ def _cut(full: torch.Tensor, spec: Any, rank: int) -> list[torch.Tensor]:
 def _move(ranks: Ranks, full: torch.Tensor, src: Any, dst: Any, group: Any = None) -> int:
     """Moves and compares this rank's shards; returns how many elements were compared."""
     local = _cut(full, src, ranks.rank)
-    kept = [tensor.clone() for tensor in local]
-    given = local[0] if len(local) == 1 else local or None
+    originals = [tensor.clone() for tensor in local]
+    source = local[0] if len(local) == 1 else local or None
     with ranks.delayed():
-        shards, metadata = reshard_local_shard(given, full.shape, src, dst, group)
-    assert all(torch.equal(a, b) for a, b in zip(local, kept, strict=True))  # torch's mutates its input
-    wanted = _cut(full, dst, ranks.rank)
-    assert [shard.tensor.shape for shard in shards] == [tensor.shape for tensor in wanted]
-    for shard, tensor in zip(shards, wanted, strict=True):
+        shards, metadata = reshard_local_shard(source, full.shape, src, dst, group)
+    assert all(torch.equal(a, b) for a, b in zip(local, originals, strict=True))  # torch's mutates its input
+    expected = _cut(full, dst, ranks.rank)
+    assert [shard.tensor.shape for shard in shards] == [tensor.shape for tensor in expected]
+    for shard, tensor in zip(shards, expected, strict=True):
         assert torch.equal(shard.tensor, tensor)
         assert isinstance(shard, LocalShard)
         assert shard.metadata in metadata
-    return sum(tensor.numel() for tensor in wanted)
+    return sum(tensor.numel() for tensor in expected)
 
 
 def test_position_of_a_rank() -> None:
@@ -93,9 +93,9 @@ def test_dtypes_that_gloo_does_not_know(ranks: Ranks) -> None:
         (local,) = [full.view(torch.uint8)[box.offsets[0] : box.ends[0]] for box in src.boxes((5, 6))[ranks.rank]]
         shards, _ = reshard_local_shard(local.contiguous().view(dtype), (5, 6), src, dst, None)
         (box,) = dst.boxes((5, 6))[ranks.rank]
-        wanted = data[:, box.offsets[1] * size : box.ends[1] * size]
+        expected = data[:, box.offsets[1] * size : box.ends[1] * size]
         assert shards[0].tensor.dtype == dtype
-        assert torch.equal(shards[0].tensor.contiguous().view(torch.uint8), wanted), name
+        assert torch.equal(shards[0].tensor.contiguous().view(torch.uint8), expected), name
 
 
 @pytest.mark.ranks(4)

@@ -60,11 +60,11 @@ def test_a_module_on_meta_gets_memory_and_says_so(ranks: Ranks, tmp_path: Path) 
     mesh = ranks.mesh((2,), ("tp",))
     with torch.device("meta"):
         model = _sharded(Model(), mesh, ranks.rank)
-    kept = model.heads.weight
+    original = model.heads.weight
     with pytest.raises(PlanError, match=r"\[uninitialized-buffer\] steps: a buffer on the meta device") as caught:
         load_safetensors(folder, out=model)
     assert len(set(ranks.gather(str(caught.value)))) == 1
-    assert model.heads.weight is kept  # a refused load leaves the module as it was
+    assert model.heads.weight is original  # a refused load leaves the module as it was
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     model.steps = torch.arange(4.0)
     for _ in range(2):  # the second time nothing is on meta
@@ -139,16 +139,16 @@ def test_a_failed_load_leaves_meta_as_it_was(ranks: Ranks, tmp_path: Path, monke
     ranks.gather(None)
     with torch.device("meta"):
         model = nn.Linear(4, 4, bias=False)
-    kept = model.weight
+    original = model.weight
 
-    def broken(*given: Any) -> None:
+    def broken(*args: Any) -> None:
         raise OSError("a disk that is gone")
 
     monkeypatch.setattr("shard_reshard.checkpoint.load.read_rows", broken)
     with pytest.raises(PlanError, match="a disk that is gone"):
         load_safetensors(folder, {"weight": "2: R"}, out=model)
-    assert model.weight is kept
-    assert kept.is_meta
+    assert model.weight is original
+    assert original.is_meta
 
 
 INDEX = "model.safetensors.index.json"
@@ -180,8 +180,8 @@ def test_folders_with_an_index(ranks: Ranks, tmp_path: Path) -> None:
         write(folder / "consolidated.safetensors", first | second)  # in no index: not read
         (folder / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}))
     ranks.gather(None)
-    for given in (folder, folder / INDEX):
-        loaded = load_safetensors(given, "2: R")
+    for path in (folder, folder / INDEX):
+        loaded = load_safetensors(path, "2: R")
         assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
             "w": list(range(6)),
             "v": [[1, 1], [1, 1]],

@@ -31,36 +31,36 @@ def test_one_rank_prepares_while_another_replays(ranks: Ranks) -> None:
         plan = plan_reshard(SHAPE, torch.float32, src, dst, max_workspace_bytes=limit)
         resharder = Resharder(plan)
         shape, out_shape = plan.src.local_shapes(ranks.rank)[0], plan.dst.local_shapes(ranks.rank)[0]
-        given, out = torch.zeros(shape), torch.zeros(out_shape)
+        source, out = torch.zeros(shape), torch.zeros(out_shape)
         for number in range(CALLS):
             full = torch.arange(48.0).view(SHAPE) * (number + 1)
             value = full if src == "2: P" else full.chunk(2, int(src[5]))[ranks.rank]
-            wanted = full * 2 if src == "2: P" else full.chunk(2, int(dst[5]))[ranks.rank]
+            expected = full * 2 if src == "2: P" else full.chunk(2, int(dst[5]))[ranks.rank]
             change = rng.choice(["same", "same", "same", "freed", "data", "turned", "resized", "shorter", "leaf"])
             if change == "freed":
-                del given
-                given = torch.empty(shape)
+                del source
+                source = torch.empty(shape)
             elif change == "data":
-                given.data = torch.empty(shape)
+                source.data = torch.empty(shape)
             elif change == "turned":
-                given = torch.empty(shape[::-1]).t()
+                source = torch.empty(shape[::-1]).t()
             elif change == "resized":
-                given = torch.empty(shape)
-                given.resize_(shape[0] * 2, shape[1]).resize_(shape)
+                source = torch.empty(shape)
+                source.resize_(shape[0] * 2, shape[1]).resize_(shape)
             elif change == "shorter":  # the same address, and more memory than the tensor has
-                given = torch.empty(shape[0] + 3, shape[1])[: shape[0]]
+                source = torch.empty(shape[0] + 3, shape[1])[: shape[0]]
             elif change == "leaf":
-                given = torch.empty(shape).requires_grad_()
+                source = torch.empty(shape).requires_grad_()
             with torch.no_grad():
-                given.copy_(value)
+                source.copy_(value)
                 kind = rng.choice(["out", "out", "new out", "strided out", "none", "async", "async out"])
                 if kind == "new out":
                     out = torch.zeros(out_shape)
                 elif kind == "strided out":
                     out = torch.zeros(*out_shape[:-1], 2 * out_shape[-1])[..., ::2]
-                moved = resharder(given, out=out if "out" in kind else None, async_op="async" in kind)
+                moved = resharder(source, out=out if "out" in kind else None, async_op="async" in kind)
                 moved = moved.wait() if "async" in kind else moved
-                assert torch.equal(moved, wanted), (src, dst, change, kind)
+                assert torch.equal(moved, expected), (src, dst, change, kind)
                 assert "out" not in kind or moved.data_ptr() == out.data_ptr()
                 compared += moved.numel()
     assert compared >= 3 * CALLS * 24
@@ -71,14 +71,14 @@ def test_freed_memory_is_an_error_on_all_ranks_before_anything_moves(ranks: Rank
     full = torch.arange(48.0).view(SHAPE)
     local = full.chunk(2)[ranks.rank].clone()
     plan = plan_reshard(SHAPE, torch.float32, "2: S(0)", "2: S(1)")
-    given = _freed(local) if ranks.rank else local
+    source = _freed(local) if ranks.rank else local
     out = torch.zeros(8, 3)
     layouts: dict[str, Any] = {"src_layouts": {"w": "2: S(0)"}, "shapes": {"w": SHAPE}}
     calls: list[Callable[[], Any]] = [
-        lambda: reshard(given, "2: S(0)", "2: S(1)", shape=SHAPE, check="always"),
-        lambda: Resharder(plan, check="always")(given),
+        lambda: reshard(source, "2: S(0)", "2: S(1)", shape=SHAPE, check="always"),
+        lambda: Resharder(plan, check="always")(source),
         lambda: Resharder(plan, check="always")(local, out=_freed(out) if ranks.rank else out),
-        lambda: reshard_state_dict({"w": given}, "2: S(1)", **layouts, check="always"),
+        lambda: reshard_state_dict({"w": source}, "2: S(1)", **layouts, check="always"),
         lambda: reshard_state_dict(
             {"w": local}, "2: S(1)", **layouts, out={"w": _freed(out) if ranks.rank else out}, check="always"
         ),

@@ -33,9 +33,9 @@ class Engine(nn.Module):
         self.rows = -(-VOCAB // size)
 
         def new(*shape: int, loader: Any = None, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-            made = Weight(torch.full(shape, -7.0, dtype=dtype, device=device), requires_grad=False)
-            made.weight_loader = loader or self._default  # type: ignore[attr-defined]
-            return made
+            weight = Weight(torch.full(shape, -7.0, dtype=dtype, device=device), requires_grad=False)
+            weight.weight_loader = loader or self._default  # type: ignore[attr-defined]
+            return weight
 
         self.embed = new(self.rows, HIDDEN, loader=self._vocab)
         self.head = new(self.rows, HIDDEN, loader=self._vocab, dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ class Engine(nn.Module):
             for shard in ("w1", "w2", "w3"):
                 stacked.append(("w2" if shard == "w2" else "w13", f"experts.{at}.{shard}", (shard, at)))  # type: ignore[arg-type]
         params = dict(self.named_parameters())
-        found = set()
+        names = set()
         for name, loaded in weights:
             if "rotary" in name:
                 continue
@@ -103,8 +103,8 @@ class Engine(nn.Module):
             target, args = next(((to, rest) for to, of, rest in stacked if of == name), (name, ()))
             param: Any = params[target]
             param.weight_loader(param, loaded, *args)
-            found.add(target)
-        return found
+            names.add(target)
+        return names
 
 
 def checkpoint(seed: int, device: str = "cpu") -> Weights:
@@ -118,9 +118,9 @@ def checkpoint(seed: int, device: str = "cpu") -> Weights:
     for at in range(EXPERTS):
         shapes |= {f"experts.{at}.w1": (INNER, HIDDEN), f"experts.{at}.w3": (INNER, HIDDEN)}
         shapes[f"experts.{at}.w2"] = (HIDDEN, INNER)
-    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    found["steps"] = torch.tensor(seed)
-    return found
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    weights["steps"] = torch.tensor(seed)
+    return weights
 
 
 def _compare(model: nn.Module, reference: nn.Module) -> int:
@@ -135,8 +135,8 @@ def test_an_engines_loader(ranks: Ranks) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     recorded = record_layouts(model, checkpoint(0))
     for name, value in model.state_dict().items():  # nothing but padding was written
-        kept = value == before[name]
-        assert bool((kept | (value == 0)).all()), name
+        unchanged = value == before[name]
+        assert bool((unchanged | (value == 0)).all()), name
     assert recorded.unfilled == ()
     # Two boxes of a tensor that is fused on disk are two destinations.
     fused = {"disk_gate_up": [Part("disk_gate_up"), Part("disk_gate_up (2)")]} if ranks.world_size > 1 else {}
@@ -206,13 +206,13 @@ def test_an_engine_on_other_ranks_and_on_meta(ranks: Ranks) -> None:
     late.to_empty(device="cpu")
     reference = Engine(ranks.rank, 2)
     with torch.no_grad():
-        for held in (*late.state_dict().values(), *reference.state_dict().values()):
-            held.fill_(77)
+        for tensor in (*late.state_dict().values(), *reference.state_dict().values()):
+            tensor.fill_(77)
     recorded.fill_constants()
     reshard_state_dict(checkpoint(5), recorded.layouts, out=recorded.out, key_map=recorded.key_map)
     reference.load_weights(checkpoint(5).items())
     _compare(late, reference)
-    assert set(recorded.filled) == {n for n, held in late.state_dict().items() if bool((held != 77).any())}
+    assert set(recorded.filled) == {n for n, tensor in late.state_dict().items() if bool((tensor != 77).any())}
 
 
 class Plain(nn.Module):
@@ -283,16 +283,16 @@ def _fill(recorded: Any, weights: Weights) -> int:
     """Copy what the layouts name, as a reshard would; returns how many elements."""
     compared = 0
     for name, view in recorded.out.items():
-        layout, known = recorded.layouts[name], weights[name.split(" ")[0]]
+        layout, full = recorded.layouts[name], weights[name.split(" ")[0]]
         (local,) = layout.local_shapes(0)
         assert view.shape == local
         for piece in layout.local_pieces(0):
             sizes = tuple(b - a for a, b in zip(piece.start, piece.stop, strict=True))
-            into, taken = view, known
+            into, source = view, full
             for dim, size in enumerate(sizes):
                 into = into.narrow(dim, piece.local_start[dim], size)
-                taken = taken.narrow(dim, piece.start[dim], size)
-            into.copy_(taken)
+                source = source.narrow(dim, piece.start[dim], size)
+            into.copy_(source)
             compared += into.numel()
     return compared
 
@@ -448,13 +448,13 @@ REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_copy_is_refused_by_name(name: str) -> None:
-    call, found = REFUSED[name]
+    call, reason = REFUSED[name]
     model = nn.Linear(4, 4, bias=False).requires_grad_(False)
     before = model.weight.clone()
     weights = {"a": torch.randn(4, 4), "b": torch.randn(4, 4), "c": torch.full((4, 4), 2**24 + 1)}
     with pytest.raises(PlanError, match="not-recordable") as caught:
         record_layouts(model, weights, load=lambda pairs: call(model, dict(pairs)))
-    assert found in str(caught.value), caught.value
+    assert reason in str(caught.value), caught.value
     assert name == "replaced" or torch.equal(model.weight, before)
     meta = nn.Linear(4, 4, bias=False, device="meta").requires_grad_(False)  # there nothing fails by itself
     with pytest.raises(PlanError, match="not-recordable"):
@@ -472,8 +472,8 @@ def test_constants_and_exact_casts_of_every_dtype(dtype: torch.dtype) -> None:
         model.x[:2].copy_(dict(pairs)["a"].to(torch.float32))
 
     recorded = record_layouts(model, weights, load=load)
-    wanted = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 6).to(dtype)
-    assert torch.equal(model.x.to(torch.complex128), wanted.to(torch.complex128))
+    expected = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 6).to(dtype)
+    assert torch.equal(model.x.to(torch.complex128), expected.to(torch.complex128))
     assert recorded.unfilled == ()
     assert list(recorded.out) == ["a"]
 

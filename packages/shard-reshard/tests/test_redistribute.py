@@ -37,17 +37,17 @@ def test_any_mesh_to_any_mesh(ranks: Ranks) -> None:
         full = torch.arange(float(shape[0] * shape[1]), device=ranks.device).view(shape)
         src, dst = rng.choice(meshes), rng.choice(meshes)
         # No scatter: torch's sends by ranks of groups, which it sorts, and mixes up meshes in another order.
-        given = distribute_tensor(full, src, _random_placements(rng, 2, src.ndim), src_data_rank=None)
+        dtensor = distribute_tensor(full, src, _random_placements(rng, 2, src.ndim), src_data_rank=None)
         placements = _random_placements(rng, 2, dst.ndim)
         if src.ndim == dst.ndim == 1 and src.size() == dst.size() == 3:
             continue  # the fourth rank has nothing to do with it
         with ranks.delayed():
-            moved = redistribute(given, dst, placements)
-        wanted = distribute_tensor(full, dst, placements, src_data_rank=None)
+            moved = redistribute(dtensor, dst, placements)
+        expected = distribute_tensor(full, dst, placements, src_data_rank=None)
         assert moved.device_mesh == dst
         assert moved.shape == full.shape
-        assert moved.placements == wanted.placements
-        assert torch.equal(moved.to_local(), wanted.to_local())
+        assert moved.placements == expected.placements
+        assert torch.equal(moved.to_local(), expected.to_local())
         compared += moved.to_local().numel()
     assert sum(ranks.gather(compared)) > 3000
 
@@ -56,10 +56,10 @@ def test_any_mesh_to_any_mesh(ranks: Ranks) -> None:
 def test_two_axes_change_in_one_exchange(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("x", "y"))
     full = torch.arange(64.0, device=ranks.device).view(8, 8)
-    given = distribute_tensor(full, mesh, (Shard(0), Shard(1)))
-    redistribute(given, mesh, (Shard(1), Shard(0)))  # the check between ranks
+    dtensor = distribute_tensor(full, mesh, (Shard(0), Shard(1)))
+    redistribute(dtensor, mesh, (Shard(1), Shard(0)))  # the check between ranks
     with ranks.record() as log:
-        moved = redistribute(given, mesh, (Shard(1), Shard(0)))
+        moved = redistribute(dtensor, mesh, (Shard(1), Shard(0)))
     assert list(log.ops) == ["all_to_all"]
     sent = sum(ranks.gather(log.bytes_sent()))
     assert sent == 2 * 16 * 4  # ranks 1 and 2 swap their quarters; ranks 0 and 3 keep theirs
@@ -80,8 +80,8 @@ def test_partial_sums_and_gradients_as_dtensor_has_them(ranks: Ranks) -> None:
         results = []
         for move in (lambda t, d: t.redistribute(mesh, d), lambda t, d: redistribute(t, mesh, d)):
             leaf = local.clone().requires_grad_()
-            given = DTensor.from_local(leaf, mesh, src, run_check=False)
-            moved = move(given, dst)
+            dtensor = DTensor.from_local(leaf, mesh, src, run_check=False)
+            moved = move(dtensor, dst)
             (moved * moved).sum().backward()
             assert leaf.grad is not None
             results.append((moved.to_local().detach(), leaf.grad))
@@ -95,8 +95,8 @@ def test_partial_sums_and_gradients_as_dtensor_has_them(ranks: Ranks) -> None:
 @pytest.mark.ranks(4)
 def test_meshes_outside_of_every_group_say_what_to_do(ranks: Ranks) -> None:
     mesh = DeviceMesh(ranks.device.type, torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("x", "y"))["y"]
-    given = distribute_tensor(torch.arange(8.0, device=ranks.device), mesh, (Shard(0),))
-    moved = redistribute(given, mesh, (Replicate(),))  # the sub-mesh's own group
+    dtensor = distribute_tensor(torch.arange(8.0, device=ranks.device), mesh, (Shard(0),))
+    moved = redistribute(dtensor, mesh, (Replicate(),))  # the sub-mesh's own group
     assert torch.equal(moved.to_local(), torch.arange(8.0, device=ranks.device))
     with pytest.raises(PlanError, match="dim-out-of-range"):
-        redistribute(given, mesh, (Shard(3),))
+        redistribute(dtensor, mesh, (Shard(3),))

@@ -96,12 +96,12 @@ def test_whatever_happens_to_the_memory(ranks: Ranks) -> None:
         plan = plan_reshard(SHAPE, torch.float32, src, dst)
         resharder = Resharder(plan)
         rng = random.Random(5)
-        given = _Given(plan.src.local_shapes(ranks.rank)[0], ranks.device)
+        source = _Given(plan.src.local_shapes(ranks.rank)[0], ranks.device)
         shape = plan.dst.local_shapes(ranks.rank)[0]
         out = torch.zeros(shape, device=ranks.device)
-        before: tuple[int, int] | None = None
+        previous: tuple[int, int] | None = None
         for _ in range(CALLS // len(pairs)):
-            changes = given.changes()
+            changes = source.changes()
             changes[rng.choice(sorted(changes))]()
             chosen = rng.choice(
                 ["kept out", "kept out", "kept out", "new out", "strided out", "no out", "graph", "async"]
@@ -110,15 +110,15 @@ def test_whatever_happens_to_the_memory(ranks: Ranks) -> None:
                 out = torch.zeros(shape, device=ranks.device)
             elif chosen == "strided out":
                 out = torch.zeros(*shape[:-1], 2 * shape[-1], device=ranks.device)[..., ::2]
-            tensor = given.tensor.detach().requires_grad_() if chosen == "graph" else given.tensor
-            wanted = reshard(given.tensor.clone(), plan.src, plan.dst)
+            tensor = source.tensor.detach().requires_grad_() if chosen == "graph" else source.tensor
+            expected = reshard(source.tensor.clone(), plan.src, plan.dst)
             moved = resharder(tensor, out=None if chosen in ("no out", "graph") else out, async_op=chosen == "async")
             moved = moved.wait() if chosen == "async" else moved
-            assert torch.equal(moved.detach(), wanted), (src, dst, chosen)
-            now = given.tensor.data_ptr(), out.data_ptr()
-            counts["same"] += now == before and chosen not in ("no out", "graph")
+            assert torch.equal(moved.detach(), expected), (src, dst, chosen)
+            addresses = source.tensor.data_ptr(), out.data_ptr()
+            counts["same"] += addresses == previous and chosen not in ("no out", "graph")
             counts["compared"] += 1
-            before = now
+            previous = addresses
     assert counts["compared"] >= CALLS - len(pairs)
     assert counts["same"] > CALLS // 10  # calls that could be taken for the one before
 
@@ -138,11 +138,11 @@ def test_what_is_held_on_to_and_when_it_is_let_go(ranks: Ranks) -> None:
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: torch.Tensor) -> _Saved:
-        held = _Saved(tensor)
-        saved.append(weakref.ref(held))
-        return held
+        holder = _Saved(tensor)
+        saved.append(weakref.ref(holder))
+        return holder
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
         computed = leaf * leaf  # its graph holds on to tensors of a forward pass
     graph = saved[0]
     with torch.no_grad():
@@ -155,16 +155,16 @@ def test_what_is_held_on_to_and_when_it_is_let_go(ranks: Ranks) -> None:
         assert graph() is None
         assert [tensor() for tensor in tensors] == [None, None]
         # At most the memory of one call stays, until a call comes with other memory.
-        again = torch.empty(8, 3, device=ranks.device)
-        resharder(leaf * leaf, out=again)
-        assert torch.equal(again, expected)
+        other_out = torch.empty(8, 3, device=ranks.device)
+        resharder(leaf * leaf, out=other_out)
+        assert torch.equal(other_out, expected)
         assert resharder._mover.exchange.prepared is None
         # Results belong to the caller alone: the allocator gives the same address out, and nothing is kept for it.
         for _ in range(4):
-            resharder(again.view(4, 6))
-        kept: Any = resharder._mover.exchange.prepared
-        assert kept.fresh_outs
-        assert len(kept.dst) == len(kept.recvs) == 0
+            resharder(other_out.view(4, 6))
+        prepared: Any = resharder._mover.exchange.prepared
+        assert prepared.fresh_outs
+        assert len(prepared.dst) == len(prepared.recvs) == 0
 
 
 @pytest.mark.ranks(2)
@@ -176,8 +176,8 @@ def test_views_that_negate_and_conjugate(ranks: Ranks) -> None:
     for tensor in (full, torch._neg_view(full), full, negated):  # the first three have one address
         moved = resharder(tensor.chunk(2)[ranks.rank])
         assert torch.equal(moved, tensor.clone().chunk(2, 1)[ranks.rank])
-    whole = Resharder(plan_reshard(SHAPE, torch.float32, "rank 0", "rank 1"))  # sent and received where it lies
-    moved = whole(negated if ranks.rank == 0 else None)
+    sending = Resharder(plan_reshard(SHAPE, torch.float32, "rank 0", "rank 1"))  # sent and received where it lies
+    moved = sending(negated if ranks.rank == 0 else None)
     assert moved is None if ranks.rank == 0 else torch.equal(moved, -full)
     # Writing into the copy that such a view resolves to would leave the view as it was.
     for out in (torch._neg_view(torch.zeros(8, 3)), torch.zeros(8, 3, dtype=torch.complex64).conj()):

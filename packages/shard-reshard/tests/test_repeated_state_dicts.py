@@ -78,19 +78,19 @@ def test_whatever_happens_between_calls(ranks: Ranks) -> None:
     turned = {"a": Shard(1), "b": Shard(0), "tied": Shard(1), "norm": Replicate(), "scale": Replicate()}
 
     def generator() -> dict[str, Any]:
-        made = {name: distribute_tensor(trainer.full(name) * 0, trainer.mesh, [turned[name]]) for name in "ab"}
-        made["tied"] = made["a"]
-        return made | {name: torch.zeros_like(trainer.full(name)) for name in ("norm", "scale")}
+        tensors = {name: distribute_tensor(trainer.full(name) * 0, trainer.mesh, [turned[name]]) for name in "ab"}
+        tensors["tied"] = tensors["a"]
+        return tensors | {name: torch.zeros_like(trainer.full(name)) for name in ("norm", "scale")}
 
     out = generator()
     layouts = {name: (trainer.mesh, (placement,)) for name, placement in turned.items()}
-    kept = StateDictResharder(trainer.state, layouts, out=out, check="first")
+    resharder = StateDictResharder(trainer.state, layouts, out=out, check="first")
     for _ in range(STEPS):
         rng.choice(trainer.changes())()
         out = generator() if rng.random() < 0.15 else out
-        before = kept._guards
-        moved = kept(trainer.state, out=out, atomic=rng.random() < 0.3)
-        came_again += before is not None and before is kept._guards
+        guards = resharder._guards
+        moved = resharder(trainer.state, out=out, atomic=rng.random() < 0.3)
+        came_again += guards is not None and guards is resharder._guards
         for name in trainer.state:
             value = moved[name]
             assert value is out[name]
@@ -100,16 +100,16 @@ def test_whatever_happens_between_calls(ranks: Ranks) -> None:
     assert compared == 5 * STEPS
     assert STEPS // 5 <= came_again < STEPS
     # Tensors of another dtype or layout in the memory of those before are refused, on both ranks.
-    kept(trainer.state, out=out, atomic=False)
+    resharder(trainer.state, out=out, atomic=False)
     scale = trainer.state["scale"]
     scale.data = scale.data.view(torch.int32)
     with pytest.raises(PlanError, match="dtype-mismatch"):
-        kept(trainer.state, out=out, atomic=False)
+        resharder(trainer.state, out=out, atomic=False)
     scale.data = scale.data.view(torch.float32)
-    kept(trainer.state, out=out, atomic=False)
+    resharder(trainer.state, out=out, atomic=False)
     trainer.state["b"] = DTensor.from_local(trainer.state["b"].to_local().view(3, 4), trainer.mesh, [Shard(0)])
     with pytest.raises(PlanError, match=r"layout-mismatch|shape-mismatch"):
-        kept(trainer.state, out=out, atomic=False)
+        resharder(trainer.state, out=out, atomic=False)
 
 
 @pytest.mark.ranks(2)
@@ -119,18 +119,18 @@ def test_fresh_results_share_nothing(ranks: Ranks) -> None:
     shapes = [((6, 4), torch.float32)] * 3 + [((5, 3), torch.bfloat16), ((4, 6), torch.complex64), ((2, 2), torch.int8)]
     full = [torch.randn(shape, generator=generator).mul(9).to(ranks.device, dtype) for shape, dtype in shapes]
     state = {str(at): distribute_tensor(value, mesh, [Shard(0)]) for at, value in enumerate(full)}
-    kept, results = StateDictResharder(state, (mesh, (Shard(1),))), []
+    resharder, results = StateDictResharder(state, (mesh, (Shard(1),))), []
     for _ in range(3):
-        results.append(kept(state))
+        results.append(resharder(state))
     locals_ = [value.to_local() for moved in results for value in moved.values()]
     assert len({local.untyped_storage().data_ptr() for local in locals_}) == 3 * len(full)
     for number, moved in enumerate(results):
         for value, expected in zip(moved.values(), full, strict=True):
-            wanted = distribute_tensor(expected, mesh, [Shard(1)])
-            assert value._spec == wanted._spec
+            reference = distribute_tensor(expected, mesh, [Shard(1)])
+            assert value._spec == reference._spec
             assert type(value) is DTensor
-            assert (value.shape, value.stride(), value.requires_grad) == (wanted.shape, wanted.stride(), False)
-            assert (value.dtype, value.is_leaf) == (wanted.dtype, True)
+            assert (value.shape, value.stride(), value.requires_grad) == (reference.shape, reference.stride(), False)
+            assert (value.dtype, value.is_leaf) == (reference.dtype, True)
             local = value.to_local()
             assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
             assert torch.equal(value.full_tensor(), expected)
@@ -156,15 +156,15 @@ def test_what_one_rank_refuses_at_a_later_one_shot_call_all_refuse(ranks: Ranks)
     size, full = ranks.world_size, {name: torch.randn(6, 6) for name in "ab"}
 
     def call(odd: Callable[[dict[str, Any]], object] | None = None) -> None:
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "state_dict": {name: value.chunk(size)[ranks.rank].clone() for name, value in full.items()},
             "src_layouts": dict.fromkeys(full, f"{size}: S(0)"),
             "shapes": dict.fromkeys(full, (6, 6)),
             "out": {name: torch.zeros(6, 2) for name in full},
         }
         if odd is not None:
-            odd(given)
-        moved = reshard_state_dict(dst_layouts=f"{size}: S(1)", atomic=False, **given)
+            odd(arguments)
+        moved = reshard_state_dict(dst_layouts=f"{size}: S(1)", atomic=False, **arguments)
         assert all(torch.equal(moved[name], value.chunk(size, 1)[ranks.rank]) for name, value in full.items())
 
     call()

@@ -37,10 +37,10 @@ def test_a_kept_workspace_is_never_the_result(ranks: Ranks) -> None:
             results.append(resharder(_full(step).chunk(n)[ranks.rank].to(ranks.device)))
     for step, moved in enumerate(results):
         assert torch.equal(moved.cpu(), _full(step).chunk(n, 1)[ranks.rank])
-    back = Resharder(plan_reshard(SHAPE, torch.float32, f"{n}: S(1)", f"{n}: S(0)"))
+    backward = Resharder(plan_reshard(SHAPE, torch.float32, f"{n}: S(1)", f"{n}: S(0)"))
     out = torch.empty_like(_full().chunk(n)[ranks.rank], device=ranks.device)
     for step, moved in enumerate(results):
-        assert back(moved, out=out) is out
+        assert backward(moved, out=out) is out
         assert torch.equal(out.cpu(), _full(step).chunk(n)[ranks.rank])
 
 
@@ -89,10 +89,10 @@ def test_handles_waited_for_out_of_order(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_a_dropped_handle_warns(ranks: Ranks) -> None:
     handle = reshard(_full().chunk(2)[ranks.rank], "2: S(0)", "2: S(1)", shape=SHAPE, async_op=True)
-    kept = [handle]
+    handles = [handle]
     del handle
     with pytest.warns(RuntimeWarning, match="never waited for"):
-        kept.clear()
+        handles.clear()
     gc.collect()
 
 
@@ -164,9 +164,9 @@ _DEATHS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_rank_that_dies_is_reported_by_the_others(tmp_path: Path) -> None:
     # Worlds of their own, so that the deaths are this test's and nobody else's.
     context = multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
+    queue = context.SimpleQueue()
     workers = [
-        context.Process(target=_die_or_report, args=(rank, str(tmp_path / how), how, said))
+        context.Process(target=_die_or_report, args=(rank, str(tmp_path / how), how, queue))
         for how in _DEATHS
         for rank in (0, 1)
     ]
@@ -174,12 +174,12 @@ def test_a_rank_that_dies_is_reported_by_the_others(tmp_path: Path) -> None:
         worker.start()
     for worker in workers:
         worker.join(30)
-    heard = dict(said.get() for _ in _DEATHS)
+    reports = dict(queue.get() for _ in _DEATHS)
     for how, (_, message) in _DEATHS.items():
-        assert message in heard[how], how
+        assert message in reports[how], how
 
 
-def _die_or_report(rank: int, path: str, how: str, said: Any) -> None:
+def _die_or_report(rank: int, path: str, how: str, queue: Any) -> None:
     try:
         store = torch.distributed.FileStore(path, 2)  # type: ignore[attr-defined]  # public, though not declared so
         limit = timedelta(seconds=20)
@@ -191,9 +191,9 @@ def _die_or_report(rank: int, path: str, how: str, said: Any) -> None:
             if "async_op" in options:
                 moved.wait()
         if rank == 0:
-            said.put((how, "no error"))
+            queue.put((how, "no error"))
     except RuntimeError as error:
-        said.put((how, str(error)))
+        queue.put((how, str(error)))
     finally:
         os._exit(0)
 
@@ -203,12 +203,12 @@ def test_a_destroyed_group_is_let_go(ranks: Ranks) -> None:
     """Gloo ends its threads with the group; a thread that still holds a tensor while Python ends aborts the process."""
     group = dist.new_group([0, 1])
     local = torch.arange(8.0).view(4, 2)
-    kept = Resharder(plan_reshard((8, 2), torch.float32, "2: S(0)", "2: S(1)"), group)
-    assert torch.equal(kept(local), reshard(local, "2: S(0)", "2: S(1)", shape=(8, 2), group=group))
+    resharder = Resharder(plan_reshard((8, 2), torch.float32, "2: S(0)", "2: S(1)"), group)
+    assert torch.equal(resharder(local), reshard(local, "2: S(0)", "2: S(1)", shape=(8, 2), group=group))
     alive = weakref.ref(group)
     dist.destroy_process_group(group)
     del group
     gc.collect()
     assert alive() is None
     with pytest.raises(PlanError, match=r"no-process-group\] group: it was destroyed"):
-        kept(local)
+        resharder(local)

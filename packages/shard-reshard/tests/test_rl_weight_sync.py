@@ -30,24 +30,24 @@ def test_the_generator_computes_what_the_trainer_computes(ranks: Ranks) -> None:
     assert sum(ranks.gather(sent)) == 3 * plan.wire_bytes
 
     # The reference: the trainer's whole weights, cut with plain indexing, in the same generator.
-    whole = {k: v.full_tensor().detach() for k, v in names["weights"].items()} if names["is_trainer"] else {}
-    whole = ranks.gather(whole)[0]
+    weights = {k: v.full_tensor().detach() for k, v in names["weights"].items()} if names["is_trainer"] else {}
+    weights = ranks.gather(weights)[0]
     if names["is_trainer"]:
         return
     at, tp = ranks.rank - 2, 2
     reference = names["new_generator"]()
     compared = 0
-    for name, found in names["live"].named_parameters():
+    for name, parameter in names["live"].named_parameters():
         if name.endswith("qkv_proj.weight"):
-            wanted = torch.cat([whole[name.replace("qkv", k)].chunk(tp)[at] for k in "qkv"])
+            expected = torch.cat([weights[name.replace("qkv", k)].chunk(tp)[at] for k in "qkv"])
         elif name.endswith("gate_up_proj.weight"):
-            wanted = torch.cat([whole[name.replace("gate_up", k)].chunk(tp)[at] for k in ("gate", "up")])
+            expected = torch.cat([weights[name.replace("gate_up", k)].chunk(tp)[at] for k in ("gate", "up")])
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            wanted = whole[name].chunk(tp, 1)[at]
+            expected = weights[name].chunk(tp, 1)[at]
         else:
-            wanted = whole[name]
-        assert torch.equal(found, wanted), name
-        reference.get_parameter(name).copy_(wanted)
-        compared += found.numel()
+            expected = weights[name]
+        assert torch.equal(parameter, expected), name
+        reference.get_parameter(name).copy_(expected)
+        compared += parameter.numel()
     assert compared == sum(p.numel() for p in reference.parameters())
     assert torch.equal(names["live"](names["ids"]).logits, reference(names["ids"]).logits)

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.extra("safetensors")
 
 
 def _folder(ranks: Ranks, tmp_path: Path) -> Path:
-    found: str = ranks.gather(str(tmp_path))[0]
-    return Path(found)
+    path: str = ranks.gather(str(tmp_path))[0]
+    return Path(path)
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
@@ -29,21 +29,21 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found = load_file(path)
-        assert not found.keys() & tensors.keys()
-        tensors |= found
+        loaded = load_file(path)
+        assert not loaded.keys() & tensors.keys()
+        tensors |= loaded
         if (index := folder / "model.safetensors.index.json").exists():
             weights = json.loads(index.read_text())["weight_map"]
-            assert {name for name, file in weights.items() if file == path.name} == set(found)
+            assert {name for name, file in weights.items() if file == path.name} == set(loaded)
     return tensors
 
 
-def _equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    assert set(found) == set(wanted)
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert found[name].shape == tensor.shape, name
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+def _equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].shape == tensor.shape, name
+        assert torch.equal(actual[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
 def _full() -> dict[str, torch.Tensor]:
@@ -115,11 +115,11 @@ def test_files_hold_the_full_tensors_and_each_byte_is_written_once(ranks: Ranks,
     moved = {move.source for move in plan.moves.moves if move.plan.wire_bytes}
     assert moved <= {"columns", "two.axes", "large.columns"}
     assert plan.written_bytes(ranks.rank) > num_bytes // ranks.world_size // 2
-    back = load_safetensors(folder, f"{ranks.world_size}: S(0)", key_map={"scalar": None})
+    loaded = load_safetensors(folder, f"{ranks.world_size}: S(0)", key_map={"scalar": None})
     for name in ("rows", "columns", "large.columns"):
         chunks = full[name].chunk(ranks.world_size)
-        wanted = chunks[ranks.rank] if ranks.rank < len(chunks) else full[name][:0]
-        assert torch.equal(back[name], wanted)
+        expected = chunks[ranks.rank] if ranks.rank < len(chunks) else full[name][:0]
+        assert torch.equal(loaded[name], expected)
     assert "model" in plan.explain()
     assert plan.digest == ranks.gather(plan.digest)[0]
 
@@ -142,22 +142,22 @@ def test_tied_weights_are_written_once_under_the_first_name(ranks: Ranks, tmp_pa
 
     torch.manual_seed(0)
     model, folder = Tied(), _folder(ranks, tmp_path)
-    wanted = {name: value.detach().clone() for name, value in model.state_dict().items() if name != "head.weight"}
+    expected = {name: value.detach().clone() for name, value in model.state_dict().items() if name != "head.weight"}
     mesh = ranks.mesh((2,), ("x",))
     tokens = nn.Parameter(distribute_tensor(model.tokens.weight.detach(), mesh, [Shard(0)]))
     model.tokens.weight = model.head.weight = tokens
     save_safetensors(model, folder)
-    _equal(_read(folder), wanted)
+    _equal(_read(folder), expected)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "tokens.weight"}
     plain = Tied()
     missing, unexpected = load_model(plain, folder / "model.safetensors")
     assert not missing
     assert not unexpected
-    assert torch.equal(plain.head.weight, wanted["tokens.weight"])
-    again = Tied()
-    load_safetensors(folder, out=again)
-    assert torch.equal(again.head.weight, wanted["tokens.weight"])
+    assert torch.equal(plain.head.weight, expected["tokens.weight"])
+    loaded = Tied()
+    load_safetensors(folder, out=loaded)
+    assert torch.equal(loaded.head.weight, expected["tokens.weight"])
 
 
 @pytest.mark.ranks(2)
@@ -192,10 +192,10 @@ def test_what_cannot_be_written_is_refused_by_all_and_leaves_no_file(ranks: Rank
         "a name of the format": ("invalid-argument", {"__metadata__": ones}),
     }
     for what, (code, state) in cases.items():
-        with pytest.raises(PlanError) as found:
+        with pytest.raises(PlanError) as caught:
             save_safetensors(state, folder / "x")
-        assert code in str(found.value), (what, found.value)
-        assert len(set(ranks.gather(str(found.value)))) == 1
+        assert code in str(caught.value), (what, caught.value)
+        assert len(set(ranks.gather(str(caught.value)))) == 1
         assert not list((folder / "x").iterdir())
     with pytest.raises(PlanError, match="ranks-disagree"):
         save_safetensors({"a": ones}, folder / f"{rank}")
@@ -216,19 +216,19 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_no_file(
     state = {f"w{at}": distribute_tensor(torch.randn(64, 8), mesh, [Shard(1)]) for at in range(4)}
     calls = 0
 
-    def full_disk(*given: Any) -> None:
+    def full_disk(*args: Any) -> None:
         nonlocal calls
         calls += 1
         if ranks.rank == who and calls == 3:
             raise OSError("no space left on device")
-        written(*given)
+        write_rows(*args)
 
-    written = save._write_rows
+    write_rows = save._write_rows
     monkeypatch.setattr(save, "_write_rows", full_disk)
     with pytest.raises(PlanError, match="no space left"):
         save_safetensors(state, folder, bucket_bytes=4000)
     ranks.gather(None)
     assert not list(folder.iterdir())
-    monkeypatch.setattr(save, "_write_rows", written)
+    monkeypatch.setattr(save, "_write_rows", write_rows)
     save_safetensors(state, folder)
     assert set(_read(folder)) == set(state)

@@ -26,13 +26,13 @@ def taken(
     full: torch.Tensor, dim: int, sections: tuple[tuple[int, int, int], ...], rank: int, size: int
 ) -> torch.Tensor:
     """The local shard of a rank, by plain chunks of units."""
-    found = []
+    parts = []
     for section, (_, unit, copies) in zip(full.split([s for s, _, _ in sections], dim), sections, strict=True):
         units = section.unflatten(dim, (-1, unit)).chunk(size // copies, dim)
         place = rank // copies
         own = units[place] if place < len(units) else units[0].narrow(dim, 0, 0)
-        found.append(own.flatten(dim, dim + 1))
-    return torch.cat(found, dim)
+        parts.append(own.flatten(dim, dim + 1))
+    return torch.cat(parts, dim)
 
 
 class Model(nn.Module):
@@ -50,12 +50,12 @@ class Model(nn.Module):
 
 def full_values(dim: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    values = {}
     for name, sections in SECTIONS.items():
         shape = [6, 6]
         shape[dim] = sum(size for size, _, _ in sections)
-        found[name] = torch.randn(shape, generator=generator)
-    return found
+        values[name] = torch.randn(shape, generator=generator)
+    return values
 
 
 @pytest.mark.extra("safetensors")
@@ -72,10 +72,10 @@ def test_sections_with_copies_as_source_and_destination(ranks: Ranks, dim: int, 
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.detach(), taken(full[name], dim, SECTIONS[name], ranks.rank, 4)), name
             compared += parameter.numel()
-        found = away(model)
+        gathered = away(model)
         rows = reshard_state_dict(model, "4: S(0)")
         for name, value in full.items():
-            assert ranks.rank or torch.equal(found[name], value), name
+            assert ranks.rank or torch.equal(gathered[name], value), name
             start = ranks.rank * -(-value.shape[0] // 4)
             assert torch.equal(rows[name], value[start : start + -(-value.shape[0] // 4)]), name
     assert compared > 1_000

@@ -57,27 +57,27 @@ def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyP
         limit = rng.choice([None, None, 512])
         plan = make_plan(resolve_layout(src, shape), resolve_layout(dst, shape), "int64", None, limit)
         parts = [torch.randint(-50, 50, shape) for _ in range(world_size)]
-        full, given = parts[0], []
+        full, sources = parts[0], []
         if plan.src.num_partials > 1:
             owners = [ranks[0] for ranks in next(iter(plan.src.cells())).owners] if full.numel() else [0]
             replicas = next(iter(plan.src.cells())).owners if full.numel() else ()
-            given = [
+            sources = [
                 [parts[next(h[0] for h in replicas if rank in h)]] if any(rank in h for h in replicas) else [full]
                 for rank in range(world_size)
             ]
-            given = [held if rank in plan.src.rank_set else [] for rank, held in enumerate(given)]
+            sources = [shards if rank in plan.src.rank_set else [] for rank, shards in enumerate(sources)]
             full = sum((parts[rank] for rank in owners), torch.zeros_like(full)) if full.numel() else full
             reduced += 1
         else:
-            given = [local_tensors(plan.src, rank, full) for rank in range(world_size)]
-        moved = [as_listed(found) for found in simulate(plan, given)]
+            sources = [local_tensors(plan.src, rank, full) for rank in range(world_size)]
+        moved = [as_listed(actual) for actual in simulate(plan, sources)]
         total = torch.zeros_like(full)
         for rank in range(world_size):
             if plan.dst.num_partials > 1:
                 total = total + moved[rank][0]
                 continue
-            for found, wanted in zip(moved[rank], local_tensors(plan.dst, rank, full), strict=True):
-                assert torch.equal(found, wanted), (plan.src, plan.dst, rank)
+            for actual, expected in zip(moved[rank], local_tensors(plan.dst, rank, full), strict=True):
+                assert torch.equal(actual, expected), (plan.src, plan.dst, rank)
         if plan.dst.num_partials > 1 and not plan.is_identity:
             assert torch.equal(total, full)
         assert plan.wire_bytes == plan.lower_bound or (plan.reduce_op is not None and not plan.uses_scatter_allgather)
@@ -103,15 +103,15 @@ def test_partial_sources_reduce_in_rank_order(dtype: torch.dtype, limit: int | N
             plan = plan_reshard(shape, dtype, f"4: P({op})", dst, max_workspace_bytes=limit)
             moved = simulate(plan, parts)
             for rank in range(4):
-                for found, wanted in zip(as_listed(moved[rank]), local_tensors(plan.dst, rank, reference), strict=True):
-                    assert torch.equal(found, wanted), (op, dst, rank)
+                for actual, local in zip(as_listed(moved[rank]), local_tensors(plan.dst, rank, reference), strict=True):
+                    assert torch.equal(actual, local), (op, dst, rank)
 
 
 def test_a_window_of_an_average_is_averaged() -> None:
     window = ShardMapView(resolve_layout("2: P(avg)", (4, 3)), (1, 0), (2, 3))
-    given = [torch.randn(4, 3), torch.randn(4, 3)]
-    moved = simulate(make_plan(window, resolve_layout("2: R", (2, 3)), "float32"), given)
-    assert all(torch.equal(each, ((given[0] + given[1]) / 2)[1:3]) for each in moved)  # type: ignore[arg-type]  # one each
+    parts = [torch.randn(4, 3), torch.randn(4, 3)]
+    moved = simulate(make_plan(window, resolve_layout("2: R", (2, 3)), "float32"), parts)
+    assert all(torch.equal(each, ((parts[0] + parts[1]) / 2)[1:3]) for each in moved)  # type: ignore[arg-type]  # one each
 
 
 def test_replicas_of_a_reduction_are_bit_equal() -> None:
@@ -119,14 +119,14 @@ def test_replicas_of_a_reduction_are_bit_equal() -> None:
     parts = [torch.randn(7, 5) * 10.0**k for k in range(4)]
     for limit in (None, 400):
         plan = plan_reshard((7, 5), torch.float32, "4: P", "4: R", max_workspace_bytes=limit)
-        moved = [as_listed(found)[0] for found in simulate(plan, parts)]
-        assert all(torch.equal(found, moved[0]) for found in moved)
+        moved = [as_listed(result)[0] for result in simulate(plan, parts)]
+        assert all(torch.equal(result, moved[0]) for result in moved)
 
 
 def test_partial_destination_holds_the_value_once() -> None:
     full = torch.arange(12.0).view(3, 4)
     plan = plan_reshard((3, 4), torch.float32, "4: S(1)", "2x2: P, S(0)")
-    moved = [as_listed(found)[0] for found in simulate(plan, list(full.chunk(4, 1)))]
+    moved = [as_listed(result)[0] for result in simulate(plan, list(full.chunk(4, 1)))]
     assert torch.equal(torch.cat([moved[0] + moved[2], moved[1] + moved[3]]), full)
 
 
@@ -152,12 +152,12 @@ def test_a_cast_travels_in_the_smaller_dtype() -> None:
         (torch.float32, torch.float8_e4m3fn, 1),
     ):
         plan = plan_reshard((8, 6), dtype, "3: S(0)", "3: S(1)", out_dtype=out_dtype)
-        given = full.to(dtype)
-        moved = simulate(plan, [local_tensors(plan.src, rank, given)[0] for rank in range(3)])
+        source = full.to(dtype)
+        moved = simulate(plan, [local_tensors(plan.src, rank, source)[0] for rank in range(3)])
         assert plan.itemsize == itemsize
         for rank in range(3):
-            wanted = local_tensors(plan.dst, rank, given.to(out_dtype).float())[0]
-            assert torch.equal(as_listed(moved[rank])[0].float(), wanted)
+            expected = local_tensors(plan.dst, rank, source.to(out_dtype).float())[0]
+            assert torch.equal(as_listed(moved[rank])[0].float(), expected)
 
 
 def test_strided_and_expanded_sources() -> None:
@@ -165,11 +165,11 @@ def test_strided_and_expanded_sources() -> None:
     plan = plan_reshard((6, 8), torch.float32, "2: S(0)", "2: S(1)")
     turned = [half.t().contiguous().t() for half in full.chunk(2)]
     assert not turned[0].is_contiguous()
-    for rank, found in enumerate(simulate(plan, turned)):
-        assert torch.equal(as_listed(found)[0], full.chunk(2, 1)[rank])
+    for rank, result in enumerate(simulate(plan, turned)):
+        assert torch.equal(as_listed(result)[0], full.chunk(2, 1)[rank])
     row = torch.arange(8.0).expand(3, 8)
-    for found, wanted in zip(simulate(plan, [row, row]), row.repeat(2, 1).chunk(2, 1), strict=True):
-        assert torch.equal(as_listed(found)[0], wanted)
+    for result, expected in zip(simulate(plan, [row, row]), row.repeat(2, 1).chunk(2, 1), strict=True):
+        assert torch.equal(as_listed(result)[0], expected)
 
 
 def test_transpose_is_the_adjoint() -> None:

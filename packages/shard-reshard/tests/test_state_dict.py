@@ -129,12 +129,12 @@ def test_qkv_into_one_fused_weight_on_other_ranks(ranks: Ranks) -> None:
     )
     if ranks.rank in (1, 3):
         at = 0 if ranks.rank == 1 else 1
-        wanted = torch.cat([reference[name].chunk(2)[at] for name in names])
-        assert torch.equal(moved["qkv.weight"], wanted)
+        expected = torch.cat([reference[name].chunk(2)[at] for name in names])
+        assert torch.equal(moved["qkv.weight"], expected)
     else:
         assert moved == {}
     # And taken apart again, to two other ranks.
-    back = reshard_state_dict(
+    parts = reshard_state_dict(
         dict(moved),
         dict.fromkeys(names, "2: S(1) on ranks 0..1"),
         src_layouts={"qkv.weight": fused},
@@ -148,7 +148,7 @@ def test_qkv_into_one_fused_weight_on_other_ranks(ranks: Ranks) -> None:
         },
     )
     for name in names if ranks.rank < 2 else ():
-        assert torch.equal(back[name], reference[name].chunk(2, 1)[ranks.rank])
+        assert torch.equal(parts[name], reference[name].chunk(2, 1)[ranks.rank])
 
 
 @pytest.mark.ranks(2)
@@ -160,8 +160,8 @@ def test_problems_of_all_tensors_and_ranks_come_in_one_error(ranks: Ranks) -> No
     codes = {problem.code for problem in caught.value.problems}
     # b: each rank has other values under one name, so these are shards that nobody described.
     assert codes >= {"missing-argument", "ranks-disagree"}
-    said = ranks.gather(str(caught.value))
-    assert said[0] == said[1]
+    messages = ranks.gather(str(caught.value))
+    assert messages[0] == messages[1]
     with pytest.raises(PlanError, match="missing-argument"):
         reshard_state_dict({"a": torch.zeros(4)}, {})
     out = {"a": torch.zeros(4), "b": torch.ones(3)}
@@ -179,20 +179,20 @@ def test_problems_of_all_tensors_and_ranks_come_in_one_error(ranks: Ranks) -> No
         "no-data": (FakeTensorMode().from_tensor(torch.zeros(2, 3)), {"src_layouts": {"odd": "2: S(0)"}}),
     }
     for code, (tensor, more) in odd.items():
-        given = {"odd": tensor if ranks.rank or not more else torch.zeros(2, 3)}
+        sources = {"odd": tensor if ranks.rank or not more else torch.zeros(2, 3)}
         with pytest.raises(PlanError, match=rf"{code}\] .*odd") as caught:
-            reshard_state_dict(given, "2: R", shapes={"odd": (4, 3)}, **more)
+            reshard_state_dict(sources, "2: R", shapes={"odd": (4, 3)}, **more)
         assert len({*ranks.gather(str(caught.value))}) == 1
     misspelled = {"layer.weight": "2: R", "layer.wieght": "2: S(0)", "left out": "2: R"}
-    for strict, known in ((True, "did you mean 'layer.weight'"), (False, "")):
-        given = {"layer.weight": torch.arange(4.0), "left out": torch.zeros(2)}
+    for strict, hint in ((True, "did you mean 'layer.weight'"), (False, "")):
+        sources = {"layer.weight": torch.arange(4.0), "left out": torch.zeros(2)}
         arguments: Any = {"key_map": {"left out": None}, "strict": strict}
-        if known:
-            with pytest.raises(PlanError, match=known) as caught:
-                reshard_state_dict(given, misspelled, **arguments)
+        if hint:
+            with pytest.raises(PlanError, match=hint) as caught:
+                reshard_state_dict(sources, misspelled, **arguments)
             assert [problem.code for problem in caught.value.problems] == ["unknown-name"]
         else:
-            assert list(reshard_state_dict(given, misspelled, **arguments)) == ["layer.weight"]
+            assert list(reshard_state_dict(sources, misspelled, **arguments)) == ["layer.weight"]
 
 
 @pytest.mark.ranks(2)
@@ -220,45 +220,45 @@ def test_a_kept_resharder(ranks: Ranks) -> None:
     layouts = {f"w{at}": "2: S(0)" for at in range(3)}
     shapes = dict.fromkeys(layouts, (8, 6))
     out = {name: torch.zeros(8, 3, device=ranks.device) for name in layouts}
-    given = rows(0)
+    state = rows(0)
     resharder = StateDictResharder(
-        given, dict.fromkeys(layouts, "2: S(1)"), src_layouts=layouts, shapes=shapes, out=out, bucket_bytes=256
+        state, dict.fromkeys(layouts, "2: S(1)"), src_layouts=layouts, shapes=shapes, out=out, bucket_bytes=256
     )
     assert len(resharder.plan.buckets) > 1
     for step in range(12):
         for name, tensor in rows(step).items():
             if step % 4 == 3:
-                given[name] = tensor  # other memory
+                state[name] = tensor  # other memory
             else:
-                given[name].copy_(tensor)
+                state[name].copy_(tensor)
         with ranks.record() as log, ranks.delayed():
-            moved = resharder(given, out=out, atomic=step % 3 == 0)
+            moved = resharder(state, out=out, atomic=step % 3 == 0)
         assert log.count("all_to_all") == len(resharder.plan.buckets)
         for at, name in enumerate(layouts):
-            wanted = (torch.arange(48.0).view(8, 6) + 100 * step + at).chunk(2, 1)[ranks.rank].to(ranks.device)
-            assert torch.equal(out[name], wanted), step
+            expected = (torch.arange(48.0).view(8, 6) + 100 * step + at).chunk(2, 1)[ranks.rank].to(ranks.device)
+            assert torch.equal(out[name], expected), step
             assert moved[name] is out[name]
     before = {name: out[name].clone() for name in layouts}
     for name, tensor in rows(20).items():
-        given[name].copy_(tensor)
+        state[name].copy_(tensor)
     for atomic in (True, False):
         with pytest.raises(PlanError, match="unknown-name"):
-            resharder(given | ({"strange": given["w0"]} if ranks.rank else {}), out=out, atomic=atomic)
+            resharder(state | ({"strange": state["w0"]} if ranks.rank else {}), out=out, atomic=atomic)
         assert all(torch.equal(out[name], before[name]) for name in layouts)
-    resharder(given, out=out)  # and goes on
+    resharder(state, out=out)  # and goes on
     assert torch.equal(out["w0"], (torch.arange(48.0).view(8, 6) + 2000).chunk(2, 1)[ranks.rank].to(ranks.device))
     plain = StateDictResharder(
-        given, dict.fromkeys(layouts, "2: S(1)"), src_layouts=layouts, shapes=shapes, check="first"
+        state, dict.fromkeys(layouts, "2: S(1)"), src_layouts=layouts, shapes=shapes, check="first"
     )
     for step in range(4):  # what a call allocates is never kept, also where everything else is
         for name, tensor in rows(step).items():
-            given[name].copy_(tensor)
+            state[name].copy_(tensor)
         with ranks.record() as log, ranks.delayed():
-            moved = plain(given)
+            moved = plain(state)
         assert list(log.ops) == (["all_to_all"] if step else ["all_gather", "all_to_all"])
         for at, name in enumerate(layouts):
-            wanted = (torch.arange(48.0).view(8, 6) + 100 * step + at).chunk(2, 1)[ranks.rank].to(ranks.device)
-            assert torch.equal(moved[name], wanted), step
+            expected = (torch.arange(48.0).view(8, 6) + 100 * step + at).chunk(2, 1)[ranks.rank].to(ranks.device)
+            assert torch.equal(moved[name], expected), step
 
 
 @pytest.mark.ranks(2)
@@ -294,18 +294,18 @@ def test_shards_that_remember_what_they_are_shards_of(ranks: Ranks) -> None:
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_receiver_whose_sender_dies_keeps_its_values(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
-    workers = [context.Process(target=_sync_until_death, args=(rank, str(tmp_path / "s"), said)) for rank in (0, 1)]
+    queue = context.SimpleQueue()
+    workers = [context.Process(target=_sync_until_death, args=(rank, str(tmp_path / "s"), queue)) for rank in (0, 1)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(30)
-    assert not said.empty()
-    kind, values = said.get()
+    assert not queue.empty()
+    kind, values = queue.get()
     assert (kind, values) == ("RuntimeError", [1.0] * 4)
 
 
-def _sync_until_death(rank: int, path: str, said: Any) -> None:
+def _sync_until_death(rank: int, path: str, queue: Any) -> None:
     try:
         store = dist.FileStore(path, 2)  # type: ignore[attr-defined]  # public, though not declared so
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
@@ -329,7 +329,7 @@ def _sync_until_death(rank: int, path: str, said: Any) -> None:
             sync(2.0)
         except RuntimeError as error:
             assert out is not None
-            said.put((type(error).__name__, [float(out[name].mean()) for name in names]))
+            queue.put((type(error).__name__, [float(out[name].mean()) for name in names]))
     finally:
         os._exit(0)
 
@@ -347,12 +347,12 @@ def test_a_group_of_several_jobs(ranks: Ranks, tmp_path: Path) -> None:
     )
     register_group(group, "jobs", "cpu:gloo")
     full = torch.arange(24.0).view(6, 4)
-    kept = StateDictResharder({"w": full.chunk(2)[own]}, "2: S(1)", src_layouts={"w": "2: S(0)"}, shapes={"w": (6, 4)},
+    sync = StateDictResharder({"w": full.chunk(2)[own]}, "2: S(1)", src_layouts={"w": "2: S(0)"}, shapes={"w": (6, 4)},
                               group=group)  # fmt: skip
     for step in range(5):
-        moved = kept({"w": full.chunk(2)[own] + step})
+        moved = sync({"w": full.chunk(2)[own] + step})
         assert torch.equal(moved["w"], full.chunk(2, 1)[own] + step)
     with pytest.raises(PlanError, match="shape-mismatch"):
-        kept({"w": torch.zeros(1, 1) if own else full.chunk(2)[own]})
+        sync({"w": torch.zeros(1, 1) if own else full.chunk(2)[own]})
     moved = reshard_state_dict({"w": full} if own else {}, "rank 0", group=group)
     assert ("w" in moved) is (own == 0)

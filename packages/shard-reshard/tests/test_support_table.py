@@ -34,9 +34,9 @@ PAGE = Path(__file__).parent.parent / "SUPPORT.md"
 MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
 
 
-def _shards(layout: ShardMap, full: torch.Tensor, whole: dict[int, torch.Tensor]) -> list[list[torch.Tensor]]:
+def _shards(layout: ShardMap, full: torch.Tensor, parts: dict[int, torch.Tensor]) -> list[list[torch.Tensor]]:
     """Local tensors; of a partial layout, whose value is `full`, parts that reduce to it."""
-    return [local_tensors(layout, rank, whole.get(rank, full)) for rank in range(4)]
+    return [local_tensors(layout, rank, parts.get(rank, full)) for rank in range(4)]
 
 
 def _parts(name: str, full: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -57,13 +57,13 @@ def _outcome(src_name: str, dst_name: str) -> str:
     if dst_name.startswith("partial"):  # its value is what a reduction to one rank gives
         op = {"sum": "sum", "avg": "avg", "max": "max"}[dst_name.split()[1]]
         assert op in str(KINDS[dst_name]) or op == "sum"
-        again = plan_reshard(SHAPE, torch.float32, plan.dst, "rank 0")
-        (value,) = as_listed(simulate(again, moved)[0])
+        reduction = plan_reshard(SHAPE, torch.float32, plan.dst, "rank 0")
+        (value,) = as_listed(simulate(reduction, moved)[0])
         return "right" if torch.equal(value, full) else "WRONG"
     good = all(
-        torch.equal(found, wanted)
+        torch.equal(actual, expected)
         for rank in range(4)
-        for found, wanted in zip(as_listed(moved[rank]), local_tensors(plan.dst, rank, full), strict=True)
+        for actual, expected in zip(as_listed(moved[rank]), local_tensors(plan.dst, rank, full), strict=True)
     )
     return "right" if good else "WRONG"
 
@@ -87,10 +87,10 @@ def test_the_readme_shows_what_is_right_and_what_is_refused() -> None:
     text = PAGE.read_text()
     before, rest = text.split(MARKS[0])
     _, after = rest.split(MARKS[1])
-    wanted = before + MARKS[0] + table + MARKS[1] + after
+    page = before + MARKS[0] + table + MARKS[1] + after
     if os.environ.get("UPDATE_SUPPORT"):
-        PAGE.write_text(wanted)
-    assert text == wanted or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"
+        PAGE.write_text(page)
+    assert text == page or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"
 
 
 _BOX = Box((0, 0), SHAPE)
@@ -121,8 +121,8 @@ def test_numbers_of_other_kinds() -> None:
     """One was kept in the plan that later calls got, and could not be written as JSON."""
     bound: Any = Number()
     first = plan_reshard((8, 12), "float32", "4: S(0)", "4: S(1)", max_workspace_bytes=bound)
-    again = plan_reshard((8, 12), "float32", "4: S(0)", "4: S(1)", max_workspace_bytes=96)
-    assert first.to_json() == again.to_json()
+    second = plan_reshard((8, 12), "float32", "4: S(0)", "4: S(1)", max_workspace_bytes=96)
+    assert first.to_json() == second.to_json()
     assert type(first.max_workspace_bytes) is int
 
 

@@ -139,13 +139,13 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
         send_weights()
         reference.load_state_dict(full_state(model, layout), strict=False)
         if not rank:
-            wanted = [greedy(reference, prompt) for prompt in PROMPTS]
-            found = engine.client.call("generate", PROMPTS)
-            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted], (step, found, wanted)
-            logprobs = [torch.tensor([values for _, values in each]) for each in (found, wanted)]
+            expected = [greedy(reference, prompt) for prompt in PROMPTS]
+            actual = engine.client.call("generate", PROMPTS)
+            assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected], (step, actual, expected)
+            logprobs = [torch.tensor([values for _, values in each]) for each in (actual, expected)]
             off = max(off, float((logprobs[0] - logprobs[1]).abs().max()))
             assert off < 1e-4, (step, off)  # float32 in other kernels; a tensor that is not sent shows long before
-            different.add(str(wanted))
+            different.add(str(expected))
         if layout == "killed":
             outlive(rank, engine)
             return
@@ -261,11 +261,11 @@ def m2n_bytes(worker: Any, weights: list[tuple[str, str, tuple[int, ...]]]) -> i
     names, dtypes, shapes = zip(*weights, strict=True)
     types = [getattr(torch, dtype.removeprefix("torch.")) for dtype in dtypes]
     with _checkpoint_format(engine.model, engine.model_config):
-        found = resolve_parameter_destinations(
+        destinations = resolve_parameter_destinations(
             engine.model, names, types, shapes, num_workers=size, shard_axis_size=size, allow_direct=True
         )
     total = 0
-    for destination, dtype, shape in zip(found, types, shapes, strict=True):
+    for destination, dtype, shape in zip(destinations, types, shapes, strict=True):
         local = destination.tensor
         total += torch.Size(shape).numel() * dtype.itemsize if local is None else local.numel() * dtype.itemsize
     return total
@@ -350,10 +350,10 @@ def test_tokens_after_each_sync(
         for trainer in trainers:
             trainer.kill()
         llm.llm_engine.engine_core.shutdown()
-    (found,) = results
-    print(f"\n{kind}, {layout} on {TRAINERS} -> {workers} workers: {found}")
-    assert found["collectives"] == 1
-    assert found["bytes"] < found["m2n"] if found["bytes"] and workers > 1 else found["bytes"] <= found["m2n"]
+    (result,) = results
+    print(f"\n{kind}, {layout} on {TRAINERS} -> {workers} workers: {result}")
+    assert result["collectives"] == 1
+    assert result["bytes"] < result["m2n"] if result["bytes"] and workers > 1 else result["bytes"] <= result["m2n"]
 
 
 def free_ports() -> tuple[int, int]:

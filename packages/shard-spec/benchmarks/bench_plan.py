@@ -93,12 +93,12 @@ def rows() -> list[dict[str, str]]:
         assert len(plan.memory(model).totals) == MESH.world_size
 
     first = interleaved({"all": everything}, 1)["all"][0]
-    found = ShardingPlan(RULES, mesh=MESH, strict=True).resolve(model)
-    shapes = {tensor.name: tensor.shape for tensor in found.metadata.tensors}
+    resolved = ShardingPlan(RULES, mesh=MESH, strict=True).resolve(model)
+    shapes = {tensor.name: tensor.shape for tensor in resolved.metadata.tensors}
 
     def one_rank() -> None:
-        held = sum(len(layout.boxes(777, shapes[name])) for name, layout in found.items())
-        assert held == num_tensors
+        num_boxes = sum(len(layout.boxes(777, shapes[name])) for name, layout in resolved.items())
+        assert num_boxes == num_tensors
 
     sample = list(shapes.values())[:: num_tensors // 20]
     scale = num_tensors / len(sample)
@@ -114,7 +114,7 @@ def rows() -> list[dict[str, str]]:
 
     one = interleaved({"ours": one_tensor, "torch": torch_metadata([shape], MESH.world_size)}, 7)
     of_one = [each / times_of_one for each in one["ours"]]
-    flat = ShardingPlan.from_layouts(found).to_json()
+    flat = ShardingPlan.from_layouts(resolved).to_json()
     text = ShardingPlan.from_json(flat).compact(model).to_json()
     return [
         _row(
@@ -154,12 +154,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
-    found = rows()
-    for row in found:
+    results = rows()
+    for row in results:
         print(" | ".join(row.values()))
     command = "python packages/shard-spec/benchmarks/bench_plan.py"
     if arguments.json:
-        document = {"title": "Plans", "command": command, "rows": found}
+        document = {"title": "Plans", "command": command, "rows": results}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -72,17 +72,17 @@ def exact_rows(peer_seconds: float) -> list[Row]:
             peer = solve_highs(problem, time_limit=peer_seconds)
             off = "no answer" if not peer.assignment else f"{peer.objective / solution.objective - 1:.1%} off"
             took = time.perf_counter() - start
-            said = f"HiGHS: {off} after {took:.0f} s (limit {peer_seconds:.0f} s, building included)"
+            comparison = f"HiGHS: {off} after {took:.0f} s (limit {peer_seconds:.0f} s, building included)"
         else:
             variables = sum(matrix.numel() for matrix in problem.matrices.values())
-            said = f"HiGHS not run: {variables / 1e6:.0f} million variables"
+            comparison = f"HiGHS not run: {variables / 1e6:.0f} million variables"
         rows.append(
             {
                 "what": f"exact plan, 126 untied layers ({len(problem.costs):,} operations), {axes} mesh, "
                 f"{num_strategies} strategies each",
                 "target": f"<= {target} s",
                 "measured": seconds,
-                "peer": said,
+                "peer": comparison,
             }
         )
     return rows
@@ -121,15 +121,15 @@ def capped_rows(peer_seconds: float) -> list[Row]:
     for share in (0.5, 0.05):
         limit = least + int((most - least) * share)
         start = time.perf_counter()
-        found = solve_capped(problem, limit)
+        solution = solve_capped(problem, limit)
         seconds = time.perf_counter() - start
         peer = solve_highs(problem, limit, time_limit=peer_seconds)
-        off = "no answer" if not peer.assignment else f"{peer.objective / found.objective - 1:+.1%} to ours"
+        off = "no answer" if not peer.assignment else f"{peer.objective / solution.objective - 1:+.1%} to ours"
         rows.append(
             {
                 "what": f"the same under a memory cap, {share:.0%} of the way from the least to the free memory",
                 "target": "0.07-1.5 % above the best, with a certified bound",
-                "measured": f"gap {found.gap:.2%} in {seconds:.2f} s",
+                "measured": f"gap {solution.gap:.2%} in {seconds:.2f} s",
                 "peer": f"HiGHS: {off} after its limit of {peer_seconds:.0f} s",
             }
         )
@@ -196,10 +196,10 @@ def main() -> int:
     limit = arguments.peer_seconds
     rows: list[Row] = []
     for part in (lambda: exact_rows(limit), lambda: [brute_force_row()], lambda: capped_rows(limit), model_rows):
-        found = part()
-        for row in found:
+        part_rows = part()
+        for row in part_rows:
             print(" | ".join(row.values()), flush=True)
-        rows += found
+        rows += part_rows
     result: dict[str, Any] = {
         "title": "Planners",
         "command": "python packages/shard-spec/benchmarks/bench_planners.py",

@@ -54,11 +54,11 @@ def ranks_curve() -> dict[str, Any]:
     everything, one, peer = series
     for ranks in (8, 64, 512, 1024, 4096, 16384, 65536):
         mesh = MeshSpec({"dp": ranks // 8, "tp": 8})
-        found = ShardingPlan(RULES, mesh=mesh, strict=True).resolve(model)
-        shapes = {tensor.name: tensor.shape for tensor in found.metadata.tensors}
+        resolved = ShardingPlan(RULES, mesh=mesh, strict=True).resolve(model)
+        shapes = {tensor.name: tensor.shape for tensor in resolved.metadata.tensors}
         calls: dict[str, Any] = {
             everything: lambda mesh=mesh: plan_everything(model, mesh),
-            one: lambda found=found, shapes=shapes: [la.boxes(3, shapes[name]) for name, la in found.items()],
+            one: lambda resolved=resolved, shapes=shapes: [la.boxes(3, shapes[name]) for name, la in resolved.items()],
         }
         scale = 1.0
         if ranks <= TORCH_RANKS:
@@ -110,8 +110,8 @@ def layers_curve() -> dict[str, Any]:
             series[wide].append((layers, times[wide]))
         if layers in HIGHS_LAYERS:
             begin = time.perf_counter()
-            found = solve_highs(problem, time_limit=HIGHS_SECONDS)
-            if found.assignment and found.objective <= solve_exact(problem).objective * (1 + 1e-6):
+            solution = solve_highs(problem, time_limit=HIGHS_SECONDS)
+            if solution.assignment and solution.objective <= solve_exact(problem).objective * (1 + 1e-6):
                 series[peer].append((layers, [time.perf_counter() - begin]))
     return _curve(
         "layers",

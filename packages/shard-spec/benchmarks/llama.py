@@ -116,8 +116,8 @@ def section(case: Case, model: nn.Module) -> list[str]:
             continue
         memory = cost.memory_bytes
         more = f"{cost.seconds / certificate.objective - 1:+.1%}"
-        said = f"{more}, does not fit" if memory > planner.memory_limit else more
-        lines.append(f"| {name} | {cost.seconds:.3f} s | {memory / 1e9:.1f} GB | {said} |")
+        remark = f"{more}, does not fit" if memory > planner.memory_limit else more
+        lines.append(f"| {name} | {cost.seconds:.3f} s | {memory / 1e9:.1f} GB | {remark} |")
     return [*lines, "", "What it chose:", "", *chosen(certificate.choices), "", f"Why: {case.why}", ""]
 
 
@@ -133,8 +133,8 @@ def chosen(choices: tuple[tuple[str, str], ...]) -> list[str]:
     lines = []
     for kind, counts in kinds.items():
         many = len(counts) > 1
-        said = "; ".join(f"`{ways}`" + (f" in {number}" if many else "") for ways, number in counts.items())
-        lines.append(f"- `{kind}`: {said}")
+        summary = "; ".join(f"`{ways}`" + (f" in {number}" if many else "") for ways, number in counts.items())
+        lines.append(f"- `{kind}`: {summary}")
     return lines
 
 

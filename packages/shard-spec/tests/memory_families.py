@@ -31,8 +31,8 @@ class Family:
 
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(**self.options)
-        made: torch.nn.Module = getattr(transformers, self.model)(config).train()
-        return made
+        model: torch.nn.Module = getattr(transformers, self.model)(config).train()
+        return model
 
 
 def tokens() -> dict[str, torch.Tensor]:
@@ -125,15 +125,15 @@ def measured(family: Family) -> dict[str, int]:
     model = family.make()
     parameters = list(model.parameters())
     own = {each.untyped_storage().data_ptr() for each in [*parameters, *model.buffers()]}
-    kept: dict[int, torch.Tensor] = {}
+    memory: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # holds it: an address is reused once its memory is freed
+        memory[tensor.untyped_storage().data_ptr()] = tensor  # holds it: an address is reused once its memory is freed
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(**family.inputs())
-    saved = sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in own)
+    saved = sum(tensor.untyped_storage().nbytes() for at, tensor in memory.items() if at not in own)
     loss = sum(
         value.float().sum() for value in output.values() if isinstance(value, torch.Tensor) and value.requires_grad
     )

@@ -131,30 +131,30 @@ sys.addaudithook(_audit)
 
 
 @contextlib.contextmanager
-def bounded(said: object, folder: Path | None = None) -> Iterator[None]:
+def bounded(case: object, folder: Path | None = None) -> Iterator[None]:
     """No crash, no hang, nothing run; no file opened but those of ``folder`` and of Python's own packages."""
     global _watched
 
     def late(signum: int, frame: object) -> None:
         if not _patient:
-            raise AssertionError(f"more than {SECONDS} s: {str(said)[:3000]}")
+            raise AssertionError(f"more than {SECONDS} s: {str(case)[:3000]}")
 
-    before = signal.signal(signal.SIGPROF, late)
+    previous = signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     _watched = []
     try:
         yield
     finally:
-        seen, _watched = _watched, None
+        events, _watched = _watched, None
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, previous)
     allowed = (str(folder), sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/")
     strange = [
         (event, name)
-        for event, name in seen
+        for event, name in events
         if event in FORBIDDEN or not (CODE.search(name) or os.path.realpath(name).startswith(allowed))
     ]
-    assert not strange, (strange, str(said)[:3000])
+    assert not strange, (strange, str(case)[:3000])
 
 
 def planned(reader: Callable[[], ShardingPlan], text: str | bytes) -> bool:
@@ -175,13 +175,13 @@ def planned(reader: Callable[[], ShardingPlan], text: str | bytes) -> bool:
     return True
 
 
-def told(arguments: list[str], folder: Path, said: object) -> bool:
+def told(arguments: list[str], folder: Path, case: object) -> bool:
     """The command line's status: 0, or 1 or 2 with a reason; a traceback or a status of its own are faults."""
     out, err = io.StringIO(), io.StringIO()
-    with bounded(said, folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with bounded(case, folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(arguments)
-    assert status in (0, 1, 2), said
-    assert status == 0 or err.getvalue() or out.getvalue(), said
+    assert status in (0, 1, 2), case
+    assert status == 0 or err.getvalue() or out.getvalue(), case
     return status == 0
 
 
@@ -222,17 +222,17 @@ def make_layout(rng: random.Random) -> bytes:
 
 def check_layout(data: bytes, folder: Path) -> bool:
     """As a layout and as a mesh; what is read reads itself again."""
-    mesh, text, read = MeshSpec({"dp": 2, "tp": 2}), data.decode(), False
+    mesh, text, accepted = MeshSpec({"dp": 2, "tp": 2}), data.decode(), False
     with bounded(text):
         with contextlib.suppress(PlanError):
             layout = Layout.parse(text, mesh)
             assert Layout.parse(str(layout), mesh) == layout
-            read = True
+            accepted = True
         with contextlib.suppress(PlanError):
-            found = MeshSpec.parse(text)
-            assert MeshSpec.parse(str(found)) == found
-            read = True
-    return read
+            parsed = MeshSpec.parse(text)
+            assert MeshSpec.parse(str(parsed)) == parsed
+            accepted = True
+    return accepted
 
 
 def safetensors(header: bytes, length: int | None = None) -> bytes:

@@ -74,11 +74,11 @@ def safetensors_file(path: Any) -> Any:
 def test_plan_check_explain_and_diff(factory: Any, tmp_path: Any, capsys: Any) -> None:
     plan, page = str(tmp_path / "plan.json"), tmp_path / "report.html"
     status = main(["plan", factory, "--mesh", "dp=2,tp=2", "--out", plan, "--html", str(page), "--batch", "4x8"])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert status == 0
-    assert "blocks.*.fc1.weight" in shown
-    assert "memory on each rank" in shown
-    assert "all_gather" in shown
+    assert "blocks.*.fc1.weight" in output
+    assert "memory on each rank" in output
+    assert "all_gather" in output
     assert "blocks.*.fc1.weight" in dict(ShardingPlan.from_json(Path(plan).read_text()).plan)
     assert page.read_text().startswith("<!doctype html>")
     assert main(["check", factory, plan]) == 0
@@ -94,9 +94,9 @@ def test_plan_check_explain_and_diff(factory: Any, tmp_path: Any, capsys: Any) -
 
 
 def test_a_factory_that_raises_is_wrong_usage(factory: Any, capsys: Any) -> None:
-    for name, said in (("raises", "RuntimeError: no such checkpoint"), ("broken", "TypeError: ")):
+    for name, message in (("raises", "RuntimeError: no such checkpoint"), ("broken", "TypeError: ")):
         assert main(["plan", f"{THIS.partition(':')[0]}:{name}", "--mesh", "dp=2"]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_json_is_json(factory: Any, tmp_path: Any, capsys: Any) -> None:
@@ -156,9 +156,9 @@ def test_a_hugging_face_config(tmp_path: Any, capsys: Any) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", str(tmp_path), "--mesh", "dp=4,tp=8", "--dtype", "bfloat16"]) == 0
-    shown = capsys.readouterr().out
-    assert "model.layers.*.self_attn.q_proj.weight" in shown
-    assert "dp:S(0), tp:S(1)" in shown
+    output = capsys.readouterr().out
+    assert "model.layers.*.self_attn.q_proj.weight" in output
+    assert "dp:S(0), tp:S(1)" in output
     plan = tmp_path / "hf.json"
     plan.write_text(ShardingPlan({"model.layers.*.mlp.down_proj.weight": "S(1)"}, mesh={"tp": 8}).to_json())
     assert main(["check", str(tmp_path), str(plan)]) == 0
@@ -219,9 +219,9 @@ class Page(HTMLParser):
         self.ids: set[Any] = set()
 
     def handle_starttag(self, tag: Any, attrs: Any) -> Any:
-        given = dict(attrs)
+        attributes = dict(attrs)
         self.links += [value for key, value in attrs if key in ("src", "href")]
-        self.ids.add(given.get("id"))
+        self.ids.add(attributes.get("id"))
         if tag in ("svg", "g", "title", "table", "div", "ul"):
             self.open.append(tag)
 
@@ -357,5 +357,5 @@ def test_a_misspelt_name_is_answered_with_the_nearest(factory: Any, tmp_path: An
 
 
 def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "shard_spec", "--help"], check=True, capture_output=True, text=True)
-    assert "shard-spec" in done.stdout
+    run = subprocess.run([sys.executable, "-m", "shard_spec", "--help"], check=True, capture_output=True, text=True)
+    assert "shard-spec" in run.stdout

@@ -127,12 +127,12 @@ def test_a_parallelize_plan_round_trips_through_parallelize_module(ranks: Ranks)
     plan = ShardingPlan(BLOCK_RULES, {"head": "tp:R"}, mesh=mesh)
     styles = plan.to_parallelize_plan(model)
     assert set(styles) == {"embed", "fc1", "fc2", "head"}
-    wanted = plan.resolve(model)
+    resolved = plan.resolve(model)
     parallelize_module(model, mesh, styles)
     live = ShardingPlan.from_module(model).resolve(reference)
     assert len(live) == 10
     for name in live:
-        assert live[name].equivalent_to(wanted[name], wanted.tensor(name).shape), name
+        assert live[name].equivalent_to(resolved[name], resolved.tensor(name).shape), name
     tokens = torch.arange(6).view(2, 3)
     assert torch.allclose(model(tokens), reference(tokens), atol=1e-6)  # sums in another order
 
@@ -196,11 +196,11 @@ def dcp_plan(size: Any) -> Any:
 def locals_of(plan: Any, rank: Any, values: Any) -> Any:
     from shard_spec.plan.metadata import ModelMetadata
 
-    found = plan.resolve(ModelMetadata.from_shapes(SHAPES))
+    resolved = plan.resolve(ModelMetadata.from_shapes(SHAPES))
     state = {}
     for name, shape in SHAPES.items():
         state[name] = values(name)
-        for dim, pieces in enumerate(found[name].intervals(rank, shape)):
+        for dim, pieces in enumerate(resolved[name].intervals(rank, shape)):
             index = [i for offset, size in pieces for i in range(offset, offset + size)]
             state[name] = state[name].index_select(dim, torch.tensor(index, dtype=torch.int64))
     return state
@@ -276,13 +276,13 @@ def test_strided_and_fused_shards_of_a_trained_model_load_on_another_mesh(ranks:
         other["optimizer"]["state"][number] = {"exp_avg": distribute_tensor(empty, line, [Shard(dim)])}
     other["model"]["fused"] = distribute_tensor(torch.zeros(8, 6), line, [Shard(1)])
     load(dcp_state_dict(other), checkpoint_id=path)
-    again: dict[str, Any] = {"model": {name: torch.zeros_like(each) for name, each in model.state_dict().items()}}
-    load(dcp_state_dict(again), checkpoint_id=path)  # the mesh that wrote it
+    reloaded: dict[str, Any] = {"model": {name: torch.zeros_like(each) for name, each in model.state_dict().items()}}
+    load(dcp_state_dict(reloaded), checkpoint_id=path)  # the mesh that wrote it
     compared = 0
     for number, name in enumerate(values):
         full = other["model"][name].full_tensor()
         assert torch.allclose(full, stepped[name], atol=1e-6), name
-        assert torch.equal(again["model"][name].to_local(), state["model"][name].to_local()), name
+        assert torch.equal(reloaded["model"][name].to_local(), state["model"][name].to_local()), name
         moment = other["optimizer"]["state"][number]["exp_avg"].full_tensor()
         assert torch.allclose(moment, torch.full_like(moment, moments[name])), name
         compared += full.numel() + moment.numel()
@@ -336,14 +336,14 @@ def llama(tied: Any = False) -> Any:
 @pytest.mark.extra("transformers")
 def test_a_hf_tp_plan_round_trips() -> None:
     model = llama()
-    given = dict(model.tp_plan)
-    assert given["model.embed_tokens"] == "embedding_rowwise"
-    plan = ShardingPlan.from_hf_tp_plan(given, model, {"tp": 2})
-    found = plan.resolve(model)
-    assert found["model.layers.1.self_attn.q_proj.weight"].sharded_axes == {"tp": -2}
-    assert found["model.layers.1.mlp.down_proj.weight"].sharded_axes == {"tp": -1}
+    styles = dict(model.tp_plan)
+    assert styles["model.embed_tokens"] == "embedding_rowwise"
+    plan = ShardingPlan.from_hf_tp_plan(styles, model, {"tp": 2})
+    resolved = plan.resolve(model)
+    assert resolved["model.layers.1.self_attn.q_proj.weight"].sharded_axes == {"tp": -2}
+    assert resolved["model.layers.1.mlp.down_proj.weight"].sharded_axes == {"tp": -1}
     prefixed = ShardingPlan.from_hf_tp_plan(model.config.base_model_tp_plan, model, {"tp": 2}, prefix="model.")
-    assert plan.to_hf_tp_plan(model) == given
+    assert plan.to_hf_tp_plan(model) == styles
     assert prefixed.to_hf_tp_plan(model) == {
         key: style for key, style in model.tp_plan.items() if key not in ("lm_head", "model.embed_tokens")
     }
@@ -357,25 +357,25 @@ def test_a_hf_tp_plan_lies_as_transformers_lays_it(ranks: Ranks) -> None:
 
     model = llama()
     plan = ShardingPlan.from_hf_tp_plan(model.tp_plan, model, {"tp": 2})
-    wanted = plan.resolve(model)
+    resolved = plan.resolve(model)
     exact = model._expand_parallel_plan(plan.to_hf_tp_plan(model))
     apply_tensor_parallelism(model, ranks.mesh((2,), ("tp",)), exact)
     live = ShardingPlan.from_module(model)
-    cut = 0
+    num_sharded = 0
     for name, text in live.plan.items():
-        layout = Layout(wanted[name].mesh, str(text))
-        assert layout.equivalent_to(wanted[name], wanted.tensor(name).shape), name
-        cut += not layout.is_replicated
-    assert cut == 2 * 7 + 2
+        layout = Layout(resolved[name].mesh, str(text))
+        assert layout.equivalent_to(resolved[name], resolved.tensor(name).shape), name
+        num_sharded += not layout.is_replicated
+    assert num_sharded == 2 * 7 + 2
 
 
 @pytest.mark.extra("transformers")
 def test_what_a_tp_plan_or_a_plan_cannot_say_is_refused_by_name() -> None:
     model = llama()
-    given = {"model.layers.*.mlp": "moe_tp_experts", "model.norm": "sequence_parallel", "lm_head": "grouped_gemm"}
+    styles = {"model.layers.*.mlp": "moe_tp_experts", "model.norm": "sequence_parallel", "lm_head": "grouped_gemm"}
     with pytest.raises(PlanError) as caught:
-        ShardingPlan.from_hf_tp_plan(given, model, {"tp": 2})
-    assert codes(caught) == [("not-expressible", name) for name in given]
+        ShardingPlan.from_hf_tp_plan(styles, model, {"tp": 2})
+    assert codes(caught) == [("not-expressible", name) for name in styles]
     with pytest.raises(PlanError, match="unmatched-pattern"):
         ShardingPlan.from_hf_tp_plan({"layers.*.mlp.up_proj": "colwise"}, model, {"tp": 2})
     dropped = ShardingPlan.from_hf_tp_plan({"model.norm": "sequence_parallel"}, model, {"tp": 2}, forward="drop")

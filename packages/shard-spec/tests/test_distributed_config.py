@@ -44,8 +44,8 @@ def model(family: str) -> nn.Module:
 
     config = getattr(transformers, family)(**SMALL, **FAMILIES[family])
     with torch.device("meta"):
-        found: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return found
+        net: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return net
 
 
 def boxes_of_transformers(config: Any, module: Any, name: str, shape: tuple[int, ...], rank: int) -> Any:
@@ -87,9 +87,9 @@ def test_layouts_are_those_of_transformers(family: str) -> None:
             full = torch.arange(parameter.numel()).view(shape)
             for rank in range(world):
                 boxes = layouts[name].boxes(rank, shape)
-                found = torch.cat([full[box.slices()].flatten() for box in boxes]).sort().values
-                wanted = boxes_of_transformers(config, theirs, name, shape, rank).flatten().sort().values
-                assert torch.equal(found, wanted), (sizes, name, rank)
+                actual = torch.cat([full[box.slices()].flatten() for box in boxes]).sort().values
+                expected = boxes_of_transformers(config, theirs, name, shape, rank).flatten().sort().values
+                assert torch.equal(actual, expected), (sizes, name, rank)
                 compared += 1
         assert ShardingPlan.from_json(plan.to_json()) == plan
     assert compared > 400
@@ -112,14 +112,14 @@ def test_expert_context_and_pipeline_axes() -> None:
     assert plan.validate(net, world_size=64) == ()
     assert ShardingPlan.from_json(plan.to_json()) == plan
     assert "along ep: dim 0 is sharded over 4 ranks" in plan.explain("model.layers.0.mlp.experts.down_proj", net)
-    whole, found = ShardingPlan({}, mesh=mesh).memory(net), plan.memory(net)
+    full_memory, memory = ShardingPlan({}, mesh=mesh).memory(net), plan.memory(net)
     expert_bytes = sum(p.numel() * 4 for name, p in net.named_parameters() if "experts" in name)
     attention_bytes = sum(p.numel() * 4 for name, p in net.named_parameters() if "_proj.weight" in name)
-    saved = whole.on(0)["parameters"] - found.on(0)["parameters"]
+    saved = full_memory.on(0)["parameters"] - memory.on(0)["parameters"]
     assert saved == expert_bytes * 3 // 4 + attention_bytes // 2
     moved = plan.communication(net, (16, 8))
     gradients = {axis: sum(t.full_bytes for t in moved.transfers if t.axis == axis) for axis in ("dp", "cp", "ep")}
-    assert gradients["dp"] == gradients["cp"] == found.on(0)["parameters"]
+    assert gradients["dp"] == gradients["cp"] == memory.on(0)["parameters"]
     assert gradients["ep"] == gradients["dp"] - expert_bytes // 4  # experts stay
     assert {t.axis for t in moved.transfers if t.what == "activations"} == {"tp"}
     assert moved.count(axis="pp") == 0

@@ -32,18 +32,18 @@ def test_any_file_is_read_or_refused(name: str, tmp_path: Path) -> None:
 
     parser = PARSERS[name]
     warm_up(parser, tmp_path)
-    read, inputs = [], int(os.environ.get("FUZZ_INPUTS", parser.sample))
+    results, inputs = [], int(os.environ.get("FUZZ_INPUTS", parser.sample))
 
     @settings(max_examples=inputs, deadline=None, derandomize=True, database=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.randoms(use_true_random=True))
     def check(rng: Any) -> None:
-        read.append(parser.check(parser.make(rng), tmp_path))
+        results.append(parser.check(parser.make(rng), tmp_path))
 
     check()
-    assert len(read) >= inputs
-    assert not all(read)
-    assert any(read)
+    assert len(results) >= inputs
+    assert not all(results)
+    assert any(results)
     for giant in GIANTS if name == "hugging-face-config" else ():  # here, where transformers is imported
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | giant))
         assert not told(["plan", str(tmp_path / "config.json"), "--mesh", "dp=2,tp=2"], tmp_path, giant)

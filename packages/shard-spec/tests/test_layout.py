@@ -27,13 +27,13 @@ MESH = MeshSpec({"dp": 2, "tp": 4})
 NOT_A_PLACEMENT: Any = 0
 
 
-def local_tensor(layout: Any, rank: Any, whole: Any) -> Any:
+def local_tensor(layout: Any, rank: Any, tensor: Any) -> Any:
     """What the rank's local tensor is to hold: the boxes, concatenated as the docstring of `boxes` says."""
-    pieces = layout.intervals(rank, whole.shape)
+    pieces = layout.intervals(rank, tensor.shape)
     for dim, intervals in enumerate(pieces):
         index = [i for offset, size in intervals for i in range(offset, offset + size)]
-        whole = whole.index_select(dim, torch.tensor(index, dtype=torch.int64))
-    return whole
+        tensor = tensor.index_select(dim, torch.tensor(index, dtype=torch.int64))
+    return tensor
 
 
 def random_sizes(rng: Any, total: Any, count: Any) -> Any:
@@ -72,17 +72,17 @@ def test_every_layout_reassembles_every_element_as_often_as_it_is_replicated() -
         shape = tuple(rng.choice((1, 2, 5, 8, 9, 12)) for _ in range(rng.randint(1, 3)))
         layout = random_layout(rng, shape)
         count = torch.zeros(shape, dtype=torch.int64)
-        whole = torch.arange(count.numel()).view(shape)
+        full = torch.arange(count.numel()).view(shape)
         for rank in layout.mesh.ranks:
             boxes = layout.boxes(rank, shape)
             for box in boxes:
                 count[box.slices()] += 1
-            local = local_tensor(layout, rank, whole)
+            local = local_tensor(layout, rank, full)
             assert tuple(local.shape) == layout.local_shape(rank, shape)
             assert sum(box.numel for box in boxes) == local.numel()
             if sum(len(pieces) > 1 for pieces in layout.intervals(rank, shape)) <= 1 and boxes:
                 dim = next((d for d, p in enumerate(layout.intervals(rank, shape)) if len(p) > 1), 0)
-                assert torch.equal(torch.cat([whole[box.slices()] for box in boxes], dim), local)
+                assert torch.equal(torch.cat([full[box.slices()] for box in boxes], dim), local)
                 multi += len(boxes) > 1
             boxes_seen += len(boxes)
         axes = zip(layout.mesh.shape, layout.specs, strict=True)
@@ -220,9 +220,9 @@ def test_what_is_wrong_is_said(make: Any, code: Any) -> None:
     with pytest.raises(PlanError) as caught:
         make()
     assert code in [problem.code for problem in caught.value.problems]
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert again.problems == caught.value.problems
-    assert str(again) == str(caught.value)
+    unpickled = pickle.loads(pickle.dumps(caught.value))
+    assert unpickled.problems == caught.value.problems
+    assert str(unpickled) == str(caught.value)
 
 
 def test_all_wrong_axes_are_named_at_once() -> None:

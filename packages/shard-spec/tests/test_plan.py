@@ -66,30 +66,30 @@ def model() -> Any:
 def test_the_seeds_form_of_a_plan() -> None:
     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
     output = ChunkShardingSpec(-1, ["rank:0/cpu", "rank:1/cpu"])
-    given = {"embed.weight": spec}
-    plan = ShardingPlan(given, {"embed": output}, ["embed"])
-    given.clear()  # the caller's mapping is copied
+    rules = {"embed.weight": spec}
+    plan = ShardingPlan(rules, {"embed": output}, ["embed"])
+    rules.clear()  # the caller's mapping is copied
     assert plan.plan == {"embed.weight": spec}
     assert plan.output_plan == {"embed": output}
     assert plan.return_local_tensor == ("embed",)
     assert ShardingPlan({}).output_plan is None
     assert ShardingPlan({}).return_local_tensor is None
-    found = plan.resolve(Model())
-    assert found["embed.weight"].local_shape(1, (32, 8)) == (16, 8)
-    assert found["norm.weight"].mesh.ranks == (0, 1) or list(found["norm.weight"].mesh.ranks) == [0, 1]
+    resolved = plan.resolve(Model())
+    assert resolved["embed.weight"].local_shape(1, (32, 8)) == (16, 8)
+    assert resolved["norm.weight"].mesh.ranks == (0, 1) or list(resolved["norm.weight"].mesh.ranks) == [0, 1]
 
 
 def test_an_exact_name_beats_globs(model: Any) -> None:
     rules = {**RULES, "layers.1.attn.wq.weight": "dp:S(0)", "layers.*.attn.w?.weight": "tp:S(0)"}
     rules["layers.*.attn.wo.weight"] = "tp:S(0)"
-    found = ShardingPlan(rules, mesh=MESH).resolve(model)
-    assert found.rule_of["layers.1.attn.wq.weight"] == "layers.1.attn.wq.weight"
-    assert found.rule_of["layers.0.attn.wq.weight"] == "layers.*.attn.{wq,wk,wv}.weight"
-    assert found.rule_of["scale"] == ""
-    assert str(found["layers.1.attn.wq.weight"]) == "dp:S(0), tp:R"
-    assert str(found["layers.0.attn.wo.weight"]) == "dp:R, tp:S(0)"
+    resolved = ShardingPlan(rules, mesh=MESH).resolve(model)
+    assert resolved.rule_of["layers.1.attn.wq.weight"] == "layers.1.attn.wq.weight"
+    assert resolved.rule_of["layers.0.attn.wq.weight"] == "layers.*.attn.{wq,wk,wv}.weight"
+    assert resolved.rule_of["scale"] == ""
+    assert str(resolved["layers.1.attn.wq.weight"]) == "dp:S(0), tp:R"
+    assert str(resolved["layers.0.attn.wo.weight"]) == "dp:R, tp:S(0)"
     reordered = ShardingPlan(dict(reversed(rules.items())), mesh=MESH).resolve(model)
-    assert dict(reordered) == dict(found)
+    assert dict(reordered) == dict(resolved)
 
 
 def test_globs_that_differ_are_a_problem(model: Any) -> None:
@@ -104,9 +104,9 @@ def test_globs_that_differ_are_a_problem(model: Any) -> None:
 
 
 def test_tied_parameters_are_one_tensor(model: Any) -> None:
-    found = ShardingPlan({"head.weight": "tp:S(0)"}, mesh=MESH).resolve(model)
-    assert found.tied == (("embed.weight", "head.weight"),)
-    assert found["embed.weight"] == found["head.weight"] == Layout(MeshSpec(MESH), "tp:S(0)")
+    resolved = ShardingPlan({"head.weight": "tp:S(0)"}, mesh=MESH).resolve(model)
+    assert resolved.tied == (("embed.weight", "head.weight"),)
+    assert resolved["embed.weight"] == resolved["head.weight"] == Layout(MeshSpec(MESH), "tp:S(0)")
     both = ShardingPlan({"head.weight": "tp:S(0)", "embed.weight": "tp:S(-2)"}, mesh=MESH)
     assert both.validate(model) == ()  # the same bytes, said twice
     (problem,) = ShardingPlan({"head.weight": "tp:S(0)", "embed.weight": "tp:S(1)"}, mesh=MESH).validate(model)
@@ -114,14 +114,14 @@ def test_tied_parameters_are_one_tensor(model: Any) -> None:
 
 
 def test_globs_are_about_parameters_and_spelled_out_names_also_about_buffers(model: Any) -> None:
-    found = ShardingPlan({"**": "tp:S(0)"}, mesh=MESH).resolve(model)
-    assert found["scale"].sharded_axes == {"tp": 0}
-    assert found["table"].is_replicated
-    assert found["step"].is_replicated
-    found = ShardingPlan({"table": "tp:S(0)"}, mesh=MESH).resolve(model)
-    assert found["table"].sharded_axes == {"tp": 0}
-    assert set(found.buffers) == {"table", "step"}
-    assert set(found.parameters) == {name for name, _ in model.named_parameters()}
+    resolved = ShardingPlan({"**": "tp:S(0)"}, mesh=MESH).resolve(model)
+    assert resolved["scale"].sharded_axes == {"tp": 0}
+    assert resolved["table"].is_replicated
+    assert resolved["step"].is_replicated
+    resolved = ShardingPlan({"table": "tp:S(0)"}, mesh=MESH).resolve(model)
+    assert resolved["table"].sharded_axes == {"tp": 0}
+    assert set(resolved.buffers) == {"table", "step"}
+    assert set(resolved.parameters) == {name for name, _ in model.named_parameters()}
 
 
 def test_strict_plans_name_every_parameter(model: Any) -> None:
@@ -139,8 +139,8 @@ def test_values_may_be_anything_that_says_a_layout(model: Any) -> None:
     mesh = MeshSpec(MESH)
     forms: list[Any] = ["dp:R, tp:S(0)", "R, S(0)", [Replicate(), Shard(0)], {"tp": Shard(0)}, {"tp": "S(0)"}]
     forms.append(Layout(mesh, "tp:S(0)"))
-    found = {ShardingPlan({"embed.weight": form}, mesh=mesh).resolve(model)["embed.weight"] for form in forms}
-    assert len(found) == 1
+    layouts = {ShardingPlan({"embed.weight": form}, mesh=mesh).resolve(model)["embed.weight"] for form in forms}
+    assert len(layouts) == 1
     one_axis = ShardingPlan({"embed.weight": Shard(0)}, mesh={"tp": 4}).resolve(model)
     assert one_axis["embed.weight"].sharded_axes == {"tp": 0}
     plans = [ShardingPlan({"embed.weight": form}, mesh=mesh) for form in forms]
@@ -153,9 +153,9 @@ def test_a_sharders_module_is_its_own(model: Any) -> None:
             return module
 
     plan = ShardingPlan({"layers.0": Mine(), "**.wq.weight": "tp:S(0)"}, mesh=MESH)
-    found = plan.resolve(model)
-    assert "layers.0.attn.wq.weight" not in found
-    assert found["layers.1.attn.wq.weight"].sharded_axes == {"tp": 0}
+    resolved = plan.resolve(model)
+    assert "layers.0.attn.wq.weight" not in resolved
+    assert resolved["layers.1.attn.wq.weight"].sharded_axes == {"tp": 0}
     assert plan.memory(model).uncounted == ("layers.0",)
     assert "Sharder" in plan.explain("layers.0.attn.wq.weight", model)
 
@@ -172,9 +172,9 @@ def test_a_name_that_only_begins_like_a_sharders_module_is_no_conflict() -> None
 
 def test_a_plan_is_immutable_pickles_and_can_be_pasted(model: Any) -> None:
     plan = ShardingPlan(RULES, {"head": "R, R"}, ["head"], mesh=MESH, strict=True)
-    again = pickle.loads(pickle.dumps(plan))
-    assert again == plan
-    assert again.digest == plan.digest
+    unpickled = pickle.loads(pickle.dumps(plan))
+    assert unpickled == plan
+    assert unpickled.digest == plan.digest
     assert eval(repr(plan), {"ShardingPlan": ShardingPlan, "MeshSpec": MeshSpec}) == plan
     loose: Any = plan
     make: Any = ShardingPlan
@@ -203,10 +203,10 @@ def test_plans_compose() -> None:
 
 def live_bytes(module: Any, optimizer: Any) -> Any:
     """Bytes of every tensor that training keeps, tied ones once."""
-    kept = {id(t): t for t in [*module.parameters(), *module.buffers()]}
+    tensors = {id(t): t for t in [*module.parameters(), *module.buffers()]}
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in [*kept.values(), *grads, *states])
+    return sum(t.numel() * t.element_size() for t in [*tensors.values(), *grads, *states])
 
 
 OPTIMIZERS = [
@@ -237,25 +237,25 @@ def test_memory_equals_the_live_bytes_of_a_real_step(model: Any, name: Any, make
 
 
 def test_memory_counts_parts_ranks_frozen_and_integer_parameters() -> None:
-    found = ShardingPlan({**RULES, "table": "tp:S(0)"}, mesh={"dp": 1, "tp": 3}).memory(Model(), optimizer="adamw")
+    memory = ShardingPlan({**RULES, "table": "tp:S(0)"}, mesh={"dp": 1, "tp": 3}).memory(Model(), optimizer="adamw")
     # embedding 32 rows over 3: 11, 11, 10; wq/wk/wv rows and wo columns of 8 over 3: 3, 3, 2; 16 of the table: 6, 6, 4
     trained = [11 * 8 + 2 * 4 * 3 * 8 + 3 * 8, 11 * 8 + 2 * 4 * 3 * 8 + 3 * 8, 10 * 8 + 2 * 4 * 2 * 8 + 3 * 8]
     frozen = 8 * 4 + 6
-    assert found.parts["parameters"] == tuple(4 * n + frozen for n in trained)
-    assert found.parts["gradients"] == tuple(4 * n for n in trained)
+    assert memory.parts["parameters"] == tuple(4 * n + frozen for n in trained)
+    assert memory.parts["gradients"] == tuple(4 * n for n in trained)
     num_trained = 1 + 8 + 3  # embedding, eight linears, three norms
-    assert found.parts["optimizer"] == tuple(8 * n + 4 * num_trained for n in trained)
-    assert found.parts["buffers"] == (6 * 4 + 8, 6 * 4 + 8, 4 * 4 + 8)
-    assert found.worst_rank == 0
-    assert found.max_bytes == found.total(0) > found.total(2)
-    assert found.largest(2, 1)[0][0] == "embed.weight"
+    assert memory.parts["optimizer"] == tuple(8 * n + 4 * num_trained for n in trained)
+    assert memory.parts["buffers"] == (6 * 4 + 8, 6 * 4 + 8, 4 * 4 + 8)
+    assert memory.worst_rank == 0
+    assert memory.max_bytes == memory.total(0) > memory.total(2)
+    assert memory.largest(2, 1)[0][0] == "embed.weight"
 
 
 def test_memory_of_mixed_precision() -> None:
     metadata = ModelMetadata.from_shapes({"w": (100,)}, dtype="bfloat16")
     plan = ShardingPlan({"w": "S(0)"}, mesh={"dp": 4})
-    found = plan.memory(metadata, optimizer="mixed-adamw", grads="float32").on(0)
-    assert found == {"parameters": 50, "buffers": 0, "gradients": 100, "optimizer": 204, "master": 100}
+    parts = plan.memory(metadata, optimizer="mixed-adamw", grads="float32").on(0)
+    assert parts == {"parameters": 50, "buffers": 0, "gradients": 100, "optimizer": 204, "master": 100}
     assert plan.memory(metadata, optimizer=None, grads=False).on(3)["gradients"] == 0
     slim = OptimizerState("8-bit", slots=2, dtype="uint8")
     assert plan.memory(metadata, optimizer=slim).on(0)["optimizer"] == 50
@@ -298,8 +298,8 @@ class Running(Model):
 
 def test_communication_of_tensor_parallel_blocks() -> None:
     plan, model = ShardingPlan({**RULES, "embed.weight": "tp:S(0)"}, mesh=MESH), Running()
-    found = plan.communication(model, batch=(4, 8), topology=topology_preset("h100-sxm"))
-    forward_and_backward = [t for t in found.transfers if t.axis == "tp"]
+    estimate = plan.communication(model, batch=(4, 8), topology=topology_preset("h100-sxm"))
+    forward_and_backward = [t for t in estimate.transfers if t.axis == "tp"]
     # per block one reduction after wo and one before q, k, v; one after the embedding; local batch is 16 tokens of 8
     assert [t.name.removesuffix(".weight") for t in forward_and_backward] == [
         "embed",
@@ -309,19 +309,19 @@ def test_communication_of_tensor_parallel_blocks() -> None:
         "layers.0.attn.wv",
     ]
     assert {t.full_bytes for t in forward_and_backward} == {16 * 8 * 4}
-    assert found.seconds is not None
-    assert found.seconds["tp"] > 0
+    assert estimate.seconds is not None
+    assert estimate.seconds["tp"] > 0
     with pytest.raises(PlanError, match=r"\[unverified\] batch: names and shapes alone -> pass the nn.Module"):
         plan.communication(plan.resolve(model).metadata, batch=(4, 8))
-    assert json.loads(found.to_json())["format"] == "shard-spec/communication"
+    assert json.loads(estimate.to_json())["format"] == "shard-spec/communication"
 
 
 def test_a_sharded_head_gathers_its_logits() -> None:
     net = nn.Sequential()
     net.add_module("embed", nn.Embedding(32, 8))
     net.add_module("head", nn.Linear(8, 32, bias=False))
-    found = ShardingPlan({"**.weight": "S(0)"}, mesh={"tp": 2}).communication(net, batch=(1, 10), loss=None)
-    assert [(t.name, t.op, t.full_bytes) for t in found.transfers] == [
+    estimate = ShardingPlan({"**.weight": "S(0)"}, mesh={"tp": 2}).communication(net, batch=(1, 10), loss=None)
+    assert [(t.name, t.op, t.full_bytes) for t in estimate.transfers] == [
         ("embed.weight", "all_reduce", 10 * 8 * 4),
         ("head.weight", "all_gather", 10 * 32 * 4),
         ("head.weight", "all_reduce", 10 * 8 * 4),
@@ -349,17 +349,17 @@ def test_explain_says_which_rule_and_what_lies_where(model: Any) -> None:
 def test_diff_by_rule_and_by_tensor(model: Any) -> None:
     plan = ShardingPlan(RULES, mesh=MESH)
     other = ShardingPlan({**RULES, "scale": "R, R", "embed.weight": "tp:S(1)"}, mesh=MESH, strict=True)
-    found = plan.diff(ShardingPlan(other.plan, mesh=MESH), model)
-    assert [(c.name, c.before, c.after) for c in found.rules] == [
+    diff = plan.diff(ShardingPlan(other.plan, mesh=MESH), model)
+    assert [(c.name, c.before, c.after) for c in diff.rules] == [
         ("embed.weight", "dp:R, tp:S(0)", "dp:R, tp:S(1)"),
         ("scale", None, "dp:R, tp:R"),
     ]
-    assert [c.name for c in found.tensors or ()] == ["embed.weight"]  # scale lies as before
-    assert found
+    assert [c.name for c in diff.tensors or ()] == ["embed.weight"]  # scale lies as before
+    assert diff
     assert not plan.diff(ShardingPlan({**RULES, "scale": "R, R"}, mesh=MESH), model)
     assert str(plan.diff(plan)) == "no difference"
     assert [c.name for c in plan.diff(other).settings] == ["strict"]
-    assert json.loads(found.to_json())["version"] == 1
+    assert json.loads(diff.to_json())["version"] == 1
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -541,10 +541,10 @@ assert "torch.distributed.tensor" in sys.modules
 def test_a_full_name_is_a_name_also_where_it_holds_letters_of_a_glob() -> None:
     model = nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in ("a*", "ab", "w[0]", "w0", "{x}")})
     names = ["a*.weight", "w[0].weight", "{x}.weight"]
-    found = ShardingPlan(dict.fromkeys(names, "S(0)"), mesh={"tp": 2}).resolve(model)
-    assert [name for name, layout in found.items() if not layout.is_replicated] == names
-    again = ShardingPlan(dict.fromkeys(names, "S(0)"), mesh={"tp": 2}).compact(model)
-    assert dict(again.resolve(model)) == dict(found)
+    resolved = ShardingPlan(dict.fromkeys(names, "S(0)"), mesh={"tp": 2}).resolve(model)
+    assert [name for name, layout in resolved.items() if not layout.is_replicated] == names
+    compacted = ShardingPlan(dict.fromkeys(names, "S(0)"), mesh={"tp": 2}).compact(model)
+    assert dict(compacted.resolve(model)) == dict(resolved)
 
 
 def test_subclasses_of_linear_and_embedding_count_as_these() -> None:
@@ -555,16 +555,16 @@ def test_subclasses_of_linear_and_embedding_count_as_these() -> None:
         pass
 
     rules = {"table.weight": "tp:S(0)", "up.weight": "tp:S(0)", "down.weight": "tp:S(1)", "conv.weight": "tp:S(0)"}
-    said = []
+    estimates = []
     for linear, embedding in ((nn.Linear, nn.Embedding), (Own, Table)):
         up, down = linear(8, 16, bias=False), linear(16, 8, bias=False)
         model = nn.Sequential(
             OrderedDict({"table": embedding(16, 8), "up": up, "down": down, "conv": nn.Conv1d(8, 8, 1)})
         )
-        said.append(ShardingPlan(rules, mesh={"tp": 2}).communication(model, batch=(4, 8)))
-    assert said[0].by_axis() == said[1].by_axis()
-    assert said[0].by_axis()["tp"]["activations"] > 0
-    assert any("conv.weight are not counted" in line for line in said[0].assumptions)
+        estimates.append(ShardingPlan(rules, mesh={"tp": 2}).communication(model, batch=(4, 8)))
+    assert estimates[0].by_axis() == estimates[1].by_axis()
+    assert estimates[0].by_axis()["tp"]["activations"] > 0
+    assert any("conv.weight are not counted" in line for line in estimates[0].assumptions)
 
 
 def test_batches_and_data_axes_of_estimates() -> None:

@@ -49,7 +49,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def saved_bytes(module: nn.Module, *inputs: torch.Tensor) -> int:
     """Bytes that autograd keeps after a real forward, each memory once, parameters left out."""
     owned = {local_of(p).untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     alive = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,12 +57,12 @@ def saved_bytes(module: nn.Module, *inputs: torch.Tensor) -> int:
         alive.append(local)
         memory = local.untyped_storage()
         if memory.data_ptr() not in owned:
-            kept[memory.data_ptr()] = memory.nbytes()
+            sizes[memory.data_ptr()] = memory.nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         module(*inputs)
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -70,9 +70,9 @@ def test_the_estimate_of_a_whole_model_is_close_to_a_real_forward(batch: int) ->
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     inputs = torch.randn(batch, 16, 32)
-    found = ShardingPlan({}, mesh={"dp": 2}).activations(model, inputs)
+    estimate = ShardingPlan({}, mesh={"dp": 2}).activations(model, inputs)
     real = saved_bytes(model, inputs)
-    assert found.local_bytes == real
+    assert estimate.local_bytes == real
 
 
 @pytest.mark.ranks(2)
@@ -83,21 +83,21 @@ def test_the_estimate_of_a_tensor_parallel_model_is_close_to_a_real_rank(ranks: 
     model = nn.Sequential(Block(), Block())
     plan = ShardingPlan(RULES, mesh=ranks.mesh((2,), ("tp",)))
     inputs = torch.randn(4, 16, 32)
-    found = plan.activations(model, inputs)
+    estimate = plan.activations(model, inputs)
     full = ShardingPlan({}, mesh={"tp": 2}).activations(model, inputs)
     parallelize_module(model, ranks.mesh((2,), ("tp",)), plan.to_parallelize_plan(model))
     owned_before = saved_bytes(model, inputs)
-    assert found.local_bytes < 0.75 * full.local_bytes
+    assert estimate.local_bytes < 0.75 * full.local_bytes
     # DTensor keeps gathered copies of its inputs beside what the model keeps: an estimate, within a quarter.
-    assert abs(found.local_bytes - owned_before) <= 0.25 * owned_before, (found.local_bytes, owned_before)
-    assert "estimate" in str(found)
+    assert abs(estimate.local_bytes - owned_before) <= 0.25 * owned_before, (estimate.local_bytes, owned_before)
+    assert "estimate" in str(estimate)
 
 
 def test_the_model_is_not_touched_and_may_be_on_meta() -> None:
     with torch.device("meta"):
         model = Block(64)
-    found = ShardingPlan({}, mesh={"dp": 1}).activations(model, torch.zeros(2, 8, 64))
-    assert found.local_bytes > 0
+    estimate = ShardingPlan({}, mesh={"dp": 1}).activations(model, torch.zeros(2, 8, 64))
+    assert estimate.local_bytes > 0
     assert all(p.grad is None and p.device.type == "meta" for p in model.parameters())
 
 
@@ -126,12 +126,12 @@ def peak_of(step: Callable[[], object]) -> int:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
-        held = step()
+        result = step()
     assert profile.profiler is not None
     events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
     sizes = torch.tensor([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())])
     assert len(sizes) > 50
-    del held
+    del result
     return int(sizes.cumsum(0).max())
 
 
@@ -139,12 +139,12 @@ def peak_of(step: Callable[[], object]) -> int:
 def test_the_peak_of_a_step_is_that_of_a_real_one(checkpointed: bool) -> None:
     x = torch.randn(16, 256, 32)
     plan = ShardingPlan({}, mesh={"dp": 1})
-    asked = plan.activations(Stack(), x, checkpointing=checkpointed)
+    by_option = plan.activations(Stack(), x, checkpointing=checkpointed)
     own = plan.activations(Stack(checkpointed), x)
     model = Stack(checkpointed)
     real = peak_of(lambda: model(x).backward(torch.ones(16, 256, 7)))
     gradients = sum(p.nbytes for p in model.parameters())
-    assert own.peak_bytes == asked.peak_bytes
+    assert own.peak_bytes == by_option.peak_bytes
     assert real - gradients <= own.peak_bytes <= 1.03 * real  # the inputs are there before
 
 
@@ -152,13 +152,13 @@ def test_products_in_half_precision_on_a_cpu_are_a_lower_bound() -> None:
     """oneDNN copies the operands of these products, which no shape function counts."""
     plan, x = ShardingPlan({}, mesh={"dp": 1}), torch.randn(8, 64, 64)
     model = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    said = {}
+    bounds = {}
     for kind in (torch.float32, torch.bfloat16, torch.float16):
         for device in ("cpu", "meta"):
             notes = plan.activations(copy.deepcopy(model).to(device, kind), x.to(kind)).notes
-            said[kind, device] = any("lower bound" in note for note in notes)
-    assert {case for case, bound in said.items() if bound} == {(torch.bfloat16, "cpu"), (torch.float16, "cpu")}
-    assert len(said) == 6
+            bounds[kind, device] = any("lower bound" in note for note in notes)
+    assert {case for case, bound in bounds.items() if bound} == {(torch.bfloat16, "cpu"), (torch.float16, "cpu")}
+    assert len(bounds) == 6
     by_dtype = plan.activations(model, x.bfloat16(), dtype="bfloat16")
     assert any("lower bound" in note for note in by_dtype.notes)
 
@@ -231,8 +231,8 @@ class Branching(nn.Module):
 def test_values_of_integers_are_known_on_meta() -> None:
     plan = ShardingPlan({}, mesh={"dp": 1})
     ids = torch.zeros(2, 5, dtype=torch.long)
-    for given in (ids, ids.to("meta")):
-        assert plan.activations(Branching(), given).local_bytes == 5 * 3 * 4
+    for inputs in (ids, ids.to("meta")):
+        assert plan.activations(Branching(), inputs).local_bytes == 5 * 3 * 4
 
 
 @pytest.mark.extra("transformers")

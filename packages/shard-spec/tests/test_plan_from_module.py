@@ -52,7 +52,7 @@ def uneven(sections: Any, parts: int) -> bool:
 
 def test_sections_as_size_unit_and_copies_are_read_exactly_or_refused() -> None:
     """Numbers were expected where triples stand: a TypeError for every fused weight."""
-    rng, said, refused = random.Random(0), 0, 0
+    rng, exact, refused = random.Random(0), 0, 0
     for _ in range(600):
         world = rng.choice((1, 2, 4, 8))
         copies = rng.choice((1, 1, world, rng.choice((1, 2, 4))))
@@ -63,8 +63,8 @@ def test_sections_as_size_unit_and_copies_are_read_exactly_or_refused() -> None:
             sections.append((unit * rng.randint(0, 9), unit, copies if rng.random() < 0.9 else 1))
         length = sum(size for size, _, _ in sections)
         parameter = shard_of(Mesh(world), (Shard(0),), (length, 2), tuple(sections))
-        held = {each for _, _, each in sections}
-        if len(held) > 1 or world % max(held) or (many > 1 and uneven(sections, world // max(held))):
+        distinct = {each for _, _, each in sections}
+        if len(distinct) > 1 or world % max(distinct) or (many > 1 and uneven(sections, world // max(distinct))):
             with pytest.raises(PlanError, match="not-expressible"):
                 layout_of_tensor(parameter)
             refused += 1
@@ -74,8 +74,8 @@ def test_sections_as_size_unit_and_copies_are_read_exactly_or_refused() -> None:
         for rank in range(world):
             rows = [r for box in layout.boxes(rank, (length, 2)) for r in range(box.offsets[0], box.ends[0])]
             assert rows == rows_of(sections, rank, world), (sections, world, rank, str(layout))
-        said += 1
-    assert said > 300
+        exact += 1
+    assert exact > 300
     assert 50 < refused < 300
 
 
@@ -87,8 +87,8 @@ def test_a_model_with_fused_weights_has_a_plan() -> None:
     model["kv"].weight = shard_of(mesh, (Shard(0),), (4, 4), ((4, 2, 2),))
     model["out"].weight = shard_of(mesh, (Shard(1),), (4, 8))
     plan = ShardingPlan.from_module(model)
-    found = {name: str(layout) for name, layout in plan.resolve(model).items()}
-    assert found == {
+    layouts = {name: str(layout) for name, layout in plan.resolve(model).items()}
+    assert layouts == {
         "qkv.weight": "tp:I(0,[4,4,4])",
         "qkv.bias": "tp:I(0,[4,4,4])",
         "kv.weight": "tp.part:S(0), tp.copy:R",

@@ -26,9 +26,9 @@ from torch import nn
     ],
 )
 def test_matching(pattern: Any, yes: Any, no: Any) -> None:
-    read = Pattern(pattern)
-    assert [name for name in yes if not read.matches(name)] == []
-    assert [name for name in no if read.matches(name)] == []
+    parsed = Pattern(pattern)
+    assert [name for name in yes if not parsed.matches(name)] == []
+    assert [name for name in no if parsed.matches(name)] == []
 
 
 def test_an_exact_name_decides_and_globs_have_to_agree() -> None:
@@ -41,8 +41,8 @@ def test_an_exact_name_decides_and_globs_have_to_agree() -> None:
         assert [(p.code, p.name) for p in problems] == [("ambiguous-pattern", f"{name}.weight") for name in "ab"]
         for order in (1, -1):  # wherever they stand, the exact names decide
             listed = list({**rules, "a.weight": "R", "b.weight": "S(1)"}.items())[::order]
-            found = ShardingPlan(dict(listed), mesh={"tp": 2}).resolve(weights)
-            assert {name: str(layout) for name, layout in found.items()} == {"a.weight": "tp:R", "b.weight": "tp:S(1)"}
+            exact = ShardingPlan(dict(listed), mesh={"tp": 2}).resolve(weights)
+            assert {name: str(layout) for name, layout in exact.items()} == {"a.weight": "tp:R", "b.weight": "tp:S(1)"}
 
 
 @pytest.mark.parametrize(

@@ -376,8 +376,8 @@ def test_family(name: str) -> None:
     with torch.no_grad():
         for parameter in small.parameters():  # biases and norms too: zeros and ones hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    found = MegatronPlanner({"tp": 2}).analyse(small)
-    units = tuple(unit for unit in found.units if unit.rows and unit.columns)
+    probed = MegatronPlanner({"tp": 2}).analyse(small)
+    units = tuple(unit for unit in probed.units if unit.rows and unit.columns)
     assert len(units) == family.num_units
     assert verify_units(small, units, 2, lambda twin: first_output(twin, family.inputs)) == ()
 
@@ -394,9 +394,9 @@ def test_agrees_with_the_models_own_plan(name: str) -> None:
     for pattern, style in own.items():  # type: ignore[operator, union-attr]  # as above
         if style in kinds:
             path = re.compile(r"\w+\." + pattern.replace(".", r"\.").replace("*", r"\d+") + r"(\.weight)?")
-            found = {placement for key, placement in cuts.items() if path.fullmatch(key)}
+            placements = {placement for key, placement in cuts.items() if path.fullmatch(key)}
             expected = "S(2)" if "experts" in pattern and style == "rowwise" else kinds[style]
-            assert found == {expected}, pattern
+            assert placements == {expected}, pattern
             compared += 1
     assert compared >= 4
 
@@ -417,8 +417,8 @@ def test_agrees_with_the_models_own_plan(name: str) -> None:
 )
 def test_what_would_train_wrongly_stays_whole(model: str, config: str, options: dict[str, Any], code: str) -> None:
     analysis = MegatronPlanner({"tp": 2}).analyse(build(Family(model, config, {}), options))
-    kept = {name: problem.code for name, problem in analysis.left_whole.items()}
-    assert code in kept.values()
+    codes = {name: problem.code for name, problem in analysis.left_whole.items()}
+    assert code in codes.values()
     assert not any("attn" in cut or "attention" in cut for cut in analysis.cuts)
 
 

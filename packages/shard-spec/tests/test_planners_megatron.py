@@ -187,15 +187,15 @@ def test_gpt_with_separate_qkv() -> None:
 
 
 def test_gpt_with_fused_qkv_is_cut_in_sections() -> None:
-    found = rules(GPT(qkv="sections"))
-    assert found["blocks.*.attn.qkv.weight"] == "tp:I(0,[32,32,32])"
-    assert found["blocks.*.attn.qkv.bias"] == "tp:I(0,[32,32,32])"
+    gpt_rules = rules(GPT(qkv="sections"))
+    assert gpt_rules["blocks.*.attn.qkv.weight"] == "tp:I(0,[32,32,32])"
+    assert gpt_rules["blocks.*.attn.qkv.bias"] == "tp:I(0,[32,32,32])"
 
 
 def test_tied_head_and_embedding_are_one_rule() -> None:
-    found = rules(GPT(tied=True))
-    assert found["tok.weight"] == "tp:S(0)"
-    assert "head.weight" not in found
+    gpt_rules = rules(GPT(tied=True))
+    assert gpt_rules["tok.weight"] == "tp:S(0)"
+    assert "head.weight" not in gpt_rules
     assert MegatronPlanner(MESH).build_plan(GPT(tied=True)).validate(GPT(tied=True)) == ()
 
 
@@ -311,9 +311,9 @@ class NormedHeads(Attention):
 
 @pytest.mark.parametrize("probe", [True, False])
 def test_norms_of_q_and_k(probe: bool) -> None:
-    whole = analysed(NormedHeads(24, 4, over_all=True), probe=probe)
-    assert whole.units == ()
-    assert codes(whole) == {"slices-mix" if probe else "partial-gradient"}
+    over_all = analysed(NormedHeads(24, 4, over_all=True), probe=probe)
+    assert over_all.units == ()
+    assert codes(over_all) == {"slices-mix" if probe else "partial-gradient"}
     torch.manual_seed(0)
     model = NormedHeads(24, 4, over_all=False)
     per_head = analysed(model, probe=probe)
@@ -362,13 +362,13 @@ class ScaledHeads(Attention):
 
 def test_parameters_between_the_linears_that_nobody_says_how_to_cut() -> None:
     """A probe finds the heads apart; yet ranks have parts of the gradient of a number, and need parts of a vector."""
-    found = analysed(ScaledHeads(32, 4, 1))
-    assert found.units[0].replicated == ("scale",)
-    assert [note.name for note in found.notes if note.code == "partial-gradient"] == ["scale"]
+    number = analysed(ScaledHeads(32, 4, 1))
+    assert number.units[0].replicated == ("scale",)
+    assert [note.name for note in number.notes if note.code == "partial-gradient"] == ["scale"]
     assert analysed(ScaledHeads(32, 4, 1), probe=False).units == ()
-    whole = analysed(ScaledHeads(32, 4, 32))
-    assert whole.units == ()
-    assert codes(whole) == {"partial-gradient"}
+    vector = analysed(ScaledHeads(32, 4, 32))
+    assert vector.units == ()
+    assert codes(vector) == {"partial-gradient"}
 
 
 class WholeBlock(Attention):
@@ -386,9 +386,9 @@ class WholeBlock(Attention):
 
 
 def test_parameters_before_and_after_the_heads_do_not_keep_them_whole() -> None:
-    found = analysed(WholeBlock(32, 4))
-    assert {unit.kind for unit in found.units} == {TPBlockKind.ATTENTION, TPBlockKind.MLP}
-    assert "partial-gradient" not in codes(found)
+    analysis = analysed(WholeBlock(32, 4))
+    assert {unit.kind for unit in analysis.units} == {TPBlockKind.ATTENTION, TPBlockKind.MLP}
+    assert "partial-gradient" not in codes(analysis)
 
 
 class Rotary(Attention):
@@ -436,8 +436,8 @@ def test_what_cannot_be_probed_is_accepted_by_clear_names_only() -> None:
     fused = analysed(Uncallable(16, 4, "sections"))
     assert fused.units == ()
     assert codes(fused) == {"heads-not-recognised"}
-    told = analysed(Uncallable(16, 4, "sections"), fused="sections")
-    assert [unit.evidence for unit in told.units] == [Evidence.USER_SPECIFIED]
+    specified = analysed(Uncallable(16, 4, "sections"), fused="sections")
+    assert [unit.evidence for unit in specified.units] == [Evidence.USER_SPECIFIED]
     # Told wrongly where the truth can be seen: refused.
     lied = analysed(Attention(16, 4, "sections"), fused="heads")
     assert codes(lied) == {"slices-mix"}
@@ -460,10 +460,10 @@ def test_fewer_kv_heads_than_ranks() -> None:
     (problem,) = set(analysis.left_whole.values())
     assert problem.found == "num_key_value_heads=2 with tp=4"
     assert problem.hint == "valid tp sizes: 1, 2, or kv_replicate=True"
-    kept = analysed(Attention(64, 8, num_kv_heads=2), tp_size=4, kv_replicate=True)
-    assert set(kept.cuts) == {"q.weight", "q.bias", "proj.weight"}
-    assert "kv-replicated" in {note.code for note in kept.notes}
-    assert kept.units[0].replicated == ("k.weight", "k.bias", "v.weight", "v.bias")
+    replicated = analysed(Attention(64, 8, num_kv_heads=2), tp_size=4, kv_replicate=True)
+    assert set(replicated.cuts) == {"q.weight", "q.bias", "proj.weight"}
+    assert "kv-replicated" in {note.code for note in replicated.notes}
+    assert replicated.units[0].replicated == ("k.weight", "k.bias", "v.weight", "v.bias")
     fused = analysed(Attention(64, 8, "sections", 2), tp_size=4, kv_replicate=True)
     assert fused.units == ()
 

@@ -92,7 +92,7 @@ def test_megatron_costs_two_all_reduces_a_block() -> None:
     workload = Workload(batch=2, sequence=32, recompute=False)
     model = meta(num_layers=3)
     machine = replace(MACHINE, flops=1e30)  # communication alone
-    found = price(
+    cost = price(
         OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"tp": 8}, workload=workload),
         model,
         {"tp": "megatron"},
@@ -100,11 +100,11 @@ def test_megatron_costs_two_all_reduces_a_block() -> None:
     link = machine.link({"tp": 8}, "tp")
     one = AlphaBetaCostModel(1.0, 1.0).all_reduce(2 * 32 * 64 * 2, link)
     blocks = 3 * 2 * 2  # layers, blocks, forward and backward
-    assert found.seconds == pytest.approx((blocks + 2) * one, rel=1e-6)  # and embedding forward, head backward
+    assert cost.seconds == pytest.approx((blocks + 2) * one, rel=1e-6)  # and embedding forward, head backward
     sequence = OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"tp": 8}, workload=workload)
-    cut = price(sequence, model, {"tp": "megatron+sequence"})
-    assert cut.seconds == pytest.approx(found.seconds, rel=1e-6)  # an all-reduce in two halves
-    assert cut.memory_bytes < found.memory_bytes
+    split_cost = price(sequence, model, {"tp": "megatron+sequence"})
+    assert split_cost.seconds == pytest.approx(cost.seconds, rel=1e-6)  # an all-reduce in two halves
+    assert split_cost.memory_bytes < cost.memory_bytes
 
 
 def test_data_parallel_costs_its_gradients_and_fsdp_three_halves() -> None:
@@ -131,13 +131,13 @@ def test_compute_is_six_operations_per_weight_and_token_and_eight_when_recompute
     head = 64 * 128
     for recompute, passes in ((False, 6), (True, 8)):
         workload = Workload(batch=8, sequence=32, recompute=recompute, causal=False)
-        found = price(
+        cost = price(
             OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"dp": 8}, workload=workload),
             model,
             {"dp": "data"},
         )
         tokens, scores = 256 / 8, 2 * 4 * 32 * 64 * passes / 2
-        assert found.seconds * 1e12 == pytest.approx(tokens * (weights * passes + head * 6 + scores), rel=1e-3)
+        assert cost.seconds * 1e12 == pytest.approx(tokens * (weights * passes + head * 6 + scores), rel=1e-3)
 
 
 def test_fsdp_over_two_axes_gathers_over_the_slow_one_what_the_fast_one_leaves() -> None:
@@ -178,9 +178,9 @@ def test_certificate_proves_and_beats_every_hand_written_plan() -> None:
 
 def test_the_same_plan_every_time_and_for_a_pickled_planner() -> None:
     plans = planner({"dp": 4, "tp": 2}, Workload(16, 64), memory_limit=900_000)
-    first, again = plans.build_plan(meta()), pickle.loads(pickle.dumps(plans)).build_plan(meta())
-    assert first == again
-    assert first.certificate == again.certificate
+    first, second = plans.build_plan(meta()), pickle.loads(pickle.dumps(plans)).build_plan(meta())
+    assert first == second
+    assert first.certificate == second.certificate
     assert pickle.loads(pickle.dumps(first)).certificate == first.certificate
 
 
@@ -205,7 +205,7 @@ def test_memory_is_that_of_the_plan() -> None:
         assert plan.certificate is not None
         assert plan.certificate.memory_bytes is not None
         chosen = dict(plan.certificate.choices)
-        kept = 0
+        activations = 0
         for operation, choices in zip(step.operations, step.choices, strict=True):
             ways = next(
                 ways
@@ -213,8 +213,8 @@ def test_memory_is_that_of_the_plan() -> None:
                 if ", ".join(f"{axis}={way.name}" for axis, way in zip(("dp", "tp"), ways, strict=True))
                 == chosen[operation.name]
             )
-            kept += step._bytes(replace(operation, parameters=()), ways)
-        static = plan.certificate.memory_bytes - kept
+            activations += step._bytes(replace(operation, parameters=()), ways)
+        static = plan.certificate.memory_bytes - activations
         counted = plan.memory(model, optimizer="adamw").max_bytes
         small = sum(p.numel() * 16 for name, p in model.named_parameters() if p.dim() == 1)
         assert 0 <= counted - static <= small

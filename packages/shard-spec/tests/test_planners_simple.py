@@ -77,16 +77,16 @@ def test_tensor_parallel_slices_are_sharded_over_data_parallel_ranks() -> None:
     plan = compose(MegatronPlanner(MESH), FullyShardPlanner(MESH)).build_plan(net)
     assert isinstance(plan, PlannedSharding)
     assert plan.validate(net) == ()
-    found = plan.resolve(net)
-    column = found["layers.0.0.weight"]
+    resolved = plan.resolve(net)
+    column = resolved["layers.0.0.weight"]
     # Rank 1 is (dp 0, tp 1): the second tensor-parallel slice (rows 4-7), its first half.
     assert [column.offsets(rank, (8, 4)) for rank in range(4)] == [(0, 0), (4, 0), (2, 0), (6, 0)]
-    assert found["layers.0.2.weight"].sharded_axes == {"dp": 0, "tp": 1}
+    assert resolved["layers.0.2.weight"].sharded_axes == {"dp": 0, "tp": 1}
     for name, parameter in net.named_parameters():
         covered = torch.zeros(parameter.shape)
         for rank in range(4):
-            if found[name].is_primary(rank):
-                for box in found[name].boxes(rank, tuple(parameter.shape)):
+            if resolved[name].is_primary(rank):
+                for box in resolved[name].boxes(rank, tuple(parameter.shape)):
                     covered[box.slices()] += 1
         assert bool((covered == 1).all()), name
 
@@ -123,7 +123,7 @@ def test_rules_name_each_layout_and_nothing_else() -> None:
             for name in names
             if rng.random() < rng.random() + 0.5
         }
-        found = glob_rules(
+        globs = glob_rules(
             {name: short_text(layouts[name]) or None if name in layouts else None for name in names}, (), ()
         )
         module = nn.Module()
@@ -135,7 +135,7 @@ def test_rules_name_each_layout_and_nothing_else() -> None:
                     at.register_module(part, nn.Module())
                 at = at.get_submodule(part)
             at.register_parameter(last, nn.Parameter(torch.zeros(8, 8)))
-        resolved = ShardingPlan(found, mesh=MESH).resolve(module)
+        resolved = ShardingPlan(globs, mesh=MESH).resolve(module)
         for name in names:
             assert resolved[name] == layouts.get(name, Layout.replicated(MESH)), name
     assert short_text(Layout(MESH, "dp:R, tp:I(0,[4,4])")) == "tp:I(0,[4,4])"
@@ -161,5 +161,5 @@ def test_a_name_beside_numbers_is_not_taken_by_their_pattern() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.add_module("head", nn.Linear(4, 4))
     model[0].weight = model.get_parameter("head.weight")  # `*.weight` would match its other name
-    kept = AllBut({"0.weight"}).build_plan(model).resolve(model)
-    assert [name for name, layout in kept.items() if layout.is_replicated] == ["0.weight"]
+    resolved = AllBut({"0.weight"}).build_plan(model).resolve(model)
+    assert [name for name, layout in resolved.items() if layout.is_replicated] == ["0.weight"]

@@ -81,13 +81,13 @@ def test_equals_brute_force_on_every_small_graph(forbid: bool) -> None:
 def test_one_eliminator_solves_other_prices_as_a_new_one_does() -> None:
     problem = random_problem(3)
     eliminator = Eliminator(problem)
-    found = []
+    solutions = []
     for price in (0.0, 2.0**-12, 2.0**-8, 1.0):
         extra = [amount.double() * price for amount in problem.memory]
-        found.append(eliminator.solve(extra))
-        assert found[-1] == Eliminator(problem).solve(extra)
-    assert found[0] == solve_exact(problem)
-    assert problem.memory_of(found[-1].assignment) <= problem.memory_of(found[0].assignment)
+        solutions.append(eliminator.solve(extra))
+        assert solutions[-1] == Eliminator(problem).solve(extra)
+    assert solutions[0] == solve_exact(problem)
+    assert problem.memory_of(solutions[-1].assignment) <= problem.memory_of(solutions[0].assignment)
 
 
 def test_same_answer_every_time_and_first_strategy_on_ties() -> None:

@@ -96,12 +96,12 @@ def test_chunks_are_those_of_torch_chunk() -> None:
         world, dim = rng.randint(1, 6), rng.randrange(-len(shape), len(shape))
         ranks = rng.sample(range(10), world)
         spec = ChunkShardingSpec(dim, cpu(*ranks))
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        chunks = list(whole.chunk(world, dim)) if shape[dim] else []
+        full = torch.arange(torch.Size(shape).numel()).view(shape)
+        chunks = list(full.chunk(world, dim)) if shape[dim] else []
         for at, rank in enumerate(ranks):
             (box,) = spec.boxes(shape)[rank]
-            expected = chunks[at] if at < len(chunks) else whole.narrow(dim, 0, 0)
-            assert torch.equal(whole[box.slices()], expected)
+            expected = chunks[at] if at < len(chunks) else full.narrow(dim, 0, 0)
+            assert torch.equal(full[box.slices()], expected)
             compared += 1
     assert compared > 1000
 
@@ -196,7 +196,7 @@ def test_enumerable_shards_have_to_be_a_cut() -> None:
 
 def test_overlaps_are_found_like_an_exhaustive_search_finds_them() -> None:
     rng = random.Random(1)
-    found = 0
+    overlapping = 0
     for _ in range(400):
         ndim = rng.randint(1, 3)
         boxes = [
@@ -206,12 +206,12 @@ def test_overlaps_are_found_like_an_exhaustive_search_finds_them() -> None:
         overlap = any(one.intersect(two) for at, one in enumerate(boxes) for two in boxes[:at])
         shards = [ShardMetadata(box.offsets, box.sizes, "rank:0") for box in boxes]
         if overlap:
-            found += 1
+            overlapping += 1
             with pytest.raises(PlanError, match="boxes-overlap"):
                 EnumerableShardingSpec(shards)
         else:
             EnumerableShardingSpec(shards)
-    assert 50 < found < 350
+    assert 50 < overlapping < 350
 
 
 def test_wrong_shards() -> None:
@@ -227,8 +227,8 @@ def test_wrong_shards() -> None:
 
 
 def holdings(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
-    held = spec.boxes(shape)
-    return {rank: tuple(box for box in held.get(rank, ()) if box.numel) for rank in range(12)}
+    boxes = spec.boxes(shape)
+    return {rank: tuple(box for box in boxes.get(rank, ()) if box.numel) for rank in range(12)}
 
 
 def test_a_chunk_spec_is_a_layout_on_a_permuted_mesh() -> None:

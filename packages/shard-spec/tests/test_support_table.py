@@ -141,12 +141,12 @@ def trained(row: Row, ranks: Ranks) -> str:
         batches = [row.inputs(3 - rank, generator) for rank in range(2)]
         expected = full(torch.cat(batches))
         try:
-            got = sharded(batches[ranks.rank])
+            actual = sharded(batches[ranks.rank])
         except PlanError as error:
             return f"forward refused: `{error.problems[0].code}`"
-        if not torch.allclose(got, expected.split([3, 2])[ranks.rank], **CLOSE):
+        if not torch.allclose(actual, expected.split([3, 2])[ranks.rank], **CLOSE):
             return "WRONG output"
-        for stepper, out in zip(steppers, (expected, got), strict=True):
+        for stepper, out in zip(steppers, (expected, actual), strict=True):
             stepper.zero_grad()
             out.square().sum().backward()
             stepper.step()
@@ -162,19 +162,19 @@ def laid_out(row: Row, ranks: Ranks, mesh: Any) -> str:
         plan.apply(module, mesh)
     except PlanError as error:
         return f"refused: `{error.problems[0].code}`"
-    wanted = {**dict(full.named_parameters()), **dict(full.named_buffers())}
-    found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    resolved, cut = plan.resolve(full), 0
+    full_tensors = {**dict(full.named_parameters()), **dict(full.named_buffers())}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    resolved, num_sharded = plan.resolve(full), 0
     for name, layout in resolved.items():
-        value = found[name]
+        value = tensors[name]
         local = value.to_local() if isinstance(value, DTensor) else value
-        boxes = layout.boxes(ranks.rank, tuple(wanted[name].shape))
-        pieces = [wanted[name][box.slices()].flatten() for box in boxes]  # cut in dim 0, or one box
+        boxes = layout.boxes(ranks.rank, tuple(full_tensors[name].shape))
+        pieces = [full_tensors[name][box.slices()].flatten() for box in boxes]  # cut in dim 0, or one box
         if not torch.equal(local.flatten(), torch.cat([local.flatten()[:0], *pieces])):
             return "WRONG pieces"
-        cut += not layout.is_replicated
-    assert cut
-    kind = "local, with `_sharding_info`" if any(hasattr(p, "_sharding_info") for p in found.values()) else "DTensor"
+        num_sharded += not layout.is_replicated
+    assert num_sharded
+    kind = "local, with `_sharding_info`" if any(hasattr(p, "_sharding_info") for p in tensors.values()) else "DTensor"
     return f"right: {kind}"
 
 
@@ -189,7 +189,7 @@ def test_the_readme_shows_what_is_right_and_what_is_refused(ranks: Ranks) -> Non
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(MARKS[0])
     _, after = rest.split(MARKS[1])
-    wanted = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + after
+    page = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + after
     if os.environ.get("UPDATE_SUPPORT"):
-        PAGE.write_text(wanted, encoding="utf-8")
-    assert text == wanted or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"
+        PAGE.write_text(page, encoding="utf-8")
+    assert text == page or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"

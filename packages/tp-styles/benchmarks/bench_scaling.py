@@ -35,9 +35,9 @@ def widths(mesh: DeviceMesh) -> Series:
     bench_styles.ROUNDS, bench_styles.CALLS = 9, 10
     for width in WIDTHS:
         bench_styles.WIDTH = bench_styles.HIDDEN = width
-        found = bench_styles.overhead(mesh)["forward and backward"]
+        by_kind = bench_styles.overhead(mesh)["forward and backward"]
         numel = 2 * width * width + 2 * width
-        for name, times in found.items():
+        for name, times in by_kind.items():
             series.setdefault(name, []).append((numel, _seconds(times)))
     return series
 
@@ -49,8 +49,8 @@ def _seconds(microseconds: dict[str, float]) -> Times:
 def one_width(mesh: DeviceMesh) -> dict[str, Times]:
     """The same at width 256."""
     bench_styles.ROUNDS, bench_styles.CALLS = 9, 10
-    found = bench_styles.overhead(mesh)["forward and backward"]
-    return {name: _seconds(times) for name, times in found.items()}
+    by_kind = bench_styles.overhead(mesh)["forward and backward"]
+    return {name: _seconds(times) for name, times in by_kind.items()}
 
 
 def ranks_series() -> Series:
@@ -68,7 +68,7 @@ def applying(mesh: DeviceMesh) -> Series:
     bench_styles.WIDTH = bench_styles.HIDDEN = 64
     series: Series = {"apply_plan": [], "torch": []}
     for layers in (1, 4, 16, 64):
-        whole = nn.Sequential(*(bench_styles.MLP() for _ in range(layers)))
+        stack = nn.Sequential(*(bench_styles.MLP() for _ in range(layers)))
         times: dict[str, list[float]] = {name: [] for name in series}
         for _ in range(3):
             calls: dict[str, Any] = {
@@ -76,7 +76,7 @@ def applying(mesh: DeviceMesh) -> Series:
                 "torch": lambda model: torch_tp.parallelize_module(model, mesh, theirs),  # type: ignore[arg-type]  # a dict of styles
             }
             for name, call in calls.items():
-                model = copy.deepcopy(whole)
+                model = copy.deepcopy(stack)
                 torch.distributed.barrier()
                 begin = time.perf_counter()
                 call(model)

@@ -66,14 +66,14 @@ class _Summed(torch.autograd.Function):
 class HandWritten(nn.Module):
     """Megatron's MLP on local weights: what nobody can be faster than with the same collectives."""
 
-    def __init__(self, whole: MLP, mesh: DeviceMesh) -> None:
+    def __init__(self, mlp: MLP, mesh: DeviceMesh) -> None:
         super().__init__()
         rank, size = mesh.get_local_rank(), mesh.size()
         self.group = mesh.get_group()
-        self.up = nn.Parameter(whole.up.weight.detach().chunk(size)[rank].clone())
-        self.up_bias = nn.Parameter(whole.up.bias.detach().chunk(size)[rank].clone())
-        self.down = nn.Parameter(whole.down.weight.detach().chunk(size, 1)[rank].clone())
-        self.down_bias = nn.Parameter(whole.down.bias.detach().clone())
+        self.up = nn.Parameter(mlp.up.weight.detach().chunk(size)[rank].clone())
+        self.up_bias = nn.Parameter(mlp.up.bias.detach().chunk(size)[rank].clone())
+        self.down = nn.Parameter(mlp.down.weight.detach().chunk(size, 1)[rank].clone())
+        self.down_bias = nn.Parameter(mlp.down.bias.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.compute(x, self.up, self.up_bias, self.down, self.down_bias)
@@ -90,8 +90,8 @@ class HandWritten(nn.Module):
 class HandWrittenOnDTensors(HandWritten):
     """The same with DTensors as parameters, read by `to_local`: what their gradients alone cost."""
 
-    def __init__(self, whole: MLP, mesh: DeviceMesh) -> None:
-        super().__init__(whole, mesh)
+    def __init__(self, mlp: MLP, mesh: DeviceMesh) -> None:
+        super().__init__(mlp, mesh)
         for (name, parameter), layout in zip(self.named_parameters(), (0, 0, 1, None), strict=True):
             placement = Replicate() if layout is None else Shard(layout)
             wrapped = DTensor.from_local(parameter.detach(), mesh, (placement,), run_check=False)
@@ -118,18 +118,18 @@ class MLP(nn.Module):
 def overhead(mesh: DeviceMesh) -> dict[str, Any]:
     """CPU time of one forward, and of one forward and backward, in microseconds; interleaved rounds."""
     torch.manual_seed(0)
-    whole = MLP()
+    mlp = MLP()
     ours = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
     theirs = {"up": torch_tp.ColwiseParallel(), "down": torch_tp.RowwiseParallel()}
-    kinds: dict[str, nn.Module] = {"hand-written": HandWritten(whole, mesh)}
-    kinds["tp-styles"] = copy.deepcopy(whole)
+    kinds: dict[str, nn.Module] = {"hand-written": HandWritten(mlp, mesh)}
+    kinds["tp-styles"] = copy.deepcopy(mlp)
     tp.apply_plan(kinds["tp-styles"], mesh, ours)
-    kinds["on DTensors"] = HandWrittenOnDTensors(whole, mesh)
-    kinds["torch"] = torch_tp.parallelize_module(copy.deepcopy(whole), mesh, theirs)
+    kinds["on DTensors"] = HandWrittenOnDTensors(mlp, mesh)
+    kinds["torch"] = torch_tp.parallelize_module(copy.deepcopy(mlp), mesh, theirs)
     x = torch.randn(TOKENS, WIDTH)
-    wanted = whole(x)
+    expected = mlp(x)
     for name, module in kinds.items():
-        torch.testing.assert_close(module(x), wanted, atol=1e-5, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
     result: dict[str, Any] = {}
     for what in ("forward", "forward and backward"):
         times = _interleaved({name: _step(module, x, what) for name, module in kinds.items()}, mesh)
@@ -154,7 +154,7 @@ ROUNDS, CALLS = 15, 20
 
 
 def _interleaved(steps: dict[str, Callable[[], None]], mesh: DeviceMesh) -> dict[str, dict[str, float]]:
-    seen: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         for _ in range(CALLS):
             step()
@@ -164,10 +164,10 @@ def _interleaved(steps: dict[str, Callable[[], None]], mesh: DeviceMesh) -> dict
             start = time.thread_time()
             for _ in range(CALLS):
                 step()
-            seen[name].append((time.thread_time() - start) / CALLS * 1e6)
+            times[name].append((time.thread_time() - start) / CALLS * 1e6)
     return {
         name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        for name, values in seen.items()
+        for name, values in times.items()
     }
 
 
@@ -179,21 +179,21 @@ def against_transformers(mesh: DeviceMesh) -> dict[str, Any]:
     import hf_models
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    whole = hf_models.build("llama").float()
+    alone = hf_models.build("llama").float()
     ids = torch.randint(3, 48, (2, 8), generator=torch.Generator().manual_seed(1))
-    kinds: dict[str, Any] = {"unchecked": copy.deepcopy(whole), "checked": copy.deepcopy(whole)}
+    kinds: dict[str, Any] = {"unchecked": copy.deepcopy(alone), "checked": copy.deepcopy(alone)}
     first = {}
     for name, check in (("unchecked", "never"), ("checked", "first")):
-        tp.apply_plan(kinds[name], mesh, tp.from_hf_tp_plan(whole), check=check)  # type: ignore[arg-type]
+        tp.apply_plan(kinds[name], mesh, tp.from_hf_tp_plan(alone), check=check)  # type: ignore[arg-type]
         start = time.perf_counter()
         kinds[name](input_ids=ids, labels=ids).loss.backward()
         first[name] = time.perf_counter() - start
-    theirs: Any = copy.deepcopy(whole)
+    theirs: Any = copy.deepcopy(alone)
     kinds["transformers"] = apply_tensor_parallelism(theirs, mesh, theirs._expand_parallel_plan(theirs.tp_plan))
     with torch.no_grad():
-        wanted = whole(input_ids=ids).logits
+        logits = alone(input_ids=ids).logits
         for module in kinds.values():
-            torch.testing.assert_close(module(input_ids=ids).logits, wanted, atol=1e-4, rtol=0)
+            torch.testing.assert_close(module(input_ids=ids).logits, logits, atol=1e-4, rtol=0)
 
     def forward(module: Any) -> None:
         with torch.no_grad():
@@ -274,9 +274,9 @@ def explained(mesh: DeviceMesh) -> dict[str, Any]:
         handle = tp.apply_plan(model, mesh, plan)
         ids = torch.randint(0, 17, (2, 6))
         model(ids)  # the ranks compare sizes in the first call
-        with CollectiveCounter() as seen:
+        with CollectiveCounter() as counter:
             model(ids).sum().backward()
-        equal += seen.count == len(list(collectives(handle.plan)))
+        equal += counter.count == len(list(collectives(handle.plan)))
     return {"plans": len(plans), "equal": equal}
 
 
@@ -304,8 +304,8 @@ def graph(mesh: DeviceMesh) -> dict[str, Any]:
         h = attention(x, x, x, need_weights=False)[0]
         return tp.vocab_parallel_cross_entropy(model(h), target, mesh=mesh, num_classes=18)
 
-    found = torch._dynamo.explain(loss)(x)
-    return {"breaks": found.graph_break_count, "graphs": found.graph_count}
+    report = torch._dynamo.explain(loss)(x)
+    return {"breaks": report.graph_break_count, "graphs": report.graph_count}
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -345,9 +345,9 @@ def overhead_rows() -> list[Row]:
 
 def transformers_rows() -> list[Row]:
     """Two rows: a forward beside transformers' own tensor parallelism, and the check."""
-    found = on_ranks(against_transformers, 2)
-    own, unchecked, theirs = (found[name]["median"] for name in ("checked", "unchecked", "transformers"))
-    first = found["first"]
+    result = on_ranks(against_transformers, 2)
+    own, unchecked, theirs = (result[name]["median"] for name in ("checked", "unchecked", "transformers"))
+    first = result["first"]
     return [
         _row(
             "host time of a forward of a Llama with 2 layers by its own plan, tp=2, no gradients",
@@ -367,13 +367,13 @@ def transformers_rows() -> list[Row]:
 
 def attention_rows() -> list[Row]:
     """One row."""
-    found = {size: on_ranks(attention, size) for size in (2, 4)}
-    cells = ", ".join(f"{result['cells']} cells at tp {size}" for size, result in found.items())
+    results = {size: on_ranks(attention, size) for size in (2, 4)}
+    cells = ", ".join(f"{result['cells']} cells at tp {size}" for size, result in results.items())
     return [
         _row(
             "`nn.MultiheadAttention` (all 288 cells: [tp-styles-mha](tp-styles-mha.md))",
             "forward 1e-5, gradients 1e-4 of the unsharded module",
-            f"{cells}: within 1e-10 in float64, {sum(r['numbers'] for r in found.values())} numbers",
+            f"{cells}: within 1e-10 in float64, {sum(r['numbers'] for r in results.values())} numbers",
             "torch's styles: 0 cells",
         )
     ]
@@ -381,8 +381,8 @@ def attention_rows() -> list[Row]:
 
 def grouped_rows() -> list[Row]:
     """One row."""
-    found = {size: on_ranks(grouped, size) for size in (2, 4, 8)}
-    text = "; ".join(f"tp {size}: {r['exact']} exact, {r['refused']} refused" for size, r in found.items())
+    results = {size: on_ranks(grouped, size) for size in (2, 4, 8)}
+    text = "; ".join(f"tp {size}: {r['exact']} exact, {r['refused']} refused" for size, r in results.items())
     return [
         _row(
             "every grouped-query shape (heads <= 32, key-value heads divide heads)",
@@ -395,12 +395,12 @@ def grouped_rows() -> list[Row]:
 
 def explain_rows() -> list[Row]:
     """One row."""
-    found = on_ranks(explained, 2)
+    counts = on_ranks(explained, 2)
     return [
         _row(
             "`explain` predicts collectives",
             "counts equal those dispatched in 100 % of plans (bytes: tests, with the recording group)",
-            f"{found['equal']} of {found['plans']} full models equal",
+            f"{counts['equal']} of {counts['plans']} full models equal",
             "torch: no prediction",
         )
     ]
@@ -408,12 +408,12 @@ def explain_rows() -> list[Row]:
 
 def undo_rows() -> list[Row]:
     """One row."""
-    found = on_ranks(undo, 2)
+    counts = on_ranks(undo, 2)
     return [
         _row(
             "undo of random plans",
             "state_dict bit-equal, hooks back, 100 plans",
-            f"{found['bit-equal']} of {found['plans']}",
+            f"{counts['bit-equal']} of {counts['plans']}",
             "torch: no undo",
         )
     ]
@@ -421,12 +421,12 @@ def undo_rows() -> list[Row]:
 
 def families_rows() -> list[Row]:
     """One row."""
-    found = on_ranks(families, 2)
+    shares = on_ranks(families, 2)
     return [
         _row(
             "Hugging Face (all families: [tp-styles-families](tp-styles-families.md))",
             "forward, backward, generate, 5 steps equal; >= 95 % of matmul-weight bytes divided",
-            ", ".join(f"{name} {share:.1%}" for name, share in found.items()),
+            ", ".join(f"{name} {share:.1%}" for name, share in shares.items()),
             "the unsharded model",
         )
     ]
@@ -434,12 +434,12 @@ def families_rows() -> list[Row]:
 
 def graph_rows() -> list[Row]:
     """One row."""
-    found = on_ranks(graph, 2)
+    counts = on_ranks(graph, 2)
     return [
         _row(
             "graph breaks: Llama-like block, attention block, vocabulary-parallel loss",
             "0",
-            f"{found['breaks']} in {found['graphs']} graph",
+            f"{counts['breaks']} in {counts['graphs']} graph",
             "0 is the floor",
         )
     ]

@@ -46,8 +46,8 @@ def attention(mesh: DeviceMesh) -> dict[str, Any]:
 
 def attention_page(sizes: list[int], kept: Path | None) -> str:
     """The page of the attention grid, which is run whole."""
-    found = {size: on_ranks(attention, size) for size in sizes}
-    kinds = sorted({key.split("|")[0] for result in found.values() for key in result["outcomes"]})
+    results = {size: on_ranks(attention, size) for size in sizes}
+    kinds = sorted({key.split("|")[0] for result in results.values() for key in result["outcomes"]})
     lines = [
         "288 cells: `batch_first` x self, cross, or own sizes of keys and values x four masks x key padding x weights"
         " (none, mean, of each head) x bias. 4 heads; output, attention weights,"
@@ -58,11 +58,11 @@ def attention_page(sizes: list[int], kept: Path | None) -> str:
     ]
     for kind in kinds:
         cells = []
-        for result in found.values():
+        for result in results.values():
             right, wrong = (result["outcomes"].get(f"{kind}|{word}", 0) for word in ("right", "wrong"))
             cells.append(f"{right} of {right + wrong}")
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    total = ", ".join(f"{result['numbers']} at tp {size}" for size, result in found.items())
+    total = ", ".join(f"{result['numbers']} at tp {size}" for size, result in results.items())
     lines += ["", f"Numbers compared: {total}."]
     return "\n".join(lines)
 
@@ -89,30 +89,30 @@ def families(mesh: DeviceMesh, names: list[str], kept: str | None) -> dict[str, 
     """
     import hf_models
 
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for family in names:
-        found[family] = {}
+        outcomes[family] = {}
         for way in ("auto_plan", "module"):
             try:
-                found[family][way] = hf_models.check_by(family, mesh, way)
+                outcomes[family][way] = hf_models.check_by(family, mesh, way)
             except Exception as error:  # a family that fails is a row that says so
-                found[family][way] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                outcomes[family][way] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         if mesh.get_local_rank() == 0:
-            print(f"tp {mesh.size()}: {family}: {found[family]}", flush=True)
+            print(f"tp {mesh.size()}: {family}: {outcomes[family]}", flush=True)
             if kept is not None:
                 with Path(kept).open("a") as file:
-                    file.write(json.dumps([mesh.size(), family, found[family]]) + "\n")
-    return found
+                    file.write(json.dumps([mesh.size(), family, outcomes[family]]) + "\n")
+    return outcomes
 
 
 def families_found(size: int, names: list[str], kept: Path | None) -> dict[str, Any]:
     """Outcomes of all families at one tp size: those that are kept already, and the others, which run now."""
     lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
-    found = {family: outcome for at, family, outcome in map(json.loads, lines) if at == size}
-    missing = [name for name in names if name not in found]
+    outcomes = {family: outcome for at, family, outcome in map(json.loads, lines) if at == size}
+    missing = [name for name in names if name not in outcomes]
     if missing:
-        found |= on_ranks(families, size, missing, None if kept is None else str(kept.absolute()))
-    return found
+        outcomes |= on_ranks(families, size, missing, None if kept is None else str(kept.absolute()))
+    return outcomes
 
 
 def families_page(sizes: list[int], kept: Path | None) -> str:
@@ -120,9 +120,9 @@ def families_page(sizes: list[int], kept: Path | None) -> str:
     import hf_models
 
     names = list(hf_models.FAMILIES)
-    found = {size: families_found(size, names, kept) for size in sizes}
+    outcomes = {size: families_found(size, names, kept) for size in sizes}
     columns = [(size, way) for size in sizes for way in ("module", "auto_plan")]
-    full = [n for n in names if all(_enough(found[size][n]["auto_plan"]) for size in sizes)]
+    full = [n for n in names if all(_enough(outcomes[size][n]["auto_plan"]) for size in sizes)]
     experts = [n for n in full if "num_experts" in hf_models.FAMILIES[n]]
     latent = [n for n in full if "kv_lora_rank" in hf_models.FAMILIES[n]]
     lines = [
@@ -142,8 +142,8 @@ def families_page(sizes: list[int], kept: Path | None) -> str:
         "|---|" + "---|" * (len(columns) + 1),
     ]
     for name in names:
-        cells = [_cell(found[size][name][way]) for size, way in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {_left(found[sizes[0]][name]['auto_plan'])} |")
+        cells = [_cell(outcomes[size][name][way]) for size, way in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {_left(outcomes[sizes[0]][name]['auto_plan'])} |")
     return "\n".join(lines)
 
 
@@ -166,15 +166,15 @@ def types(mesh: DeviceMesh, names: list[str], kept: str | None) -> dict[str, Any
     """Share and outcome of each causal type of transformers by `auto_plan`; arguments as of `families`."""
     import hf_models
 
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name in names:
-        found[name] = hf_models.check_type(name, mesh)
+        outcomes[name] = hf_models.check_type(name, mesh)
         if mesh.get_local_rank() == 0:
-            print(f"{name}: {found[name]}", flush=True)
+            print(f"{name}: {outcomes[name]}", flush=True)
             if kept is not None:
                 with Path(kept).open("a") as file:
-                    file.write(json.dumps([name, found[name]]) + "\n")
-    return found
+                    file.write(json.dumps([name, outcomes[name]]) + "\n")
+    return outcomes
 
 
 def types_page(sizes: list[int], kept: Path | None, count: int | None = None) -> str:
@@ -183,11 +183,11 @@ def types_page(sizes: list[int], kept: Path | None, count: int | None = None) ->
 
     names = hf_models.causal_types()
     lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
-    found: dict[str, Any] = dict(map(json.loads, lines))
-    missing = [name for name in names if name not in found][:count]
+    outcomes: dict[str, Any] = dict(map(json.loads, lines))
+    missing = [name for name in names if name not in outcomes][:count]
     if missing:
-        found |= on_ranks(types, sizes[0], missing, None if kept is None else str(kept.absolute()))
-    built = {name: row for name, row in found.items() if not row["outcome"].startswith("no model")}
+        outcomes |= on_ranks(types, sizes[0], missing, None if kept is None else str(kept.absolute()))
+    built = {name: row for name, row in outcomes.items() if not row["outcome"].startswith("no model")}
     words = Counter(row["outcome"].partition(":")[0] for row in built.values())
     enough = sum((row["share"] or 0) >= 0.7 for row in built.values())
     text = ", ".join(f"{words[word]} {word}" for word in ("right", "refused", "failed", "wrong"))

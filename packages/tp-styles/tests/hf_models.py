@@ -204,11 +204,11 @@ def _model_classes(kind: Any) -> list[Any]:
     """Makers of models from a configuration, causal models first: those of Auto, then the classes beside it."""
     from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-    found = [auto.from_config for auto in (AutoModelForCausalLM, AutoModel) if kind in auto._model_mapping]
+    makers = [auto.from_config for auto in (AutoModelForCausalLM, AutoModel) if kind in auto._model_mapping]
     path = kind.__module__.replace("configuration_", "modeling_")
     beside = vars(importlib.import_module(path)).values() if importlib.util.find_spec(path) else ()
     classes: list[Any] = [each for each in beside if isinstance(each, type) and issubclass(each, PreTrainedModel)]
-    return found + [
+    return makers + [
         each for each in classes if each.config_class is kind and not each.__name__.endswith("PreTrainedModel")
     ]
 
@@ -250,10 +250,10 @@ def small(name: str) -> nn.Module:
     """
     error: Exception | None = None
     # Some numbers of layers or heads go with lists of other defaults.
-    for left in ((), HEADS, LAYERS, (*HEADS, *LAYERS)):
+    for omitted in ((), HEADS, LAYERS, (*HEADS, *LAYERS)):
         for more in ({}, {**SMALL, **FAMILIES[name]}) if name in FAMILIES else ({},):
             try:
-                return _small(name, {key: value for key, value in SIZES.items() if key not in left}, more)
+                return _small(name, {key: value for key, value in SIZES.items() if key not in omitted}, more)
             except Exception as raised:
                 error = error or raised
     assert error is not None
@@ -264,8 +264,8 @@ def _small(name: str, sizes: dict[str, Any], more: dict[str, Any]) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     defaults = vars(AutoConfig.for_model(name))  # no aliases, no properties
-    given = {key: value for key, value in sizes.items() if isinstance(defaults.get(key), int)}
-    config = AutoConfig.for_model(name, **{**given, **more})
+    options = {key: value for key, value in sizes.items() if isinstance(defaults.get(key), int)}
+    config = AutoConfig.for_model(name, **{**options, **more})
     nested = [value for value in vars(config).values() if hasattr(value, "to_dict")]
     for one in nested:  # of the text and of towers beside it
         for key, value in sizes.items():
@@ -324,13 +324,13 @@ def check_type(name: str, mesh: DeviceMesh) -> dict[str, Any]:
                         if parameter.grad is not None:
                             parameter.sub_(parameter.grad, alpha=0.05)
             results.append(float(loss.detach()))
-        state, wanted = tp.full_state_dict(model), alone.state_dict()
+        state, expected = tp.full_state_dict(model), alone.state_dict()
     except tp.PlanError as error:
         return {"share": share, "outcome": f"refused: {error.problems[0].code if error.problems else _line(error)}"}
     except Exception as error:
         return {"share": share, "outcome": f"failed: {type(error).__name__}: {_line(error)}"}
     errors = {"loss": abs(results[0] - results[1]) / abs(results[1])}
-    for key, value in wanted.items():
+    for key, value in expected.items():
         if value.is_floating_point():
             errors[key] = float((state[key] - value).abs().max() / value.abs().max().clamp_min(1e-3))
     worst = max(errors, key=lambda key: errors[key])
@@ -363,10 +363,10 @@ def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5) -> dict[st
         styles = tp.from_hf_tp_plan(model)
     handle = tp.apply_plan(model, mesh, styles)
     ids = torch.randint(3, 48, (2, 7), generator=torch.Generator().manual_seed(1))
-    found, wanted = model(input_ids=ids, labels=ids), alone(input_ids=ids, labels=ids)
-    torch.testing.assert_close(found.logits, wanted.logits, atol=1e-9, rtol=0)
-    found.loss.backward()
-    wanted.loss.backward()
+    out, expected = model(input_ids=ids, labels=ids), alone(input_ids=ids, labels=ids)
+    torch.testing.assert_close(out.logits, expected.logits, atol=1e-9, rtol=0)
+    out.loss.backward()
+    expected.loss.backward()
     gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
     own = models.full_gradients(model, mesh)
     own = {name: value for name, value in own.items() if name in gradients or value.abs().sum() > 0}
@@ -382,8 +382,8 @@ def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5) -> dict[st
         axis = TPGroup(mesh)
         state = {name: models.whole_parameter(p, axis) for name, p in model.named_parameters()}
         models.assert_close(state, {name: p.detach() for name, p in alone.named_parameters()}, atol=1e-6)
-    share, left = divided(alone, handle.plan)
-    return {"share": share, "left": left}
+    share, replicated = divided(alone, handle.plan)
+    return {"share": share, "left": replicated}
 
 
 def _train(model: nn.Module, ids: torch.Tensor, steps: int) -> list[float]:
@@ -412,5 +412,5 @@ def divided(model: nn.Module, plan: tp.TPPlan) -> tuple[float, list[str]]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.dim() > 1 and name not in lookups
     }
-    whole = {re.sub(r"\.\d+\.", ".*.", name) for name in weights if name not in parts}
-    return sum(size for name, size in weights.items() if name in parts) / sum(weights.values()), sorted(whole)
+    replicated = {re.sub(r"\.\d+\.", ".*.", name) for name in weights if name not in parts}
+    return sum(size for name, size in weights.items() if name in parts) / sum(weights.values()), sorted(replicated)

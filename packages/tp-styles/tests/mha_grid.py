@@ -62,20 +62,20 @@ def check(cell: Cell, mesh: DeviceMesh) -> int:
     tp.apply_plan(module, mesh, tp.MultiheadAttentionParallel(), check="never")
     length = TARGET if cell.inputs == "self" else SOURCE
     shapes = [(TARGET, WIDTH), (length, sizes.get("kdim", WIDTH)), (length, sizes.get("vdim", WIDTH))]
-    found = [
+    qkv = [
         torch.randn((BATCH, *shape) if cell.batch_first else (shape[0], BATCH, shape[1]), dtype=torch.float64)
         for shape in shapes
     ]
     if cell.inputs == "self":
-        found = [found[0]] * 3
+        qkv = [qkv[0]] * 3
     options = _masks(cell, length) | {
         "need_weights": cell.weights != "no",
         "average_attn_weights": cell.weights != "heads",
     }
     results = []
     for attention in (module, alone):
-        own = {id(x): x.clone().requires_grad_() for x in found}
-        out, weights = attention(*(own[id(x)] for x in found), **options)
+        own = {id(x): x.clone().requires_grad_() for x in qkv}
+        out, weights = attention(*(own[id(x)] for x in qkv), **options)
         loss = (out * torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
         if weights is not None:
             loss = loss + (weights * torch.linspace(0, 1, weights.numel(), dtype=out.dtype).view(weights.shape)).sum()

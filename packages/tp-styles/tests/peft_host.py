@@ -85,9 +85,9 @@ def equal_after_training(model: Any, alone: Any) -> int:
     """Compare losses, adapters and saved modules with one process; return how many of them are shards."""
     double = next(model.parameters()).dtype == torch.float64
     tolerance: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-8} if double else {"rtol": 1e-5, "atol": 1e-5}
-    wanted = train(alone)
-    assert train(model) == pytest.approx(wanted, rel=1e-6)  # transformers takes the loss in float32
-    assert wanted[4] != wanted[0]
+    losses = train(alone)
+    assert train(model) == pytest.approx(losses, rel=1e-6)  # transformers takes the loss in float32
+    assert losses[4] != losses[0]
     adapters = get_peft_model_state_dict(model)
     reference = get_peft_model_state_dict(alone)
     assert adapters.keys() == reference.keys() and len(adapters) > 0

@@ -88,9 +88,9 @@ def test_undo_keeps_what_was_learned(ranks: Ranks) -> None:
     models.train(reference, batches, models.square_loss)
     assert handle.undo() is model
     for name, parameter in reference.named_parameters():
-        found = model.get_parameter(name)
-        torch.testing.assert_close(found, parameter, atol=1e-12, rtol=0)
-        torch.testing.assert_close(found.grad, parameter.grad, atol=1e-12, rtol=0)
+        restored = model.get_parameter(name)
+        torch.testing.assert_close(restored, parameter, atol=1e-12, rtol=0)
+        torch.testing.assert_close(restored.grad, parameter.grad, atol=1e-12, rtol=0)
 
 
 @pytest.mark.ranks(2)
@@ -152,10 +152,10 @@ def test_values_of_the_source_rank_count(ranks: Ranks) -> None:
         torch.manual_seed(ranks.rank)
         layer = nn.Linear(4, 4)
         torch.manual_seed(source)
-        wanted = nn.Linear(4, 4)
+        expected = nn.Linear(4, 4)
         tp.parallelize_module(layer, mesh, {"": tp.ColwiseParallel()}, src_data_rank=source)
         assert isinstance(layer.weight, DTensor)
-        assert torch.equal(layer.weight.full_tensor(), wanted.weight)
+        assert torch.equal(layer.weight.full_tensor(), expected.weight)
     torch.manual_seed(ranks.rank)
     layer = nn.Linear(4, 4)
     own = layer.weight.detach().clone()
@@ -171,17 +171,17 @@ def test_copies_and_pickles_of_a_parallel_model(ranks: Ranks) -> None:
     x = torch.randn(2, 8)
     model = models.seeded(models.Gated)
     tp.apply_plan(model, mesh, {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()})
-    wanted = model(x)
+    expected = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(x), wanted)
+        assert torch.equal(other(x), expected)
         assert not any(a is b for a, b in zip(other.parameters(), model.parameters(), strict=True))
         infos = [hasattr(p, "_sharding_info") for p in other.parameters()]
         assert infos == [hasattr(p, "_sharding_info") for p in model.parameters()]
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
-        assert torch.equal(model(x), wanted)
-        assert torch.equal(other(x), torch.zeros_like(wanted))
+        assert torch.equal(model(x), expected)
+        assert torch.equal(other(x), torch.zeros_like(expected))
 
 
 @pytest.mark.ranks(2)

@@ -35,8 +35,8 @@ def test_no_batch(ranks: Ranks) -> None:
     alone = copy.deepcopy(module)
     tp.apply_plan(module, mesh, tp.MultiheadAttentionParallel())
     x = torch.randn(5, 12, dtype=torch.float64)
-    for found, wanted in zip(module(x, x, x), alone(x, x, x), strict=True):
-        torch.testing.assert_close(found, wanted, atol=EXACT, rtol=0)
+    for out, expected in zip(module(x, x, x), alone(x, x, x), strict=True):
+        torch.testing.assert_close(out, expected, atol=EXACT, rtol=0)
     with ranks.record() as log:
         module(x, x, x, need_weights=False)[0].sum().backward()
     assert log.ops == ("all_reduce",)  # the input needs no gradient
@@ -51,9 +51,9 @@ def test_keys_of_no_token() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
-    found = tp.plan_styles(nn.MultiheadAttention(12, 6), tp.MultiheadAttentionParallel(), 4)
-    assert "num_heads=6 with tp=4" in found.problems[0].found
-    assert found.problems[0].hint == "valid 1, 2, 3, 6"
+    plan = tp.plan_styles(nn.MultiheadAttention(12, 6), tp.MultiheadAttentionParallel(), 4)
+    assert "num_heads=6 with tp=4" in plan.problems[0].found
+    assert plan.problems[0].hint == "valid 1, 2, 3, 6"
 
 
 def transformer(kind: str) -> nn.Module:
@@ -133,10 +133,10 @@ def test_no_fast_path_past_a_style(ranks: Ranks) -> None:
     second.linear1, second.linear2 = first.linear1, first.linear2
     pair, third, alone = {"linear1": tp.ColwiseParallel(), "linear2": tp.RowwiseParallel()}, encoder(), encoder()
     container = nn.ModuleDict({"linear1": third.linear1, "linear2": third.linear2})
-    whole = {"self_attn": tp.MultiheadAttentionParallel(), "linear1": tp.ColwiseParallel(output_layouts=Replicate())}
+    styles = {"self_attn": tp.MultiheadAttentionParallel(), "linear1": tp.ColwiseParallel(output_layouts=Replicate())}
     own = models.seeded(FastFeedForward).double().eval()
     cases: list[tuple[nn.Module, nn.Module, dict[str, tp.ParallelStyle]]] = [
-        (alone, alone, whole),
+        (alone, alone, styles),
         (own, own, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}),
         (second, first, pair),
         (third, container, pair),
@@ -144,10 +144,10 @@ def test_no_fast_path_past_a_style(ranks: Ranks) -> None:
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     for called, root, plan in cases:
         with torch.no_grad():
-            wanted = called(x)
+            expected = called(x)
             tp.apply_plan(root, mesh, plan)
             for _ in range(7):
-                torch.testing.assert_close(called(x), wanted, atol=EXACT, rtol=0)
+                torch.testing.assert_close(called(x), expected, atol=EXACT, rtol=0)
 
 
 class Grouped(nn.Module):
@@ -185,7 +185,7 @@ def test_grouped_queries(ranks: Ranks) -> None:
     size, mesh = ranks.world_size, ranks.mesh((ranks.world_size,), ("tp",))
     shapes = [(h, k) for h in range(1, 7) for k in range(1, h + 1) if h % k == 0]
     shapes += [(8, 2), (8, 8), (32, 8), (32, 1), (24, 3)]
-    done = refused = 0
+    exact = refused = 0
     for (heads, keys), fused in itertools.product(shapes, (False, True)):
         model = models.seeded(lambda h=heads, k=keys, f=fused: Grouped(h, k, fused=f)).double()  # type: ignore[misc]
         for name in ("q_norm.weight", "k_norm.weight"):
@@ -200,16 +200,16 @@ def test_grouped_queries(ranks: Ranks) -> None:
             continue
         handle = tp.apply_plan(model, mesh, style, check="never")
         x = torch.randn(2, 3, 6, dtype=torch.float64)
-        out, wanted = model(x), alone(x)
-        torch.testing.assert_close(out, wanted, atol=EXACT, rtol=0)
+        out, expected = model(x), alone(x)
+        torch.testing.assert_close(out, expected, atol=EXACT, rtol=0)
         models.square_loss(out, x).backward()
-        models.square_loss(wanted, x).backward()
+        models.square_loss(expected, x).backward()
         gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
         models.assert_close(models.full_gradients(model, mesh), gradients, atol=EXACT)
         handle.undo()
         assert vars(model)["num_heads"] == heads
-        done += 1
-    assert (done, refused) == {2: (24, 14), 4: (14, 24)}[size]
+        exact += 1
+    assert (exact, refused) == {2: (24, 14), 4: (14, 24)}[size]
 
 
 def test_grouped_queries_say_what_is_valid() -> None:

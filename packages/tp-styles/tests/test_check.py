@@ -232,18 +232,18 @@ class NoBackward(tp.ColwiseParallel):
     """A column-wise layer whose input gradient is not summed."""
 
     def spec(self, info: Any, tp_size: int) -> Any:
-        made = super().spec(info, tp_size)
-        ((name, flow),) = made.inputs
-        return type(made)(**{**vars(made), "inputs": ((name, type(flow)(**{**vars(flow), "gradient": None})),)})
+        spec = super().spec(info, tp_size)
+        ((name, flow),) = spec.inputs
+        return type(spec)(**{**vars(spec), "inputs": ((name, type(flow)(**{**vars(flow), "gradient": None})),)})
 
 
 class NoSum(tp.RowwiseParallel):
     """A row-wise layer whose partial results are taken for the sum."""
 
     def spec(self, info: Any, tp_size: int) -> Any:
-        made = super().spec(info, tp_size)
-        (flow,) = (one for one in made.outputs if one is not None)
-        return type(made)(**{**vars(made), "outputs": (type(flow)(**{**vars(flow), "src": Replicate()}),)})
+        spec = super().spec(info, tp_size)
+        (flow,) = (one for one in spec.outputs if one is not None)
+        return type(spec)(**{**vars(spec), "outputs": (type(flow)(**{**vars(flow), "src": Replicate()}),)})
 
 
 class Loss(nn.Module):
@@ -325,17 +325,17 @@ def test_a_pair_of_which_one_is_styled(ranks: Ranks) -> None:
 def test_planted_mistakes(ranks: Ranks) -> None:
     """Each is accepted by the plan, runs, and gives other numbers; with check="never" nobody would know."""
     mesh = ranks.mesh((2,), ("tp",))
-    found = {}
+    outcomes = {}
     for name, (make, plan, kind) in PLANTED.items():
         model = models.seeded(make).double()
         tp.apply_plan(model, mesh, plan)
         try:
             model(tokens().requires_grad_(kind != "leaves"))
         except tp.PlanError as error:
-            found[name] = kind if kind in f"{error.problems[0].code} {error.problems[0].found}" else str(error)
+            outcomes[name] = kind if kind in f"{error.problems[0].code} {error.problems[0].found}" else str(error)
         except Exception as error:
-            found[name] = repr(error)
-    assert found == {name: kind for name, (_, _, kind) in PLANTED.items()}
+            outcomes[name] = repr(error)
+    assert outcomes == {name: kind for name, (_, _, kind) in PLANTED.items()}
     assert len(PLANTED) >= 22
 
 
@@ -573,14 +573,14 @@ class Cached(Pair):
         self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept: Any = self.kept
-        kept.seen = x if kept.seen is None else torch.cat([kept.seen, x])
-        kept.total += x.sum(0)
-        kept.last.append(len(kept.seen))
+        memory: Any = self.kept
+        memory.seen = x if memory.seen is None else torch.cat([memory.seen, x])
+        memory.total += x.sum(0)
+        memory.last.append(len(memory.seen))
         self.counts.last = self.counts.calls + getattr(self.counts, "last", 10)
         self.counts.calls += 1
         self.scale.data.mul_(0.9)
-        result: Tensor = super().forward(x * self.scale + kept.total) * sum(kept.last) * self.counts.last
+        result: Tensor = super().forward(x * self.scale + memory.total) * sum(memory.last) * self.counts.last
         return result
 
 
@@ -663,8 +663,8 @@ def test_numbers_that_torch_did_not_draw(ranks: Ranks) -> None:
         np.random.seed(0)  # noqa: NPY002  # the global one is meant
         torch.manual_seed(0)
         outputs.append([each.train(call < 3)(torch.randn(3, 16, dtype=torch.float64)) for call in range(6)])
-    for found, expected in zip(*outputs, strict=True):
-        torch.testing.assert_close(found, expected, atol=EXACT, rtol=1e-10)
+    for out, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(out, expected, atol=EXACT, rtol=1e-10)
 
 
 @pytest.mark.ranks(2)
@@ -672,7 +672,7 @@ def test_hooks_for_one_call_run_in_the_call(ranks: Ranks) -> None:
     """A hook that removes itself was removed by the check's runs, and the call went without it."""
     model: Any = models.seeded(Pair)
     x = torch.randn(3, 16)
-    wanted = [model(x * 3), model(x)]
+    outputs = [model(x * 3), model(x)]
     tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
 
     def once(module: nn.Module, args: tuple[Tensor]) -> Tensor:
@@ -680,7 +680,7 @@ def test_hooks_for_one_call_run_in_the_call(ranks: Ranks) -> None:
         return args[0] * 3
 
     handle = model.up.register_forward_pre_hook(once)
-    for expected in wanted:
+    for expected in outputs:
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
 
 
@@ -756,12 +756,12 @@ def test_what_is_put_in_after_checked_calls(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
 
     def model(calls: int) -> Any:
-        made: Any = models.seeded(lambda: nn.Sequential(nn.Linear(16, 16), Pair(lambda x: made[1].act(x)))).double()
-        made[1].act = nn.GELU()
-        tp.apply_plan(made, mesh, {"1.up": tp.ColwiseParallel(), "1.down": tp.RowwiseParallel()})
+        net: Any = models.seeded(lambda: nn.Sequential(nn.Linear(16, 16), Pair(lambda x: net[1].act(x)))).double()
+        net[1].act = nn.GELU()
+        tp.apply_plan(net, mesh, {"1.up": tp.ColwiseParallel(), "1.down": tp.RowwiseParallel()})
         for _ in range(calls):
-            made(tokens()).sum().backward()
-        return made
+            net(tokens()).sum().backward()
+        return net
 
     for calls in (0, 3):
         one = model(calls)

@@ -37,10 +37,10 @@ def full(parameter: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 def check(ranks: Ranks, model: nn.Module, alone: nn.Module, batch: torch.Tensor, mesh: Any, order: float) -> int:
     """Clip both; compare norm and every gradient. The model has its gradients already."""
-    wanted, alone = reference(alone, batch, order, 0.05)
-    found = tp.clip_grad_norm_(model.parameters(), 0.05, order)
-    torch.testing.assert_close(found, wanted, atol=0, rtol=RTOL)
-    assert len(set(ranks.gather(found.item()))) == 1  # bits, not digits
+    expected, alone = reference(alone, batch, order, 0.05)
+    norm = tp.clip_grad_norm_(model.parameters(), 0.05, order)
+    torch.testing.assert_close(norm, expected, atol=0, rtol=RTOL)
+    assert len(set(ranks.gather(norm.item()))) == 1  # bits, not digits
     state = {name.removeprefix("module."): full(p, mesh) for name, p in model.named_parameters()}
     return models.assert_close(
         state, {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}, atol=1e-12
@@ -109,10 +109,10 @@ def test_three_dims(ranks: Ranks) -> None:
         parameters.append(nn.Parameter(distribute_tensor(torch.zeros_like(value), where, placements)))
         parameters[-1].grad = distribute_tensor(value, where, placements)
     for order in ORDERS:
-        found = tp.clip_grad_norm_([*parameters, parameters[1]], 1e9, order)
-        wanted = torch.cat([value.flatten() for value in values]).norm(order)
-        torch.testing.assert_close(found, wanted, atol=0, rtol=RTOL)
-        assert len(set(ranks.gather(found.item()))) == 1
+        norm = tp.clip_grad_norm_([*parameters, parameters[1]], 1e9, order)
+        expected = torch.cat([value.flatten() for value in values]).norm(order)
+        torch.testing.assert_close(norm, expected, atol=0, rtol=RTOL)
+        assert len(set(ranks.gather(norm.item()))) == 1
 
 
 @pytest.mark.ranks(2)
@@ -128,6 +128,6 @@ def test_replicas_that_differ_by_rounding(ranks: Ranks) -> None:
     low.grad = torch.ones(1000, dtype=torch.bfloat16)
     wave = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     wave.grad = torch.tensor([3 + 4j, 0])
-    found = tp.clip_grad_norm_([plain, sharded, low, wave], 1.0)
-    torch.testing.assert_close(found, torch.tensor(3.0 + 2.0 + 1000.0 + 25.0).sqrt())
-    assert len(set(ranks.gather(found.item()))) == 1
+    norm = tp.clip_grad_norm_([plain, sharded, low, wave], 1.0)
+    torch.testing.assert_close(norm, torch.tensor(3.0 + 2.0 + 1000.0 + 25.0).sqrt())
+    assert len(set(ranks.gather(norm.item()))) == 1

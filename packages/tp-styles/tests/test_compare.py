@@ -312,11 +312,11 @@ def test_values_that_leave_by_attributes_and_lists(ranks: Ranks) -> None:
             model(x())
         assert not model.losses
     model, _ = parallel(ranks)
-    seen: list[torch.Tensor] = []
-    model.up.register_forward_hook(lambda module, args, output: seen.append(output.square().mean()))
+    squares: list[torch.Tensor] = []
+    model.up.register_forward_hook(lambda module, args, output: squares.append(output.square().mean()))
     with pytest.raises(tp.PlanError, match=r"check-mismatch.*attribute differs"):
         model(x())
-    assert not seen
+    assert not squares
 
 
 @pytest.mark.ranks(2)
@@ -370,10 +370,10 @@ def test_caches_as_tuples(ranks: Ranks) -> None:
     alone = models.seeded(Cached)
     handle = tp.apply_plan(cached, ranks.mesh((2,), ("tp",)), PAIR)
     past: Any = ()
-    wanted: Any = ()
+    past_alone: Any = ()
     for step in range(3):
         out, past = cached(x() * (step + 1), past)
-        expected, wanted = alone(x() * (step + 1), wanted)
+        expected, past_alone = alone(x() * (step + 1), past_alone)
         torch.testing.assert_close(out, expected)
 
 

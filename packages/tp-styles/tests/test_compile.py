@@ -65,7 +65,7 @@ def without_graph_breaks(ranks: Ranks) -> None:
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(x)
     with ranks.record() as graph_log:
         torch.autograd.backward(compiled)
-    found = models.full_gradients(model, mesh)
+    gradients = models.full_gradients(model, mesh)
     model.zero_grad()
     eager = loss(x)
     with ranks.record() as eager_log:
@@ -73,7 +73,7 @@ def without_graph_breaks(ranks: Ranks) -> None:
     # Of q, k and v together, of torch's attention, of the head; and of the two norms, whose gradients are summed.
     assert graph_log.count("all_reduce") == eager_log.count("all_reduce") == 5
     torch.testing.assert_close(compiled, eager, atol=EXACT, rtol=0)
-    assert models.assert_close(found, models.full_gradients(model, mesh), atol=EXACT) > 1500
+    assert models.assert_close(gradients, models.full_gradients(model, mesh), atol=EXACT) > 1500
     fresh = models.seeded(lambda: nn.Sequential(models.MLP(), nn.Linear(8, 6)))
     tp.apply_plan(
         fresh,
@@ -171,15 +171,15 @@ def draws_as_in_eager_training(ranks: Ranks) -> None:
         model = models.seeded(make).double()
         handle = tp.apply_plan(model, mesh, plan)
         x = torch.randn(4, 8, dtype=torch.float64)
-        found = []
+        results = []
         for run in (model, torch.compile(model, backend="aot_eager")):
             torch.manual_seed(1)
             model.zero_grad()
             out = run(x)
             out.sum().backward()
-            found.append({"out": out.detach(), "next": torch.rand(1), **models.full_gradients(model, mesh)})
-        assert models.assert_close(found[1], found[0], atol=0) > 500
-        one, other = ranks.gather([value.tolist() for value in found[1].values()])
+            results.append({"out": out.detach(), "next": torch.rand(1), **models.full_gradients(model, mesh)})
+        assert models.assert_close(results[1], results[0], atol=0) > 500
+        one, other = ranks.gather([value.tolist() for value in results[1].values()])
         assert one == other
         row: Any = model.get_parameter(f"{list(plan)[-1]}.weight")
         zeros = ranks.gather((row.grad.to_local() == 0).any(0).tolist())
@@ -221,6 +221,6 @@ def test_compile_next_to_fsdp2(ranks: Ranks) -> None:
         model.zero_grad()
         models.train(model, own, models.next_token_loss)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        found = {name: p.full_tensor() for name, p in model.named_parameters()}
-        assert models.assert_close(found, dict(alone.named_parameters()), atol=1e-11) > 3500
+        state = {name: p.full_tensor() for name, p in model.named_parameters()}
+        assert models.assert_close(state, dict(alone.named_parameters()), atol=1e-11) > 3500
         assert "equal to the original" in handle.report()

@@ -113,10 +113,10 @@ DIFFERENT: list[tuple[Call, str]] = [
 @pytest.mark.ranks(2)
 def test_a_fault_of_one_rank(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
-    for number, (faulty, fine, said, told) in enumerate([*FAULTS, *((call, apply(), t, t) for call, t in DIFFERENT)]):
+    for number, (faulty, fine, own, peer) in enumerate([*FAULTS, *((call, apply(), t, t) for call, t in DIFFERENT)]):
         at = number % 2
         start = time.monotonic()
-        with pytest.raises((tp.PlanError, KeyError), match=said if ranks.rank == at else told.replace("{}", str(at))):
+        with pytest.raises((tp.PlanError, KeyError), match=own if ranks.rank == at else peer.replace("{}", str(at))):
             (faulty if ranks.rank == at else fine)(mesh)
         assert time.monotonic() - start < SOON, number
     model = parted(mesh) if ranks.rank else mlp()
@@ -151,7 +151,7 @@ def test_whole_tensors_again(ranks: Ranks) -> None:
     with pytest.raises(tp.PlanError, match="ranks-disagree"):
         tp.parallelize_module(model, mesh, PLAN if ranks.rank else None)
     fused: Any = models.seeded(models.Gated)
-    wanted = fused.both.weight.detach().clone()
+    expected = fused.both.weight.detach().clone()
     handle = tp.apply_plan(fused, mesh, {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()})
     part = fused.both.weight
     if ranks.rank:
@@ -163,11 +163,11 @@ def test_whole_tensors_again(ranks: Ranks) -> None:
         with pytest.raises(tp.PlanError, match=lost):
             call()
     fused.both.weight = part
-    assert torch.equal(tp.full_state_dict(fused)["both.weight"], wanted)
+    assert torch.equal(tp.full_state_dict(fused)["both.weight"], expected)
     if ranks.rank:
         changes, handle._changes = handle._changes, []
     with pytest.raises(tp.PlanError, match=r"\[already-applied\] on rank 1"):
         handle.undo()
     if ranks.rank:
         handle._changes = changes
-    assert torch.equal(handle.undo().get_parameter("both.weight"), wanted)
+    assert torch.equal(handle.undo().get_parameter("both.weight"), expected)

@@ -65,16 +65,16 @@ def test_dropout_between_columns_and_rows(ranks: Ranks) -> None:
         assert [torch.equal(one[key], other[key]) for key in ("weights", "hidden")] == [same, same]
         one, other = ranks.gather(out.detach())  # what is whole is the same on all ranks, dropped in the same places
         assert torch.equal(one, other)
-    again = torch.rand(1)
-    assert len({value.item() for value in ranks.gather(again)}) == 1  # outside, all ranks go on alike
+    draw = torch.rand(1)
+    assert len({value.item() for value in ranks.gather(draw)}) == 1  # outside, all ranks go on alike
     torch.manual_seed(1)
     block.zero_grad()
     block(x).sum().backward()
-    wanted = models.full_gradients(block, mesh)
+    expected = models.full_gradients(block, mesh)
     torch.manual_seed(1)
     block.zero_grad()
     torch.autograd.backward(checkpoint(block, x, use_reentrant=False).sum())
-    assert models.assert_close(models.full_gradients(block, mesh), wanted, atol=0) > 2000
+    assert models.assert_close(models.full_gradients(block, mesh), expected, atol=0) > 2000
     block.down.forward = functools.partial(F.linear, weight=torch.zeros(3, 3, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="shape"):  # an error inside leaves no generator behind
         block(x)
@@ -184,14 +184,14 @@ def test_rates_decide(ranks: Ranks) -> None:
         with torch.no_grad():  # every channel alike: what differs between ranks is drawn
             for key in ("0.weight", "0.bias"):
                 model.get_parameter(key).copy_(model.get_parameter(key)[:1].clone())
-        seen: list[torch.Tensor] = []
-        model[1].register_forward_hook(lambda _, args, output, seen=seen: seen.append(output.detach()))
+        outputs: list[torch.Tensor] = []
+        model[1].register_forward_hook(lambda _, args, output, outputs=outputs: outputs.append(output.detach()))
         tp.apply_plan(model, mesh, {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}, check="never")
         differ = []
         for _ in range(3):
             torch.manual_seed(1)
             model(torch.randn(2, 4, 8, dtype=torch.float64))
-            one, other = ranks.gather(seen[-1])
+            one, other = ranks.gather(outputs[-1])
             differ.append(not torch.equal(one, other))
             assert len({value.item() for value in ranks.gather(torch.rand(1))}) == 1, name
         outcomes[name] = differ
@@ -207,13 +207,13 @@ def test_a_rate_that_changes(ranks: Ranks) -> None:
     with torch.no_grad():
         for key in ("0.weight", "0.bias"):
             model.get_parameter(key).fill_(0.5)
-    seen: list[torch.Tensor] = []
-    model[1].register_forward_hook(lambda _, args, output: seen.append(output.detach()))
+    outputs: list[torch.Tensor] = []
+    model[1].register_forward_hook(lambda _, args, output: outputs.append(output.detach()))
 
     def differs() -> bool:
         torch.manual_seed(1)
         model(torch.ones(2, 8))
-        one, other = ranks.gather(seen[-1])
+        one, other = ranks.gather(outputs[-1])
         return not torch.equal(one, other)
 
     assert not differs()

@@ -106,18 +106,18 @@ def test_gradients_of_dtensors(ranks: Ranks) -> None:
     alone = copy.deepcopy(layer)
     tp.apply_plan(layer, mesh, tp.ColwiseParallel(output_layouts=Replicate()))
     x = vectors(4)[0]
-    found = torch.autograd.grad(models.square_loss(layer(x), x), list(layer.parameters()))
-    wanted = torch.autograd.grad(models.square_loss(alone(x), x), list(alone.parameters()))
-    seen: list[torch.Tensor] = []
+    grads = torch.autograd.grad(models.square_loss(layer(x), x), list(layer.parameters()))
+    expected = torch.autograd.grad(models.square_loss(alone(x), x), list(alone.parameters()))
+    captured: list[torch.Tensor] = []
 
     def doubled(gradient: torch.Tensor) -> torch.Tensor:
-        seen.append(gradient)
+        captured.append(gradient)
         return gradient * 2
 
     handles = [p.register_hook(doubled) for p in layer.parameters()]
     for _ in range(2):
         torch.autograd.backward(models.square_loss(layer(x), x))
-    for one, other, hooked, parameter in zip(found, wanted, seen, layer.parameters(), strict=False):
+    for one, other, hooked, parameter in zip(grads, expected, captured, layer.parameters(), strict=False):
         assert isinstance(one, DTensor)
         assert isinstance(hooked, DTensor)
         assert type(parameter.grad) is DTensor
@@ -131,8 +131,8 @@ def test_gradients_of_dtensors(ranks: Ranks) -> None:
         module.get_parameter("bias").requires_grad_(False)
         loss, weight = models.square_loss(module(x), x), module.get_parameter("weight")
         (first,) = torch.autograd.grad(loss, [weight], create_graph=True)
-        whole = first.full_tensor() if isinstance(first, DTensor) else first
-        torch.autograd.backward(whole.square().sum())
+        full = first.full_tensor() if isinstance(first, DTensor) else first
+        torch.autograd.backward(full.square().sum())
     assert layer.get_parameter("bias").grad is None
     gradients = {"weight": alone.get_parameter("weight").grad}
     assert models.assert_close(models.full_gradients(layer, mesh), gradients, atol=EXACT) == 24  # type: ignore[arg-type]
@@ -170,10 +170,10 @@ def test_layouts_at_the_edges(ranks: Ranks, up: Replicate | Shard, down: Replica
     for x in vectors():
         local = part(x, up).clone().requires_grad_()
         alone = x.clone().requires_grad_()
-        out, wanted = model(local), reference(alone)
-        torch.testing.assert_close(out, part(wanted, down), atol=EXACT, rtol=0)
+        out, expected = model(local), reference(alone)
+        torch.testing.assert_close(out, part(expected, down), atol=EXACT, rtol=0)
         (out * part(weight, down)).sum().backward()
-        (wanted * weight).sum().backward()
+        (expected * weight).sum().backward()
         torch.testing.assert_close(local.grad, part(alone.grad, up), atol=EXACT, rtol=0)  # type: ignore[arg-type]
     gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     assert models.assert_close(models.full_gradients(model, mesh), gradients, atol=1e-11) == 212
@@ -205,8 +205,8 @@ def test_gradients_with_sequence_shards(ranks: Ranks) -> None:
         assert out.shape == x.shape
         torch.autograd.backward((out.to_local() * models.rows(weight, 1)).sum())
         (reference(x) * weight).sum().backward()
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) == 244
+    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), gradients, atol=1e-11) == 244
 
 
 @pytest.mark.ranks(2)
@@ -235,8 +235,8 @@ def test_sequence_output_of_a_dtensor_model_may_be_uneven(ranks: Ranks) -> None:
                 for parameter in one.parameters():
                     assert parameter.grad is not None
                     parameter.sub_(parameter.grad, alpha=0.1)
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=EXACT) == 212
+    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), gradients, atol=EXACT) == 212
     assert "check of MLP (training, with gradients): equal to the original" in handle.report()
     handle.undo()
     tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel(output_layouts=Shard(1))})

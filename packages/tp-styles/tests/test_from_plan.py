@@ -35,15 +35,15 @@ def test_layouts_as_styles() -> None:
         "layers.0.mlp.down.weight": "tp:S(1)",
         "embed.weight": "tp:S(0)",
     }
-    found = tp.from_sharding_plan(ShardingPlan(rules, mesh=mesh), model)
-    assert found["embed"] == tp.RowwiseParallel()
-    assert found["head"] == tp.ColwiseParallel(output_layouts=Replicate())
-    assert found["layers.0.attn.q"] == tp.ColwiseParallel()
-    assert found["layers.0.attn.proj"] == tp.RowwiseParallel()
-    assert len(found) == 2 + 2 * 5 + 2
-    assert type(found["layers.1.attn"]).__name__ == "BlockParallel"
-    assert tp.plan_styles(model, found, 2).problems == ()
-    (problem,) = tp.plan_styles(copy.deepcopy(model), {"layers.0.attn": found["layers.0.attn"]}, 4).problems
+    styles = tp.from_sharding_plan(ShardingPlan(rules, mesh=mesh), model)
+    assert styles["embed"] == tp.RowwiseParallel()
+    assert styles["head"] == tp.ColwiseParallel(output_layouts=Replicate())
+    assert styles["layers.0.attn.q"] == tp.ColwiseParallel()
+    assert styles["layers.0.attn.proj"] == tp.RowwiseParallel()
+    assert len(styles) == 2 + 2 * 5 + 2
+    assert type(styles["layers.1.attn"]).__name__ == "BlockParallel"
+    assert tp.plan_styles(model, styles, 2).problems == ()
+    (problem,) = tp.plan_styles(copy.deepcopy(model), {"layers.0.attn": styles["layers.0.attn"]}, 4).problems
     assert problem.code == "mesh-mismatch"  # it was planned for two ranks
     plan = ShardingPlan({**rules, "layers.1.mlp.up.*": "tp:S(0)"}, mesh=mesh)  # nobody takes a shard there
     with pytest.raises(tp.PlanError, match=r"plan-not-executable\] layers.1.mlp.up.*bias: dim 0, weight: dim 0"):
@@ -175,9 +175,9 @@ def test_remarks_of_a_planner_are_carried_out() -> None:
     model = models.Grouped()
     plan = MegatronPlanner({"tp": 2}).build_plan(model)
     assert {note.code for note in plan.notes} == {"partial-gradient"}
-    found = tp.from_sharding_plan(plan, model)
+    styles = tp.from_sharding_plan(plan, model)
     for name in ("layers.0.attn.q_norm", "layers.1.attn.k_norm", "layers.0.mlp.act"):
-        assert found[name] == tp.NoParallel(sum_gradient=True)
+        assert styles[name] == tp.NoParallel(sum_gradient=True)
 
 
 class SharedDropout(nn.Module):
@@ -272,7 +272,7 @@ def test_an_optimal_plan_trains_right_or_raises(ranks: Ranks) -> None:
     """Whatever OptimalPlanner chose for the axis: a small batch makes it tensor parallel, a large one does not."""
     from shard_spec.optimal import OptimalPlanner, Workload
 
-    done = []
+    outcomes = []
     for batch, sequence, limit in ((1, 64, None), (1, 4096, None), (64, 4096, None), (64, 64, 40_000)):
         model = models.roughen(models.seeded(models.Grouped).double())
         planner = partial(OptimalPlanner, mesh={"tp": 2}, memory_limit=limit)
@@ -282,10 +282,10 @@ def test_an_optimal_plan_trains_right_or_raises(ranks: Ranks) -> None:
             continue  # does not fit the memory
         try:
             train(ranks, model, plan)
-            done.append("right")
+            outcomes.append("right")
         except tp.PlanError:
-            done.append("refused")
-    assert set(done) == {"right", "refused"}, done
+            outcomes.append("refused")
+    assert set(outcomes) == {"right", "refused"}, outcomes
 
 
 def llama(kind: str) -> Callable[[], nn.Module]:

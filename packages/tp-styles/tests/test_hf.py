@@ -121,10 +121,10 @@ def test_state_spaces_by_the_plans_of_the_page(ranks: Ranks, kind: str, tmp_path
 
     page = Path(__file__, "../../../../docs/howto/mamba-rwkv.md").resolve().read_text()
     blocks = [text.partition("```")[0] for text in page.split("```python")[1:]]
-    found: dict[str, Any] = {}
-    exec(blocks[list(STATE_SPACES).index(kind)], found)
+    namespace: dict[str, Any] = {}
+    exec(blocks[list(STATE_SPACES).index(kind)], namespace)
     more, embedding, head = STATE_SPACES[kind]
-    plan = {**found["plan"], embedding: tp.RowwiseParallel(), head: tp.ColwiseParallel(output_layouts=Replicate())}
+    plan = {**namespace["plan"], embedding: tp.RowwiseParallel(), head: tp.ColwiseParallel(output_layouts=Replicate())}
     config = AutoConfig.for_model(kind, vocab_size=32, hidden_size=16, num_hidden_layers=2, **more)
     model: Any = models.seeded(lambda: AutoModelForCausalLM.from_config(config))
     alone: Any = copy.deepcopy(model)
@@ -281,7 +281,7 @@ def test_every_model_with_a_plan_is_planned() -> None:
             unbuilt.add(key)
             continue
         plan = tp.plan_styles(model, tp.from_hf_tp_plan(model), 2)
-        divided = any(not spec.split.is_replicated for found in plan.modules for _, spec in found.spec.parameters)
+        divided = any(not spec.split.is_replicated for module in plan.modules for _, spec in module.spec.parameters)
         if plan.problems or not divided:
             refused[key] = [str(problem) for problem in plan.problems]
         planned += not plan.problems and divided
@@ -337,16 +337,16 @@ def test_the_page_of_families() -> None:
         model = make()
         plan = tp.plan_styles(model, tp.auto_plan(model, tp_size=2), 2)
         assert not plan.problems, (name, plan.problems)
-        share, left = hf_models.divided(model, plan)
+        share, replicated = hf_models.divided(model, plan)
         shares.append(share)
         source = "its own" if getattr(model, "tp_plan", None) else "by blocks"
-        text = ", ".join(f"`{one}`" for one in left)
+        text = ", ".join(f"`{one}`" for one in replicated)
         lines.append(f"| {name} | {source} | {share:.0%} | {text} |")
     assert len(shares) >= 49
     assert min(shares) > 0.3
     text = page.read_text()
     before, rest = text.split(MARKS[0])
-    wanted = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + rest.split(MARKS[1])[1]
+    expected = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + rest.split(MARKS[1])[1]
     if os.environ.get("UPDATE_README"):
-        page.write_text(wanted)
-    assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"
+        page.write_text(expected)
+    assert text == expected or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"

@@ -86,22 +86,22 @@ def test_the_base_is_abstract() -> None:
 def test_prepare_functions(ranks: Ranks) -> None:
     size, mesh = ranks.world_size, ranks.mesh((ranks.world_size,), ("tp",))
     torch.manual_seed(3)
-    whole = torch.randn(8, 16)
-    local = whole.chunk(size)[ranks.rank]
+    full = torch.randn(8, 16)
+    local = full.chunk(size)[ranks.rank]
     sharded = tp.make_input_shard_1d(local, mesh)
     assert sharded.placements == (Shard(0),)
-    assert torch.equal(sharded.full_tensor(), whole)
-    assert torch.equal(tp.make_input_reshard_replicate(local, mesh).to_local(), whole)
-    assert tp.make_input_shard_1d_last_dim(whole, mesh).shape == (8, 16 * size)
-    again = tp.make_input_shard_1d_last_dim(sharded)  # a DTensor brings its mesh
-    assert again.placements == (Shard(1),)
-    assert torch.equal(again.to_local(), whole.chunk(size, 1)[ranks.rank])
-    assert torch.equal(tp.make_input_replicate_1d(sharded).to_local(), whole)
+    assert torch.equal(sharded.full_tensor(), full)
+    assert torch.equal(tp.make_input_reshard_replicate(local, mesh).to_local(), full)
+    assert tp.make_input_shard_1d_last_dim(full, mesh).shape == (8, 16 * size)
+    columns = tp.make_input_shard_1d_last_dim(sharded)  # a DTensor brings its mesh
+    assert columns.placements == (Shard(1),)
+    assert torch.equal(columns.to_local(), full.chunk(size, 1)[ranks.rank])
+    assert torch.equal(tp.make_input_replicate_1d(sharded).to_local(), full)
     assert tp.make_input_shard_1d(input=local, device_mesh=mesh, dim=1).placements == (Shard(1),)  # by keyword
 
-    partial = DTensor.from_local(whole, mesh, [Partial()])
+    partial = DTensor.from_local(full, mesh, [Partial()])
     assert tp.make_output_shard_1d(partial, dim=1).placements == (Shard(1),)
-    torch.testing.assert_close(tp.make_output_tensor(partial, mesh), whole * size)
+    torch.testing.assert_close(tp.make_output_tensor(partial, mesh), full * size)
     torch.testing.assert_close(tp.make_output_reshard_tensor(output=partial, device_mesh=mesh), local * size)
     assert tp.make_output_replicate_1d(partial).placements == (Replicate(),)
     assert torch.equal(tp.make_sharded_output_tensor(sharded, mesh), local)
@@ -176,18 +176,18 @@ def test_pairwise_sequence(ranks: Ranks) -> None:
         torch.testing.assert_close(out, models.rows(reference(x)), atol=EXACT, rtol=0)
         torch.autograd.backward((out * models.rows(weight)).sum())
         (reference(x) * weight).sum().backward()
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) == 12 * 9 + 8 * 13
+    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), gradients, atol=1e-11) == 12 * 9 + 8 * 13
 
 
 @pytest.mark.ranks(2)
 def test_prepare_functions_on_styles(ranks: Ranks) -> None:
     """Functions given to the constructor or set as attributes; keyword input; later inputs kept."""
     mesh = ranks.mesh((2,), ("tp",))
-    seen: list[str] = []
+    kinds: list[str] = []
 
     def before(inputs: object, device_mesh: object) -> DTensor:
-        seen.append(type(inputs).__name__)
+        kinds.append(type(inputs).__name__)
         return tp.make_input_replicate_1d(inputs, device_mesh)  # type: ignore[arg-type]
 
     model = models.seeded(models.MLP).double()
@@ -199,7 +199,7 @@ def test_prepare_functions_on_styles(ranks: Ranks) -> None:
     x = vectors()[0]
     torch.testing.assert_close(model(x=x), reference(x), atol=EXACT, rtol=0)
     torch.testing.assert_close(model.get_submodule("up")(input=x).full_tensor(), reference.up(x), atol=EXACT, rtol=0)  # type: ignore[operator]
-    assert seen == ["tuple", "tuple", "tuple"]  # once more in the check of the first call
+    assert kinds == ["tuple", "tuple", "tuple"]  # once more in the check of the first call
 
     class Scaled(nn.Linear):
         def forward(self, input: torch.Tensor, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:

@@ -138,13 +138,13 @@ Kind = tuple[str, bool]
 def mutated(kind: Kind | None = None, change: Callable[..., torch.Tensor] = skipped) -> Iterator[set[Kind]]:
     """Within, steps of one kind give something else; yields the kinds of all steps that were carried out."""
     run, pull = Redistribute.run, redistribute._Moved.backward
-    done: set[Kind] = set()
+    kinds: set[Kind] = set()
     inside: list[int] = []
 
     def other(self: Redistribute, step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         before = x.clone()
         result = run(self, step, x, *args, **kwargs)
-        done.add((step.op, bool(inside)))
+        kinds.add((step.op, bool(inside)))
         if (step.op, bool(inside)) == kind:
             result = change(self, step, before, result)
         return result
@@ -158,7 +158,7 @@ def mutated(kind: Kind | None = None, change: Callable[..., torch.Tensor] = skip
 
     Redistribute.run, redistribute._Moved.backward = other, staticmethod(pulled)  # type: ignore[method-assign]
     try:
-        yield done
+        yield kinds
     finally:
         Redistribute.run, redistribute._Moved.backward = run, staticmethod(pull)  # type: ignore[method-assign]
 
@@ -180,17 +180,17 @@ def is_found(make: Callable[[], Any], plan: Any, batch: torch.Tensor, mesh: Any)
 @pytest.mark.ranks(2, timeout=240)
 def test_mutations(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
-    found: dict[str, bool] = {}
+    outcomes: dict[str, bool] = {}
     for name, (make, styles, batch) in MODELS.items():
-        with mutated() as done:
+        with mutated() as kinds:
             assert not is_found(make, styles, batch(), mesh), name
         for text, build, plan in plan_mutants(name):
-            found[f"{name}, {text}"] = is_found(build, plan, batch(), mesh)
-        for op, backward in sorted(done - {("none", False), ("none", True)}):
+            outcomes[f"{name}, {text}"] = is_found(build, plan, batch(), mesh)
+        for op, backward in sorted(kinds - {("none", False), ("none", True)}):
             for how, change in STEPS.items():
                 with mutated((op, backward), change):
-                    seen = is_found(make, styles, batch(), mesh)
-                found[f"{name}, {op} {'backward' if backward else 'forward'} {how}"] = seen
-    missed = [text for text, seen in found.items() if not seen]
-    assert len(found) >= 60, len(found)
-    assert missed == [], "\n".join([str(len(found)), *missed])
+                    caught = is_found(make, styles, batch(), mesh)
+                outcomes[f"{name}, {op} {'backward' if backward else 'forward'} {how}"] = caught
+    missed = [text for text, caught in outcomes.items() if not caught]
+    assert len(outcomes) >= 60, len(outcomes)
+    assert missed == [], "\n".join([str(len(outcomes)), *missed])

@@ -41,12 +41,12 @@ def pair(mesh: DeviceMesh) -> tuple[models.MLP, models.MLP]:
 
 
 def assert_same_gradients(model: nn.Module, alone: nn.Module, mesh: DeviceMesh) -> None:
-    found = models.full_gradients(model, mesh)
-    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-    assert found.keys() == wanted.keys()
-    assert wanted
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, atol=EXACT, rtol=1e-10)
+    gradients = models.full_gradients(model, mesh)
+    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    assert expected
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=EXACT, rtol=1e-10)
 
 
 @pytest.mark.ranks(2)
@@ -103,15 +103,15 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
     """A gradient penalty goes through the collectives of the backward pass; as no operation, they gave a part."""
     mesh = ranks.mesh((2,), ("tp",))
     model, alone = pair(mesh)
-    found = []
+    results = []
     for one in (model, alone):
         x = x64(2, 4, 8).requires_grad_()
         (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
         (curve,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
         curve.square().sum().backward()
-        found.append((slope, curve, x.grad))
-    for ours, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(ours, wanted, atol=0, rtol=1e-9)
+        results.append((slope, curve, x.grad))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=0, rtol=1e-9)
     assert_same_gradients(model, alone, mesh)
     with torch.no_grad(), pytest.raises(RuntimeError, match="unsupported-option"):  # no collective behind its back
         torch.func.vmap(model)(x64(2, 4, 8))
@@ -121,8 +121,8 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
     alone = copy.deepcopy(model)
     rows = tp.RowwiseParallel(output_layouts=Shard(1))
     tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(input_layouts=Shard(1)), "down": rows})
-    whole = x64(2, 4, 8)
-    for one, part in ((model, whole[:, 2 * ranks.rank :][:, :2]), (alone, whole)):
+    batch = x64(2, 4, 8)
+    for one, part in ((model, batch[:, 2 * ranks.rank :][:, :2]), (alone, batch)):
         x = part.clone().requires_grad_()
         (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
         slope.square().sum().backward()
@@ -168,8 +168,8 @@ def test_new_values_of_sharded_parameters(ranks: Ranks) -> None:
     model.load_state_dict(alone.state_dict())
     for one in (model, alone):
         one(x64(3, 8)).sum().backward()
-    wanted = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
-    torch.testing.assert_close(tp.clip_grad_norm_(model.parameters(), 1.0), wanted, atol=EXACT, rtol=0)
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    torch.testing.assert_close(tp.clip_grad_norm_(model.parameters(), 1.0), norm, atol=EXACT, rtol=0)
     with pytest.raises(tp.PlanError, match="invalid-argument"):
         tp.clip_grad_norm_(model.parameters(), 1.0, -math.inf)
 
@@ -194,8 +194,8 @@ def test_optimizers_that_need_full_matrices_or_one_kind_of_tensor(ranks: Ranks) 
     torch.optim.AdamW(model.parameters()).step()
     norm, down = model[1].weight, model[0].down.weight
     for kernels in ("fused", "foreach"):
-        for held, remedy in (([down, norm], r"rest=\"replicated\""), ([down, weight], "a group of their own")):
-            optimizer = torch.optim.AdamW(held, fused=kernels == "fused", foreach=kernels == "foreach")
+        for params, remedy in (([down, norm], r"rest=\"replicated\""), ([down, weight], "a group of their own")):
+            optimizer = torch.optim.AdamW(params, fused=kernels == "fused", foreach=kernels == "foreach")
             for _ in range(2):
                 with pytest.raises(tp.PlanError, match=f"mixed-parameters.*{kernels}=True.*{remedy}"):
                     optimizer.step()
@@ -286,18 +286,18 @@ def test_layers_as_torch_has_them(ranks: Ranks) -> None:
 def test_masked_classes_and_batches_of_which_nothing_counts(ranks: Ranks) -> None:
     """A class at -inf on a rank that has not the target gave nan; so did a batch of ignored targets, as gradients."""
     mesh = ranks.mesh((2,), ("tp",))
-    whole = x64(2, 3, 8)
-    whole[..., 0] = whole[..., 5:] = whole[0, 0, 4] = -math.inf
+    logits = x64(2, 3, 8)
+    logits[..., 0] = logits[..., 5:] = logits[0, 0, 4] = -math.inf
     ignored = torch.full((2, 3), -100)
     counted = torch.tensor([[1, 3, 4], [-100, 2, 3]])
     for target in (counted, ignored):
-        local = whole.chunk(2, -1)[ranks.rank].clone().requires_grad_()
-        alone = whole.clone().requires_grad_()
+        local = logits.chunk(2, -1)[ranks.rank].clone().requires_grad_()
+        alone = logits.clone().requires_grad_()
         loss = tp.vocab_parallel_cross_entropy(local, target, mesh=mesh, num_classes=8)
-        wanted = F.cross_entropy(alone.movedim(-1, 1), target)
-        torch.testing.assert_close(loss, wanted, atol=EXACT, rtol=0, equal_nan=True)
+        expected = F.cross_entropy(alone.movedim(-1, 1), target)
+        torch.testing.assert_close(loss, expected, atol=EXACT, rtol=0, equal_nan=True)
         torch.autograd.backward([loss])
-        torch.autograd.backward([wanted])
+        torch.autograd.backward([expected])
         assert alone.grad is not None
         torch.testing.assert_close(local.grad, alone.grad.chunk(2, -1)[ranks.rank], atol=EXACT, rtol=0)
     with pytest.raises(tp.PlanError, match="invalid-argument"):

@@ -46,8 +46,8 @@ from tp_styles.values import NoTransfer, Step, step, transfer
     ],
 )
 def test_patterns(pattern: str, name: str, wanted: bool) -> None:
-    found, problems = match_plan([name], {pattern: tp.NoParallel()}, strict=False)
-    assert ([*found], problems) == ([name] if wanted else [], [])
+    matches, problems = match_plan([name], {pattern: tp.NoParallel()}, strict=False)
+    assert ([*matches], problems) == ([name] if wanted else [], [])
 
 
 def test_an_exact_name_wins_and_globs_have_to_agree() -> None:
@@ -71,14 +71,14 @@ def test_an_exact_name_wins_and_globs_have_to_agree() -> None:
 
 def test_transfers() -> None:
     kinds = [Replicate(), Shard(0), Shard(1), Partial()]
-    found = {}
+    steps = {}
     for source in kinds:
-        for wanted in kinds:
+        for target in kinds:
             try:
-                found[str(source), str(wanted)] = str(step(source, wanted))
+                steps[str(source), str(target)] = str(step(source, target))
             except NoTransfer:
-                found[str(source), str(wanted)] = "refused"
-    assert found == {
+                steps[str(source), str(target)] = "refused"
+    assert steps == {
         ("R", "R"): "none",
         ("R", "S(0)"): "slice(0)",
         ("R", "S(1)"): "slice(1)",
@@ -118,8 +118,8 @@ def test_explain_on_the_meta_device() -> None:
     assert plan.digest == tp.plan_styles(model, models.gpt_plan(), 8).digest
     assert plan.digest != tp.plan_styles(model, models.gpt_plan(), 4).digest
     assert pickle.loads(pickle.dumps(plan)).digest == plan.digest
-    forward = [found for found in collectives(plan) if found.when == "forward"]
-    assert [str(found.step) for found in forward] == ["all_reduce"] * 5 + ["all_gather(2)"]
+    forward = [one for one in collectives(plan) if one.when == "forward"]
+    assert [str(one.step) for one in forward] == ["all_reduce"] * 5 + ["all_gather(2)"]
 
 
 def test_all_problems_at_once() -> None:
@@ -131,11 +131,11 @@ def test_all_problems_at_once() -> None:
         "layers.0.norm1": tp.NoParallel(),
         "head": tp.ColwiseParallel,
     }
-    found = tp.plan_styles(model, plan, 2)
-    codes = {problem.code for problem in found.problems}
+    tp_plan = tp.plan_styles(model, plan, 2)
+    codes = {problem.code for problem in tp_plan.problems}
     assert codes == {"unmatched-pattern", "module-kind", "wrong-type", "tied-weights"}
     with pytest.raises(tp.PlanError) as caught:
-        found.raise_problems()
+        tp_plan.raise_problems()
     assert len(caught.value.problems) == 4
     text = str(caught.value)
     assert "embed: replicated" not in text
@@ -185,8 +185,8 @@ def test_what_is_no_style_names_the_right_one() -> None:
 
 def test_overlapping_styles() -> None:
     plan = {"mlp": tp.SequenceParallel(), "mlp.up": tp.ColwiseParallel()}
-    found = tp.plan_styles(models.Block(16, 4, False), plan, 2)
-    assert {problem.code for problem in found.problems} == {"ambiguous-pattern"}
+    tp_plan = tp.plan_styles(models.Block(16, 4, False), plan, 2)
+    assert {problem.code for problem in tp_plan.problems} == {"ambiguous-pattern"}
 
 
 def test_importing_needs_no_torch() -> None:

@@ -98,8 +98,8 @@ def batches(count: int = 5) -> list[torch.Tensor]:
 
 def shared(model: nn.Module) -> list[BlockInput]:
     forwards = [vars(module).get("forward") for module in model.modules()]
-    found = {id(one): one for f in forwards if f is not None for one in f.moves.values() if isinstance(one, BlockInput)}
-    return [*found.values()]
+    by_id = {id(one): one for f in forwards if f is not None for one in f.moves.values() if isinstance(one, BlockInput)}
+    return [*by_id.values()]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradients of the sharded model are not checked.*When use_reentrant=True")
@@ -188,8 +188,8 @@ def test_between_sequence_shards(ranks: Ranks) -> None:
         model(mine).square().sum().backward()
         assert x.grad is not None
         torch.testing.assert_close(mine.grad, x.grad.chunk(2, 1)[ranks.rank])
-        wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-        models.assert_close(models.full_gradients(model, mesh), wanted, 1e-11)
+        gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        models.assert_close(models.full_gradients(model, mesh), gradients, 1e-11)
     model = models.seeded(Siblings).double()
     tp.apply_plan(model, mesh, plan, check="never")
     model(part(batches()[0]))

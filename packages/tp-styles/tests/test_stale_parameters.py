@@ -41,14 +41,14 @@ def test_an_optimizer_made_before_is_told(ranks: Ranks) -> None:
         model: Any = models.seeded(models.MLP)
         x = torch.randn(4, model.up.in_features)
         values = [p.detach().clone() for p in model.parameters()]
-        held = list(model.parameters())
-        before = make(held)
+        params = list(model.parameters())
+        before = make(params)
         handle = tp.apply_plan(model, mesh, PLAN)
         model(x).square().sum().backward()
         assert told(before.step) == told(before.zero_grad) == "up.weight"
-        assert told(partial(nn.utils.clip_grad_norm_, held, 1.0)) == "up.weight"
-        assert [torch.equal(p, v) for p, v in zip(held, values, strict=True)] == [True] * 4, "values can be read"
-        assert copy.deepcopy(held[0]).grad is None, "a copy is nobody's parameter"
+        assert told(partial(nn.utils.clip_grad_norm_, params, 1.0)) == "up.weight"
+        assert [torch.equal(p, v) for p, v in zip(params, values, strict=True)] == [True] * 4, "values can be read"
+        assert copy.deepcopy(params[0]).grad is None, "a copy is nobody's parameter"
         after = make(model.parameters())
         after.step()
         handle.undo()
@@ -73,9 +73,9 @@ def test_another_module_that_is_not_part_of_the_plan_holds_the_weight(ranks: Ran
 @pytest.mark.ranks(2)
 def test_a_kept_handle_keeps_no_whole_weight(ranks: Ranks) -> None:
     model: Any = models.seeded(models.MLP)
-    whole = [weakref.ref(p) for p in model.parameters()]
+    refs = [weakref.ref(p) for p in model.parameters()]
     handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), PLAN)
     gc.collect()
-    assert [ref() for ref in whole] == [None] * 4
+    assert [ref() for ref in refs] == [None] * 4
     del model.down.bias  # what the user took away stays away, and stops nobody
     assert sorted(name for name, _ in handle.undo().named_parameters()) == ["down.weight", "up.bias", "up.weight"]

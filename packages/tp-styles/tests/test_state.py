@@ -50,27 +50,27 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in tp.full_state_dict(model).items()}
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, Any]) -> None:
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @pytest.mark.ranks(2, 4)
 def test_names_shapes_and_values(ranks: Ranks) -> None:
     mesh = ranks.mesh((ranks.world_size,), ("tp",))
     model = models.seeded(Net)
-    wanted = copy.deepcopy(model.state_dict())
+    expected = copy.deepcopy(model.state_dict())
     tp.apply_plan(model, mesh, PLAN)
     with ranks.record(allow_empty=True) as log:
         state = model.state_dict()
     assert log.count() == 0
-    assert list(state) == list(wanted)
+    assert list(state) == list(expected)
     assert [isinstance(value, DTensor) for value in state.values()] == [True] * 4 + [False] * 6
-    assert all(value.shape == wanted[name].shape for name, value in state.items())
-    assert_equal(whole_state(model), wanted)
+    assert all(value.shape == expected[name].shape for name, value in state.items())
+    assert_equal(whole_state(model), expected)
     x = torch.randn(2, 8)
     before = model(x)
-    for source in (wanted, copy.deepcopy(model.state_dict())):  # whole tensors; what state_dict() gave
+    for source in (expected, copy.deepcopy(model.state_dict())):  # whole tensors; what state_dict() gave
         for assign in (False, True):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -81,13 +81,13 @@ def test_names_shapes_and_values(ranks: Ranks) -> None:
             assert kinds[:6] == ["DTensor"] * 4 + ["ShardParameter"] * 2
     elsewhere = {
         name: DTensor.from_local(value, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
-        for name, value in wanted.items()
+        for name, value in expected.items()
         if not name.startswith(("norm", "keys"))
     }
     model.load_state_dict(elsewhere, strict=False)
     assert torch.equal(model(x), before)
     with pytest.raises(tp.PlanError, match=r"shape-mismatch.*fused.weight|fused.weight.*shape"):
-        model.load_state_dict({**wanted, "fused.weight": torch.zeros(3, 8)})
+        model.load_state_dict({**expected, "fused.weight": torch.zeros(3, 8)})
 
 
 @pytest.mark.ranks(4)
@@ -95,7 +95,7 @@ def test_checkpoint_to_another_tp_size(ranks: Ranks, tmp_path: Path) -> None:
     """Saved at tp 4, loaded at tp 2 and at tp 1; and back."""
     folder = ranks.gather(str(tmp_path))[0]
     model = models.seeded(Net)
-    wanted = copy.deepcopy(model.state_dict())
+    expected = copy.deepcopy(model.state_dict())
     tp.apply_plan(model, ranks.mesh((4,), ("tp",)), plan_for(4))
     save({"model": model.state_dict()}, checkpoint_id=f"{folder}/four")
     square = ranks.mesh((2, 2), ("dp", "tp"))
@@ -104,11 +104,11 @@ def test_checkpoint_to_another_tp_size(ranks: Ranks, tmp_path: Path) -> None:
     state = {"model": other.state_dict()}
     load(state, checkpoint_id=f"{folder}/four")
     other.load_state_dict(state["model"])
-    assert_equal(whole_state(other), wanted)
+    assert_equal(whole_state(other), expected)
     alone = models.seeded(Net, seed=9)
     state = {"model": alone.state_dict()}
     load(state, checkpoint_id=f"{folder}/four")
-    assert_equal(alone.state_dict(), wanted)
+    assert_equal(alone.state_dict(), expected)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2)
@@ -116,4 +116,4 @@ def test_checkpoint_to_another_tp_size(ranks: Ranks, tmp_path: Path) -> None:
     state = {"model": model.state_dict()}
     load(state, checkpoint_id=f"{folder}/two")
     model.load_state_dict(state["model"])
-    assert_equal(whole_state(model), {name: value * 2 for name, value in wanted.items()})
+    assert_equal(whole_state(model), {name: value * 2 for name, value in expected.items()})

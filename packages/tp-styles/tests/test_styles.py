@@ -60,9 +60,9 @@ def test_rowwise_embedding(ranks: Ranks) -> None:
     torch.testing.assert_close(layer(ids), alone(ids), atol=0, rtol=0)
     layer(ids).square().sum().backward()
     alone(ids).square().sum().backward()
-    wanted = alone.get_parameter("weight").grad
-    assert wanted is not None
-    assert torch.equal(models.full_gradients(layer, mesh)["weight"], wanted)
+    gradient = alone.get_parameter("weight").grad
+    assert gradient is not None
+    assert torch.equal(models.full_gradients(layer, mesh)["weight"], gradient)
     with pytest.raises(IndexError):
         layer(torch.tensor([7]))
 
@@ -89,11 +89,11 @@ def test_sequence_parallel_on_an_uneven_sequence(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
     norm = nn.LayerNorm(4)
     tp.parallelize_module(norm, mesh, tp.SequenceParallel())
-    whole = torch.randn(2, 5, 4)
+    batch = torch.randn(2, 5, 4)
     with pytest.raises(tp.PlanError, match="uneven-shards"):
-        norm(whole.chunk(2, 1)[ranks.rank])
-    known = DTensor.from_local(whole, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
-    assert norm(known).shape == whole.shape
+        norm(batch.chunk(2, 1)[ranks.rank])
+    known = DTensor.from_local(batch, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    assert norm(known).shape == batch.shape
 
 
 @pytest.mark.ranks(2)
@@ -154,9 +154,9 @@ def test_keyword_inputs_and_dict_outputs(ranks: Ranks) -> None:
     )
     tp.parallelize_module(model, mesh, style)
     a = torch.full((2, 3), float(ranks.rank))
-    for found in (model(a, scale=torch.tensor(2.0)), model(a=a, scale=torch.tensor(2.0))):
-        assert list(found) == ["product", "scale"]
-        assert torch.equal(found["product"], 2 * a)
+    for outputs in (model(a, scale=torch.tensor(2.0)), model(a=a, scale=torch.tensor(2.0))):
+        assert list(outputs) == ["product", "scale"]
+        assert torch.equal(outputs["product"], 2 * a)
     layer = models.seeded(lambda: nn.Linear(4, 4))
     alone = copy.deepcopy(layer)
     tp.parallelize_module(layer, mesh, tp.ColwiseParallel(output_layouts=Replicate()))
@@ -176,9 +176,9 @@ def test_a_tuple_of_one_stays_a_tuple(ranks: Ranks) -> None:
     model = One()
     style = tp.PrepareModuleOutput(output_layouts=(Replicate(),), desired_output_layouts=(Shard(0),))
     tp.parallelize_module(model, mesh, style)
-    found = model(torch.ones(4, 2))
-    assert isinstance(found, tuple)
-    assert found[0].shape == (2, 2)
+    out = model(torch.ones(4, 2))
+    assert isinstance(out, tuple)
+    assert out[0].shape == (2, 2)
 
 
 @pytest.mark.ranks(2)
@@ -222,8 +222,8 @@ def test_replicated_parameters_in_a_sharded_region(ranks: Ranks) -> None:
     for _ in range(2):  # accumulated gradients are summed once
         model(x).square().sum().backward()
         alone(x).square().sum().backward()
-    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) == 148
+    gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), gradients, atol=1e-11) == 148
     model, pair = models.seeded(Heads), {"q": tp.ColwiseParallel(), "o": tp.RowwiseParallel()}
     tp.apply_plan(model, mesh, pair)  # the norm is forgotten
     with torch.no_grad():
@@ -262,20 +262,20 @@ def test_unstyled_norms_outside_of_sharded_regions(ranks: Ranks) -> None:
         assert (log.count() > 1) == first
     out.square().sum().backward()
     alone(x).square().sum().backward()
-    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) > 200
+    gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), gradients, atol=1e-11) > 200
 
 
 @pytest.mark.ranks(2)
 def test_dropout_on_shards(ranks: Ranks) -> None:
     """Torch's local dropout draws one mask for all ranks."""
     mesh = ranks.mesh((2,), ("tp",))
-    sharded, whole = nn.Dropout(0.5), nn.Dropout(0.5)
+    sharded, plain = nn.Dropout(0.5), nn.Dropout(0.5)
     tp.parallelize_module(sharded, mesh, tp.SequenceParallel(use_local_output=True))
     torch.manual_seed(0)
     masks = ranks.gather(sharded(torch.ones(1, 64)))
     assert not torch.equal(masks[0], masks[1])
-    masks = ranks.gather(whole(torch.ones(1, 64)))
+    masks = ranks.gather(plain(torch.ones(1, 64)))
     assert torch.equal(masks[0], masks[1])
     assert sharded.eval()(torch.ones(1, 4)).sum() == 4
 
@@ -384,9 +384,9 @@ def test_fewer_layouts_than_inputs(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_inputs_laid_out_as_dtensors_for_plain_parameters(ranks: Ranks) -> None:
     """The error of torch about mixed tensors comes with the argument that mends it."""
-    whole = Replicate()
-    prepare = tp.PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+    layout = Replicate()
+    prepare = tp.PrepareModuleInput(input_layouts=layout, desired_input_layouts=layout)
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
-    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"0": prepare, "1": tp.ColwiseParallel(output_layouts=whole)})
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"0": prepare, "1": tp.ColwiseParallel(output_layouts=layout)})
     with pytest.raises(tp.PlanError, match="use_local_output=True"):
         model(torch.ones(2, 4))

@@ -46,8 +46,8 @@ def heads() -> torch.Tensor:
 
 
 def attend(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = module(x, x, x, need_weights=False)[0]
-    return found
+    out: torch.Tensor = module(x, x, x, need_weights=False)[0]
+    return out
 
 
 def attention(**options: Any) -> Callable[[], nn.Module]:
@@ -143,24 +143,24 @@ def outcome(row: Row, mesh: DeviceMesh) -> str:
     except tp.PlanError as error:
         return error.problems[0].code
     x = row.inputs()
-    own, wanted_in = (x.clone().requires_grad_(x.is_floating_point()) for _ in range(2))
-    wanted = row.call(alone, wanted_in)
-    weight = torch.linspace(0.5, 1.5, wanted.numel(), dtype=wanted.dtype).view(wanted.shape)
+    own, theirs = (x.clone().requires_grad_(x.is_floating_point()) for _ in range(2))
+    expected = row.call(alone, theirs)
+    weight = torch.linspace(0.5, 1.5, expected.numel(), dtype=expected.dtype).view(expected.shape)
     if "sequence" in row.name:  # this rank's positions
         out = row.call(module, models.rows(own, 1))
         assert isinstance(out, DTensor)
         torch.autograd.backward((out.to_local() * models.rows(weight, 1)).sum())
-        good = torch.allclose(out.full_tensor(), wanted, atol=1e-12)
-        torch.autograd.backward((wanted * weight).sum())
+        good = torch.allclose(out.full_tensor(), expected, atol=1e-12)
+        torch.autograd.backward((expected * weight).sum())
     else:
-        found = row.call(module, own)
-        torch.autograd.backward((found * weight).sum())
-        torch.autograd.backward((wanted * weight).sum())
-        good = torch.allclose(found, wanted, atol=1e-12)
+        result = row.call(module, own)
+        torch.autograd.backward((result * weight).sum())
+        torch.autograd.backward((expected * weight).sum())
+        good = torch.allclose(result, expected, atol=1e-12)
         if x.is_floating_point():
             assert own.grad is not None
-            assert wanted_in.grad is not None
-            good = good and torch.allclose(own.grad, wanted_in.grad, atol=1e-11)
+            assert theirs.grad is not None
+            good = good and torch.allclose(own.grad, theirs.grad, atol=1e-11)
     gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
     compared = models.full_gradients(module, mesh)
     good = good and compared.keys() == gradients.keys() and len(gradients) > 0
@@ -184,7 +184,7 @@ def test_the_readme_shows_what_is_right_and_what_is_refused(ranks: Ranks) -> Non
     text = PAGE.read_text()
     before, rest = text.split(MARKS[0])
     _, after = rest.split(MARKS[1])
-    wanted = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + after
+    expected = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + after
     if os.environ.get("UPDATE_SUPPORT"):
-        PAGE.write_text(wanted)
-    assert text == wanted or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"
+        PAGE.write_text(expected)
+    assert text == expected or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"

@@ -30,13 +30,13 @@ def test_vocab_parallel_cross_entropy(ranks: Ranks) -> None:
     for classes, weighted, smoothing, reduction in itertools.product(
         (8, 9), (False, True), (0.0, 0.1), ("mean", "sum", "none")
     ):
-        whole = torch.randn(3, 5, classes, generator=generator, dtype=torch.float64) * 5
+        logits = torch.randn(3, 5, classes, generator=generator, dtype=torch.float64) * 5
         target = torch.randint(0, classes, (3, 5), generator=generator)
         target[0, 1] = target[2, 4] = -100
         weight = torch.rand(classes, generator=generator, dtype=torch.float64) if weighted else None
         ((start, stop),) = Split.along(0, classes).ranges(ranks.rank, size)
-        local = whole[..., start:stop].clone().requires_grad_()
-        alone = whole.clone().requires_grad_()
+        local = logits[..., start:stop].clone().requires_grad_()
+        alone = logits.clone().requires_grad_()
         loss = tp.vocab_parallel_cross_entropy(
             local,
             target,
@@ -46,12 +46,12 @@ def test_vocab_parallel_cross_entropy(ranks: Ranks) -> None:
             label_smoothing=smoothing,
             reduction=reduction,  # type: ignore[arg-type]
         )
-        wanted = F.cross_entropy(
+        expected = F.cross_entropy(
             alone.movedim(-1, 1), target, weight=weight, label_smoothing=smoothing, reduction=reduction
         )
-        torch.testing.assert_close(loss, wanted, atol=EXACT, rtol=1e-12)
+        torch.testing.assert_close(loss, expected, atol=EXACT, rtol=1e-12)
         torch.autograd.backward(loss.square().sum())
-        torch.autograd.backward(wanted.square().sum())
+        torch.autograd.backward(expected.square().sum())
         assert alone.grad is not None
         torch.testing.assert_close(local.grad, alone.grad[..., start:stop], atol=EXACT, rtol=1e-12)
         count += 1
@@ -61,8 +61,8 @@ def test_vocab_parallel_cross_entropy(ranks: Ranks) -> None:
         torch.autograd.backward(loss)
     assert log.ops == ("all_reduce", "all_reduce")
     with pytest.raises(tp.PlanError, match=r"wrong-type.*to_local"):
-        tp.vocab_parallel_cross_entropy(distribute_tensor(whole, mesh, [Shard(2)]), target)
-    low = tp.vocab_parallel_cross_entropy(whole.bfloat16()[..., start:stop], target, mesh=mesh, num_classes=classes)
+        tp.vocab_parallel_cross_entropy(distribute_tensor(logits, mesh, [Shard(2)]), target)
+    low = tp.vocab_parallel_cross_entropy(logits.bfloat16()[..., start:stop], target, mesh=mesh, num_classes=classes)
     assert low.dtype == torch.bfloat16
     with pytest.raises(tp.PlanError, match="uneven-shards"):
         tp.vocab_parallel_cross_entropy(torch.randn(2, 3 + ranks.rank), torch.tensor([0, 1]), mesh=mesh)
@@ -85,20 +85,20 @@ def test_clip_grad_norm(ranks: Ranks) -> None:
         plan = {f"0.{name}": style for name, style in models.gpt_plan(True).items() if "**" not in name}
         tp.apply_plan(both, mesh, {**plan, "0.**.down": tp.RowwiseParallel(), "1": copies})
         ids, x = torch.randint(0, 17, (2, 6)), torch.randn(3, 4, dtype=torch.float64)
-        for whole, ones in ((both, 1 / size), (alone, 1.0)):
-            gpt, linear = whole
+        for pair, ones in ((both, 1 / size), (alone, 1.0)):
+            gpt, linear = pair
             torch.autograd.backward(models.next_token_loss(gpt(ids), ids) + (linear(x) * ones).square().sum() * size**0)
-            if whole is both:  # the copies' losses add up to the one of the module alone
+            if pair is both:  # the copies' losses add up to the one of the module alone
                 for parameter in linear.parameters():
                     assert parameter.grad is not None
                     parameter.grad.mul_(size)
         assert len([p for p in both.parameters() if p.grad is not None]) == len(list(alone.parameters()))
         with ranks.record() as log:
-            found = tp.clip_grad_norm_(both.parameters(), 0.01, order)
+            norm = tp.clip_grad_norm_(both.parameters(), 0.01, order)
         assert log.ops == ("all_reduce",)
-        wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.01, order)
-        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
-        values = ranks.gather(found.item())
+        expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.01, order)
+        torch.testing.assert_close(norm, expected, atol=1e-10, rtol=1e-10)
+        values = ranks.gather(norm.item())
         assert len(set(values)) == 1
         gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
         assert models.assert_close(models.full_gradients(both, mesh), gradients, atol=1e-10) > 6000
@@ -125,26 +125,26 @@ def test_random_regions(ranks: Ranks) -> None:
         return inside + F.dropout(x)
 
     torch.manual_seed(4)
-    seen: list[torch.Tensor] = []
+    draws: list[torch.Tensor] = []
     with tp.tp_rng(mesh):
-        seen.append(torch.rand(8))
+        draws.append(torch.rand(8))
     with tp.tp_rng(mesh):
-        seen.append(torch.rand(8))
+        draws.append(torch.rand(8))
     outside = torch.rand(8)
-    inside = ranks.gather(seen)
+    inside = ranks.gather(draws)
     assert len({tuple(value.tolist()) for values in inside for value in values}) == 4
     assert len({tuple(value.tolist()) for value in ranks.gather(outside)}) == 1
     torch.manual_seed(4)
     with tp.tp_rng(mesh):
-        assert torch.equal(torch.rand(8), seen[0])
+        assert torch.equal(torch.rand(8), draws[0])
     x = torch.ones(32, requires_grad=True)
     state = torch.get_rng_state()
     torch.autograd.backward(run(x).sum())
     torch.set_rng_state(state)
-    again = torch.ones(32, requires_grad=True)
-    torch.autograd.backward(checkpoint(run, again, use_reentrant=False).sum())
+    second = torch.ones(32, requires_grad=True)
+    torch.autograd.backward(checkpoint(run, second, use_reentrant=False).sum())
     assert x.grad is not None
-    assert torch.equal(x.grad, again.grad)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, second.grad)  # type: ignore[arg-type]
 
 
 UNCHECKED = "ignore:.*gradients of the sharded model are not checked.*When use_reentrant=True"
@@ -211,8 +211,8 @@ def test_next_to_fsdp2(ranks: Ranks) -> None:
     own = [batch.chunk(2)[mesh["dp"].get_local_rank()] for batch in batches]
     models.train(alone, batches, models.next_token_loss)
     models.train(model, own, models.next_token_loss)
-    found = {name: p.full_tensor() for name, p in model.named_parameters()}
-    assert models.assert_close(found, dict(alone.named_parameters()), atol=1e-11) > 6000
+    state = {name: p.full_tensor() for name, p in model.named_parameters()}
+    assert models.assert_close(state, dict(alone.named_parameters()), atol=1e-11) > 6000
     fused = models.seeded(models.MLP)  # FSDP2 takes a local part for the whole
     tp.apply_plan(fused, mesh["tp"], {"up": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()})
     fully_shard(fused, mesh=mesh["dp"])
@@ -251,9 +251,9 @@ def test_predicted_collectives_are_those_that_happen(ranks: Ranks) -> None:
                     out = model(x)
                 else:
                     out.sum().backward()
-            wanted = [found for found in predicted if found.when == when]
-            assert sorted(log.ops) == sorted(found.step.op for found in wanted)
-            sent = sum(4 * (found.elements_per_token * tokens + found.elements) for found in wanted)
+            expected = [one for one in predicted if one.when == when]
+            assert sorted(log.ops) == sorted(one.step.op for one in expected)
+            sent = sum(4 * (one.elements_per_token * tokens + one.elements) for one in expected)
             assert log.bytes_sent() == sent
         handle.undo()
 
@@ -276,7 +276,7 @@ def test_predictions_for_a_whole_model(ranks: Ranks) -> None:
     with ranks.record() as backward:
         out.sum().backward()
     for log, when in ((forward, "forward"), (backward, "backward")):
-        wanted = [found for found in predicted if found.when == when]
-        assert sorted(log.ops) == sorted(found.step.op for found in wanted)
-        assert log.bytes_sent() == sum(4 * (f.elements_per_token * 12 + f.elements) for f in wanted)
+        expected = [one for one in predicted if one.when == when]
+        assert sorted(log.ops) == sorted(one.step.op for one in expected)
+        assert log.bytes_sent() == sum(4 * (f.elements_per_token * 12 + f.elements) for f in expected)
     assert (len(forward.ops), len(backward.ops)) == (6, 2 * 2 + 1 + 2)

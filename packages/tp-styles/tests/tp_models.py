@@ -127,14 +127,14 @@ def full_state(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
 def full_gradients(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """Global values of all gradients."""
     axis = TPGroup(mesh)
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
         gradient = parameter.grad
         info = getattr(parameter, "_sharding_info", None)
-        found[name] = full_tensor(gradient, axis, split_of(info)) if info is not None else whole(gradient, axis)
-    return found
+        gradients[name] = full_tensor(gradient, axis, split_of(info)) if info is not None else whole(gradient, axis)
+    return gradients
 
 
 def whole(value: torch.Tensor, axis: TPGroup) -> torch.Tensor:
@@ -152,13 +152,13 @@ def whole_parameter(parameter: torch.Tensor, axis: TPGroup) -> torch.Tensor:
 
 
 def assert_close(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], atol: float, rtol: float = 0.0
+    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], atol: float, rtol: float = 0.0
 ) -> int:
     """Every tensor of both; returns how many numbers were compared."""
-    assert found.keys() == wanted.keys()
+    assert tensors.keys() == expected.keys()
     count = 0
-    for name, value in wanted.items():
-        difference = (found[name] - value).abs()
+    for name, value in expected.items():
+        difference = (tensors[name] - value).abs()
         assert bool((difference <= atol + rtol * value.abs()).all()), f"{name}: off by {difference.max().item()}"
         count += value.numel()
     return count
@@ -210,12 +210,12 @@ def compare_training(
     """Train a copy alone and the model in parallel; losses and all parameters agree. Returns numbers compared."""
     reference = copy.deepcopy(model)
     apply(model)
-    wanted = train(reference, batches, loss, lr=lr, make=make)
-    found = train(model, [local(batch) for batch in batches], loss, lr=lr, make=make)
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=atol, rtol=0)
+    expected = train(reference, batches, loss, lr=lr, make=make)
+    losses = train(model, [local(batch) for batch in batches], loss, lr=lr, make=make)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), atol=atol, rtol=0)
     axis = TPGroup(mesh)
     state = {name: whole_parameter(parameter, axis) for name, parameter in model.named_parameters()}
-    return len(found) + assert_close(state, {n: p.detach() for n, p in reference.named_parameters()}, atol)
+    return len(losses) + assert_close(state, {n: p.detach() for n, p in reference.named_parameters()}, atol)
 
 
 def rows(batch: torch.Tensor, dim: int = 0) -> torch.Tensor:

@@ -249,18 +249,18 @@ def test_fewer_key_value_heads_than_ranks(ranks: Ranks, family: str, tmp_path: P
             norms.append(float(tp.clip_grad_norm_(each.parameters(), 1.0)))
             optimizer.step()
         assert abs(norms[0] - norms[1]) <= 1e-7 * norms[1]
-    wanted = dict(alone.named_parameters())
+    expected = dict(alone.named_parameters())
     for key, parameter in model.named_parameters():
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        torch.testing.assert_close(full, wanted[key], atol=1e-6, rtol=0)
+        torch.testing.assert_close(full, expected[key], atol=1e-6, rtol=0)
     for cache in ("dynamic", "static"):
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
         with torch.no_grad():
             assert torch.equal(model.generate(IDS, **options), alone.generate(IDS, **options))
     model.save_pretrained(tmp_path / "end")
-    again = loaded(tmp_path / "end", 1)
+    reloaded = loaded(tmp_path / "end", 1)
     with torch.no_grad():
-        torch.testing.assert_close(again(input_ids=IDS).logits, alone(input_ids=IDS).logits, atol=1e-6, rtol=0)
+        torch.testing.assert_close(reloaded(input_ids=IDS).logits, alone(input_ids=IDS).logits, atol=1e-6, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -273,8 +273,8 @@ def test_gathered_projections_take_no_copies(ranks: Ranks, tmp_path: Path) -> No
     with pytest.raises(tp.PlanError, match="conflicting-arguments"):
         loaded(tmp_path, 4, **{"model.layers.*.self_attn": "kv_replicate"})
     with torch.no_grad():
-        found, wanted = loaded(tmp_path, 4)(input_ids=IDS).logits, loaded(tmp_path, 1)(input_ids=IDS).logits
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+        logits, expected = loaded(tmp_path, 4)(input_ids=IDS).logits, loaded(tmp_path, 1)(input_ids=IDS).logits
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -295,8 +295,8 @@ def test_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
     model = loaded(tmp_path / "llama", 2, **{attention: "kv_replicate"})
     assert forwards(model)["ColumnLinearKVReplicated"] == 0
     with torch.no_grad():
-        found, wanted = model(input_ids=IDS).logits, loaded(tmp_path / "llama", 1)(input_ids=IDS).logits
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+        logits, expected = model(input_ids=IDS).logits, loaded(tmp_path / "llama", 1)(input_ids=IDS).logits
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -316,9 +316,9 @@ def test_copies_of_heads_that_the_plan_does_not_shard(ranks: Ranks, tmp_path: Pa
     model = loaded(tmp_path, 2, **{attention: "kv_replicate"}, **projections)
     assert forwards(model)["ColumnLinearKVReplicated"] == 4
     with torch.no_grad():
-        wanted = alone(input_ids=IDS).logits
+        expected = alone(input_ids=IDS).logits
         for one in (plain, model):
-            torch.testing.assert_close(one(input_ids=IDS).logits, wanted, atol=1e-6, rtol=0)
+            torch.testing.assert_close(one(input_ids=IDS).logits, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

@@ -103,8 +103,8 @@ def soft_actor_critic_with_learned_temperature():
             nxt, logp = actor.get_action(next_obs)
             both = torch.cat([next_obs, nxt], 1)
             target = rewards + 0.99 * (torch.min(t1(both), t2(both)) - state["alpha"] * logp)
-        here = torch.cat([obs, actions], 1)
-        qf_loss = F.mse_loss(qf1(here), target) + F.mse_loss(qf2(here), target)
+        pair = torch.cat([obs, actions], 1)
+        qf_loss = F.mse_loss(qf1(pair), target) + F.mse_loss(qf2(pair), target)
         q_opt.zero_grad()
         qf_loss.backward()
         q_opt.step()
@@ -676,10 +676,10 @@ def mean_teacher_with_a_ramp():
 
     def train(student, teacher, optimizer, x, y, step):
         with torch.no_grad():
-            wanted = teacher(x + 0.1 * torch.randn_like(x)).softmax(1)
+            target = teacher(x + 0.1 * torch.randn_like(x)).softmax(1)
         out = student(x + 0.1 * torch.randn_like(x))
         ramp = math.exp(-5 * (1 - min(step, 5) / 5) ** 2)
-        loss = F.cross_entropy(out, y) + ramp * F.mse_loss(out.softmax(1), wanted)
+        loss = F.cross_entropy(out, y) + ramp * F.mse_loss(out.softmax(1), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -776,7 +776,7 @@ def best_checkpoint_saved_in_the_step():
 
     model = mlp()
     optimizer = Adam(model.parameters(), lr=1e-2)
-    kept = {"bytes": 0}
+    sizes = {"bytes": 0}
 
     def train(model, optimizer, x, y, it):
         loss = F.cross_entropy(model(x), y)
@@ -786,7 +786,7 @@ def best_checkpoint_saved_in_the_step():
         if it % 3 == 2:
             buffer = io.BytesIO()
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "it": it}, buffer)
-            kept["bytes"] = buffer.tell()
+            sizes["bytes"] = buffer.tell()
         return loss
 
     return Script(train, (model, optimizer), lambda d: (*xy(d), d.call), [model])

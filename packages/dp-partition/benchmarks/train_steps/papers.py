@@ -324,8 +324,8 @@ def masked_autoencoder():
         def forward(self, x):
             keep = torch.rand(x.shape[:2]).argsort(1)[:, :3]
             index = keep.unsqueeze(-1).expand(-1, -1, 8)
-            seen = torch.tanh(self.enc(x)).gather(1, index)
-            full = self.mask.expand(len(x), x.shape[1], -1).scatter(1, index, seen)
+            latent = torch.tanh(self.enc(x)).gather(1, index)
+            full = self.mask.expand(len(x), x.shape[1], -1).scatter(1, index, latent)
             return (self.dec(full) - x).pow(2).mean()
 
     model = Mae()

@@ -20,7 +20,7 @@ def test_a_step_explains_what_carries_a_parameter(ranks: Ranks) -> None:
     text = step.explain("2.weight")
     assert "all_gather 0 of 3 in forward" in text
     assert "reduce_scatter 2 of 3 in backward" in text
-    whole = step.explain()
-    assert "  2 all_gather send" in whole and "1 reduce_scatter send" in whole and "past its arguments" not in whole
+    report = step.explain()
+    assert "  2 all_gather send" in report and "1 reduce_scatter send" in report and "past its arguments" not in report
     local = next(node for node in step.graph.graph.nodes if node.name.startswith("param_0_weight"))
     assert tuple(local.meta["val"].shape) == (8, 8)

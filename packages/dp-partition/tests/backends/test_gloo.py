@@ -42,15 +42,15 @@ def test_the_same_for_half_the_bytes(ranks: Ranks) -> None:
         module = scatter(op, world, group)
         reduce_scatter_as_all_to_all(module.graph)
         module.recompile()
-        given = inputs[ranks.rank].to(ranks.device)
+        own = inputs[ranks.rank].to(ranks.device)
         with ranks.record() as log:
-            twice, found = module(given)
+            twice, reduced = module(own)
         wide = torch.stack([2 * one for one in inputs]).to(torch.float64 if dtype.is_floating_point else dtype)
-        wanted = REDUCTIONS[op](wide).to(dtype).chunk(world)[ranks.rank] if wide.numel() else wide[0, : shape[0]]
-        torch.testing.assert_close(found.cpu(), wanted.to(dtype), msg=f"{op} of {dtype} {shape}")
-        assert torch.equal(twice, 2 * found)
+        expected = REDUCTIONS[op](wide).to(dtype).chunk(world)[ranks.rank] if wide.numel() else wide[0, : shape[0]]
+        torch.testing.assert_close(reduced.cpu(), expected.to(dtype), msg=f"{op} of {dtype} {shape}")
+        assert torch.equal(twice, 2 * reduced)
         assert log.ops == ("all_to_all",)
-        assert log.bytes_sent() == (world - 1) * found.numel() * dtype.itemsize
+        assert log.bytes_sent() == (world - 1) * reduced.numel() * dtype.itemsize
         compared += 1
     assert compared == (7 + 5 + 6 + 6) * 4
 

@@ -64,8 +64,8 @@ def run_as_compiled(module: fx.GraphModule, examples: list[Any]) -> Callable[...
     """In inductor's place: the piece on torch's operators, its inputs checked."""
 
     def call(*inputs: Any) -> Any:
-        wanted = [(e.shape, e.stride(), e.dtype, e.device) for e in examples]
-        assert [(t.shape, t.stride(), t.dtype, t.device) for t in inputs] == wanted
+        expected = [(e.shape, e.stride(), e.dtype, e.device) for e in examples]
+        assert [(t.shape, t.stride(), t.dtype, t.device) for t in inputs] == expected
         return module.forward(*inputs)
 
     module.recompile()
@@ -95,21 +95,21 @@ def trained(ranks: Ranks, backend: Any, style: Any, optimizer: Any, settings: di
     torch.manual_seed(5)
     step = dp.compile(function, capture="always", mesh=mesh, style=style, backend=backend, check="first", **settings)
     generator = torch.Generator().manual_seed(3)
-    found, compiled = [], set()
+    results, compiled = [], set()
     for number in range(5):
         batch = models.rows_of(ranks, torch.randn(8, 8, generator=generator, dtype=dtype))
         block: Any = ranks.delayed() if number == 3 else ranks.record()  # what is read too early is NaN
         with block as log:
-            found.append(step(model, optim, batch))
+            results.append(step(model, optim, batch))
         compiled.add(step.num_compiled)
         optim.param_groups[0]["lr"] = 1e-2 / (number + 2)
     assert step.num_traces == 1
     assert len(compiled) == 1, "another learning rate compiles nothing"
     sent = [(event.op, event.bytes_sent, event.dtype) for event in log.events]
     text = step.explain()
-    found.append(dp.compile(evaluate, share=step, backend=backend)(model.eval(), batch))
+    results.append(dp.compile(evaluate, share=step, backend=backend)(model.eval(), batch))
     step.release()
-    return [found, model.state_dict(), optim.state_dict()["state"]], sent, compiled.pop(), text
+    return [results, model.state_dict(), optim.state_dict()["state"]], sent, compiled.pop(), text
 
 
 @pytest.mark.ranks(2)
@@ -121,11 +121,11 @@ def test_cut_graphs_are_equal_to_whole_ones(ranks: Ranks, monkeypatch: pytest.Mo
     for style, optimizer, settings in cases[part::2]:
         make = Attends if settings.get("bucket_mb") else Net
         expected, sent, none, _ = trained(ranks, "eager", style, optimizer, settings, make)
-        found, own_sent, pieces, text = trained(ranks, "inductor", style, optimizer, settings, make)
+        results, own_sent, pieces, text = trained(ranks, "inductor", style, optimizer, settings, make)
         # moments are written with multiplications and additions instead of addcmul and lerp: the last bit may differ,
         # and a bias before batch statistics has rounding for a gradient, which Adam makes larger
         exact = make is Net  # attention in float32: torch 2.11's fake kernel is wrong about float64
-        torch.testing.assert_close(found, expected, rtol=1e-8 if exact else 1e-5, atol=1e-10 if exact else 1e-6)
+        torch.testing.assert_close(results, expected, rtol=1e-8 if exact else 1e-5, atol=1e-10 if exact else 1e-6)
         assert own_sent == sent
         assert none == 0 < pieces
         assert f"in {pieces} pieces" in text
@@ -145,8 +145,8 @@ def test_compiled(ranks: Ranks) -> None:
     expected, sent, _, _ = trained(ranks, "eager", *case, make=models.mlp)
     # No pool of processes that import torch, no header compiled first, no test programs for the processor's vectors.
     with config.patch({"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
-        found, own_sent, pieces, _ = trained(ranks, "inductor", *case, make=models.mlp)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        results, own_sent, pieces, _ = trained(ranks, "inductor", *case, make=models.mlp)
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
     assert own_sent == sent
     assert 2 <= pieces <= 3  # a rank whose shards are padded packs before it gathers
 
@@ -173,11 +173,11 @@ def test_a_rank_without_a_compiler_stops_all(ranks: Ranks, monkeypatch: pytest.M
 @pytest.mark.ranks(2)
 def test_a_compiled_step_that_fails_leaves_all_as_it_was(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     broken: list[int] = []
-    made: list[int] = []
+    pieces: list[int] = []
 
     def compiled(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        run, number = run_as_compiled(module, examples), len(made)
-        made.append(number)
+        run, number = run_as_compiled(module, examples), len(pieces)
+        pieces.append(number)
 
         def call(*inputs: Any) -> Any:
             if number in broken:
@@ -195,7 +195,7 @@ def test_a_compiled_step_that_fails_leaves_all_as_it_was(ranks: Ranks, monkeypat
     )
     x = torch.ones(4, 8, device=ranks.device)
     step(model, optim, x)
-    assert made == [0]  # the optimizer runs as it is
+    assert pieces == [0]  # the optimizer runs as it is
     broken.append(0)
     with pytest.raises(MemoryError) as caught:
         step(model, optim, x)

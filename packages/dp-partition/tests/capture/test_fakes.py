@@ -30,57 +30,57 @@ def trained(model: nn.Module, optim: Any, x: torch.Tensor, between: Callable[[],
     return loss
 
 
-def clips(held: list[nn.Parameter], own: Any) -> Step:
-    return lambda m, o, x: trained(m, o, x, lambda: nn.utils.clip_grad_norm_(held, 0.01))
+def clips(params: list[nn.Parameter], own: Any) -> Step:
+    return lambda m, o, x: trained(m, o, x, lambda: nn.utils.clip_grad_norm_(params, 0.01))
 
 
-def scales(held: list[nn.Parameter], own: Any) -> Step:
-    return lambda m, o, x: trained(m, o, x, lambda: [p.grad.mul_(2) for p in held if p.grad is not None])
+def scales(params: list[nn.Parameter], own: Any) -> Step:
+    return lambda m, o, x: trained(m, o, x, lambda: [p.grad.mul_(2) for p in params if p.grad is not None])
 
 
-def regularises(held: list[nn.Parameter], own: Any) -> Step:
-    return lambda m, o, x: trained(m, o, x, lambda: held[0].square().sum())
+def regularises(params: list[nn.Parameter], own: Any) -> Step:
+    return lambda m, o, x: trained(m, o, x, lambda: params[0].square().sum())
 
 
-def averages(held: list[nn.Parameter], own: Any) -> Step:
-    mean = [p.detach().clone() for p in held]
-    return lambda m, o, x: trained(m, o, x, lambda: [a.lerp_(p.detach(), 0.5) for a, p in zip(mean, held, strict=True)])
+def averages(live: list[nn.Parameter], own: Any) -> Step:
+    mean = [p.detach().clone() for p in live]
+    return lambda m, o, x: trained(m, o, x, lambda: [a.lerp_(p.detach(), 0.5) for a, p in zip(mean, live, strict=True)])
 
 
-def steps_another(held: list[nn.Parameter], own: Any) -> Step:
+def steps_another(params: list[nn.Parameter], own: Any) -> Step:
     return lambda m, o, x: trained(m, o, x, own.step)
 
 
 @pytest.mark.parametrize("make", [clips, scales, regularises, averages, steps_another])
 def test_parameters_that_a_step_reaches_past_its_arguments(make: Any) -> None:
     model = models.mlp()
-    held = list(model.parameters())
-    optim, own = (torch.optim.SGD(held, lr=0.1) for _ in range(2))
+    params = list(model.parameters())
+    optim, own = (torch.optim.SGD(params, lr=0.1) for _ in range(2))
     with pytest.raises(dp.PlanError) as caught:
-        dp.estimate(make(held, own), model, optim, torch.ones(2, 8), world=2, style="zero2")
+        dp.estimate(make(params, own), model, optim, torch.ones(2, 8), world=2, style="zero2")
     (problem,) = caught.value.problems
     assert problem.code == "parameter-in-closure"
     assert problem.name == "0.weight" or "test_fakes.py" in str(problem.found), "the parameter, or the line"
-    assert {type(p) for p in held} == {nn.Parameter}
-    assert all(p.grad is None for p in held)
+    assert {type(p) for p in params} == {nn.Parameter}
+    assert all(p.grad is None for p in params)
 
 
 @pytest.mark.ranks(2)
 def test_what_was_made_before_the_first_call(ranks: Ranks) -> None:
     for style in ("replicate", "fully_shard"):
         model = models.mlp().to(ranks.device)
-        held = list(model.parameters())
-        values = [p.detach().clone() for p in held]
-        optim, other = (torch.optim.SGD(held, lr=0.1) for _ in range(2))
+        params = list(model.parameters())
+        values = [p.detach().clone() for p in params]
+        optim, other = (torch.optim.SGD(params, lr=0.1) for _ in range(2))
         step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style)
         x = torch.ones(2, 8, device=ranks.device)
         for _ in range(5):
             step(model, optim, x)
-        for reads in (other.step, other.zero_grad, partial(nn.utils.clip_grad_norm_, held, 1.0)):
+        for reads in (other.step, other.zero_grad, partial(nn.utils.clip_grad_norm_, params, 1.0)):
             with pytest.raises(dp.PlanError, match="parameter-replaced"):
                 reads()
-        assert sum(map(torch.equal, held, values)) == 4, "values can be read"
-        assert copy.deepcopy(held[0]).grad is None, "a copy is nobody's parameter"
+        assert sum(map(torch.equal, params, values)) == 4, "values can be read"
+        assert copy.deepcopy(params[0]).grad is None, "a copy is nobody's parameter"
         placed = torch.optim.SGD(model.parameters(), lr=0.1)
         step.release()
         with pytest.raises(dp.PlanError, match="parameter-replaced"):

@@ -106,8 +106,8 @@ def test_a_trace_leaves_no_fake_tensors_behind(ranks: Ranks) -> None:
     other = caching()
     for _ in range(3):
         x, y = torch.randn(2, 4, 4, generator=generator)
-        loss, wanted = step(model, optim, x, y), other(plain_model, plain_optim, x, y)
-        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
+        loss, expected = step(model, optim, x, y), other(plain_model, plain_optim, x, y)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     assert step.plan.checks.startswith("2 of 3 calls")
     scaler, (model, optim) = torch.amp.GradScaler("cpu"), fresh()
 
@@ -126,14 +126,14 @@ def test_a_trace_leaves_no_fake_tensors_behind(ranks: Ranks) -> None:
 @pytest.mark.parametrize("levels", [0, 6])
 def test_settings_count_at_every_level(levels: int) -> None:
     settings: Any = SimpleNamespace(inner=None, weight=1.0)
-    held: Any = settings
+    nested: Any = settings
     for _ in range(levels):
-        held = SimpleNamespace(inner=held)
-    reads = FunctionReads(lambda: (held, held.inner.weight))
-    first = leaf_key(held), reads.read()
-    assert (leaf_key(held), reads.read()) == first and hash(first)
+        nested = SimpleNamespace(inner=nested)
+    reads = FunctionReads(lambda: (nested, nested.inner.weight))
+    first = leaf_key(nested), reads.read()
+    assert (leaf_key(nested), reads.read()) == first and hash(first)
     settings.weight += 1
-    assert leaf_key(held) != first[0] and reads.read() != first[1]
+    assert leaf_key(nested) != first[0] and reads.read() != first[1]
 
 
 def test_arrays_count_by_identity_and_are_no_arguments() -> None:

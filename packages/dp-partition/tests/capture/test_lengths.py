@@ -41,9 +41,9 @@ def trained(ranks: Ranks, make: Callable[[], nn.Module], style: Any, marked: boo
 
 def equal(ranks: Ranks, make: Callable[[], nn.Module], style: Any, traces: tuple[int, ...] = (2,)) -> dp.Step:
     step, results = trained(ranks, make, style, marked=True)
-    plain, wanted = trained(ranks, make, style, marked=False)
-    assert len(results) == len(wanted) > len(LENGTHS)
-    assert [torch.equal(a, b) for a, b in zip(results, wanted, strict=True)] == [True] * len(wanted)
+    plain, expected = trained(ranks, make, style, marked=False)
+    assert len(results) == len(expected) > len(LENGTHS)
+    assert [torch.equal(a, b) for a, b in zip(results, expected, strict=True)] == [True] * len(expected)
     # One with symbols, one for length 1; else one for each length.
     assert step.num_traces in traces and plain.num_traces == 4
     assert runner_of(step).num_checked >= 2
@@ -93,13 +93,13 @@ def scaled(ranks: Ranks, number: Callable[[Any], Any], **settings: Any) -> tuple
         return models.mean_step(model, optim, x), x.shape[1]
 
     step = dp.compile(mean_step, capture="always", mesh=ranks.mesh((1,), ("dp",)), mark_dynamic=1, **settings)
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length in (8, 12, 9, 30, 12):
             x = torch.arange(2.0 * length * 4, device=ranks.device).view(2, length, 4) / length
-            loss, found = step(model, optim, x)
-            assert torch.equal(loss, models.mean_step(reference, other, x)) and found == length and type(found) is int
-    return step.num_traces, [str(one.message) for one in seen]
+            loss, size = step(model, optim, x)
+            assert torch.equal(loss, models.mean_step(reference, other, x)) and size == length and type(size) is int
+    return step.num_traces, [str(one.message) for one in caught]
 
 
 @pytest.mark.ranks(1)

@@ -58,11 +58,11 @@ def freezes(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
 
 
 def critic_left_frozen(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
-    made = one(x)
+    fake = one(x)
     other.requires_grad_(True)
-    first = update(o2, F.softplus(-other(x)).mean() + F.softplus(other(made.detach())).mean())
+    first = update(o2, F.softplus(-other(x)).mean() + F.softplus(other(fake.detach())).mean())
     other.requires_grad_(False)
-    return first, update(o1, F.softplus(-other(made)).mean())
+    return first, update(o1, F.softplus(-other(fake)).mean())
 
 
 def generator_first(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
@@ -106,17 +106,17 @@ def trained(ranks: Ranks, function: Any, style: Style | None) -> list[torch.Tens
         step: Any = function
     else:
         step = dp.compile(function, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style)
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for call in range(CALLS):
         generator = torch.Generator().manual_seed(10 * call + ranks.rank)
         x = torch.randn(6, 8, generator=generator, dtype=torch.float64).to(ranks.device)
         result = step(one, other, *optims, x)
-        found += [r.detach() for r in (result if isinstance(result, tuple) else (result,))]
+        results += [r.detach() for r in (result if isinstance(result, tuple) else (result,))]
         modes = [m.training for m in one.modules()], [p.requires_grad for p in one.parameters()]
-        found += map(torch.tensor, modes)
+        results += map(torch.tensor, modes)
     if style is not None:
         step.release()
-    return found + [t.detach() for model in (one, other) for t in model.state_dict().values()]
+    return results + [t.detach() for model in (one, other) for t in model.state_dict().values()]
 
 
 def averaged(gradient: torch.Tensor) -> torch.Tensor:
@@ -130,9 +130,9 @@ def averaged(gradient: torch.Tensor) -> torch.Tensor:
 def test_the_next_call_begins_with_it(ranks: Ranks, style: Style) -> None:
     for function in RIGHT:
         with models.case(function.__name__):
-            expected, found = trained(ranks, function, None), trained(ranks, function, style)
-            assert len(found) == len(expected) > 3 * CALLS
-            for one, another in zip(found, expected, strict=True):
+            expected, results = trained(ranks, function, None), trained(ranks, function, style)
+            assert len(results) == len(expected) > 3 * CALLS
+            for one, another in zip(results, expected, strict=True):
                 torch.testing.assert_close(one, another, rtol=1e-9, atol=1e-11)
 
 
@@ -274,7 +274,7 @@ def test_generators_that_are_passed_go_on(ranks: Ranks) -> None:
     if ranks.device.type == "cpu":
         generators.append(torch.default_generator)
     for generator in generators:
-        found = []
+        losses = []
         for compiled in (True, False):
             model = models.seeded(Net).double().to(ranks.device)
             optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -288,8 +288,8 @@ def test_generators_that_are_passed_go_on(ranks: Ranks) -> None:
                 with pytest.raises(dp.PlanError, match="not-traceable"):
                     step(model, optim, x, generator)
                 return
-            found.append([step(model, optim, x, generator).detach() for _ in range(5)])
-        torch.testing.assert_close(found[0], found[1])
+            losses.append([step(model, optim, x, generator).detach() for _ in range(5)])
+        torch.testing.assert_close(losses[0], losses[1])
 
 
 class Twice(Net):
@@ -386,19 +386,19 @@ def test_what_changes_between_calls_holds_at_once(ranks: Ranks) -> None:
                     step = dp.compile(
                         step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style, check="first"
                     )
-                found, handle = [], None
+                losses, handle = [], None
                 for call in range(CALLS):
                     if call == 3:
                         handle = change(model, optim, loss)
                     generator = torch.Generator().manual_seed(call)  # equal on all ranks: one device's training
                     x = torch.randn(6, 8, generator=generator, dtype=torch.float64).to(ranks.device)
-                    found.append(step(model, optim, x, loss).detach())
+                    losses.append(step(model, optim, x, loss).detach())
                 if handle is not None:
                     handle.remove()
                 if compiled:
                     assert step.num_traces == 2
                     step.release()
-                results.append(found)
+                results.append(losses)
             torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11)
 
 
@@ -406,13 +406,13 @@ def test_what_changes_between_calls_holds_at_once(ranks: Ranks) -> None:
 def test_what_another_module_made_is_refused(ranks: Ranks) -> None:
     """Backward would go on into it, outside the step."""
     model: Any = models.seeded(Net).to(ranks.device)
-    made = nn.Linear(8, 8).to(ranks.device)
+    other = nn.Linear(8, 8).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="zero2")
     x = torch.ones(4, 8, device=ranks.device)
-    step(model, optim, made(x).detach().requires_grad_())
+    step(model, optim, other(x).detach().requires_grad_())
     with pytest.raises(dp.PlanError, match="unsupported-argument"):
-        step(model, optim, made(x))
+        step(model, optim, other(x))
 
 
 @pytest.mark.ranks(2)
@@ -425,9 +425,9 @@ def test_state_of_a_group_that_is_gone(ranks: Ranks) -> None:
     for call in range(CALLS):
         if call == 2:
             optim.param_groups.pop()
-            kept = model.head.weight.full_tensor().clone()
+            weight = model.head.weight.full_tensor().clone()
         step(model, optim, x)
-    assert torch.equal(model.head.weight.full_tensor(), kept)
+    assert torch.equal(model.head.weight.full_tensor(), weight)
 
 
 def with_penalty(model: Net, optim: Any, x: torch.Tensor) -> Any:
@@ -499,17 +499,17 @@ def test_a_momentum_buffer_that_is_none(ranks: Ranks, dampening: float) -> None:
             step: Any = models.mean_step
             if compiled:
                 step = dp.compile(step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
-            found = []
+            losses = []
             for call in range(CALLS):
                 if call == first:
                     for param in model.parameters():
                         optim.state[param]["momentum_buffer"] = None
                 generator = torch.Generator().manual_seed(call)  # equal on all ranks: one device's training
                 x = torch.randn(6, 8, generator=generator, dtype=torch.float64).to(ranks.device)
-                found.append(step(model, optim, x).detach())
+                losses.append(step(model, optim, x).detach())
             if compiled:
                 step.release()
-            results.append(found)
+            results.append(losses)
         torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11)
 
 

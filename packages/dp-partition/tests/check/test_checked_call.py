@@ -27,8 +27,8 @@ def started(ranks: Ranks, optimizer: str = "AdamW") -> tuple[nn.Module, torch.op
     model = models.seeded(planted.Net).to(ranks.device)
     params = list(model.parameters())
     groups = [{"params": params[::2], "lr": 1e-2}, {"params": params[1::2], "lr": 3e-2}]
-    made: type[torch.optim.Optimizer] = getattr(torch.optim, optimizer)
-    return model, made(groups, weight_decay=0.1)  # type: ignore[call-arg]
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, optimizer)
+    return model, kind(groups, weight_decay=0.1)  # type: ignore[call-arg]
 
 
 def batch(ranks: Ranks, call: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +48,7 @@ def test_each_mended_cause_is_found_with_its_mending_taken_back(ranks: Ranks, na
     for reverted in (False, True):
         model, optim = started(ranks)
         planted.CONFIG.scale = 1.0  # type: ignore[attr-defined]
-        found: Exception | None = None
+        raised: Exception | None = None
         with cause.taken_back() if reverted else nullcontext():
             step = dp.compile(cause.step(), capture="always", mesh=ranks.mesh((2,), ("dp",)), **cause.settings)
             for call in range(3):
@@ -58,17 +58,17 @@ def test_each_mended_cause_is_found_with_its_mending_taken_back(ranks: Ranks, na
                     with cause.around():
                         step(model, optim, *cause.batch(*batch(ranks, call)))
                 except (dp.PlanError, RuntimeError) as error:
-                    found = error
+                    raised = error
                     break
         if reverted:
             # A cast is met by a kernel, in older releases by one of the backward, before the check could find it.
-            by_kernel = any("raised by node" in note for note in getattr(found, "__notes__", ()))
-            assert isinstance(found, CheckMismatch | dp.StepInterrupted) or by_kernel, found
+            by_kernel = any("raised by node" in note for note in getattr(raised, "__notes__", ()))
+            assert isinstance(raised, CheckMismatch | dp.StepInterrupted) or by_kernel, raised
         else:
-            assert found is None or (
-                isinstance(found, dp.PlanError) and {p.code for p in found.problems} == {"python-state"}
-            ), found
-            assert not isinstance(found, CheckMismatch)
+            assert raised is None or (
+                isinstance(raised, dp.PlanError) and {p.code for p in raised.problems} == {"python-state"}
+            ), raised
+            assert not isinstance(raised, CheckMismatch)
 
 
 def attempt(ranks: Ranks, style: Any, optimizer: str, change: planted.Change, function: Any = planted.unclipped) -> str:
@@ -144,9 +144,9 @@ def test_all_gradients_are_compared_before_they_are_clipped(ranks: Ranks) -> Non
                 optim = torch.optim.AdamW(model.parameters())
             step = dp.compile(planted.plain, capture="always", mesh=ranks.mesh((2,), ("dp",)), **settings)
             step(model, optim, *batch(ranks, 0))
-            wanted = {f"{fqn} gradient" for fqn, _ in model.named_parameters()}
+            expected = {f"{fqn} gradient" for fqn, _ in model.named_parameters()}
             for outcome in compared.call_args.args:
-                assert {key for key in outcome.tensors if key.endswith(" gradient")} == wanted
+                assert {key for key in outcome.tensors if key.endswith(" gradient")} == expected
             assert "unchecked" not in step.plan.checks, step.plan.checks
 
 
@@ -236,13 +236,13 @@ def right_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> int:
 
 def test_calls_are_drawn_from_intervals() -> None:
     def calls(mode: str, seed: int) -> list[int]:
-        schedule, found = CheckSchedule(mode), []
+        schedule, numbers = CheckSchedule(mode), []
         for call in range(1, 3000):
             if schedule.is_due():
-                found.append(call)
+                numbers.append(call)
                 schedule.seed = seed
                 schedule.advance()
-        return found
+        return numbers
 
     assert calls("never", 0) == []
     assert calls("first", 0) == [1, 2]
@@ -280,8 +280,8 @@ def test_a_copy_shares_nothing_that_is_written() -> None:
     model = nn.Linear(2, 2)
     optim = torch.optim.SGD(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
-    seen: list[float] = []
-    optim.register_step_post_hook(lambda own, args, kwargs: seen.append(own.param_groups[0]["lr"]))
+    rates: list[float] = []
+    optim.register_step_post_hook(lambda own, args, kwargs: rates.append(own.param_groups[0]["lr"]))
 
     def step(x: torch.Tensor) -> None:
         model(x).sum().backward()
@@ -293,7 +293,7 @@ def test_a_copy_shares_nothing_that_is_written() -> None:
     copied = Copier({}).copy(step)
     for _ in range(3):
         copied(torch.ones(1, 2))
-    assert all(map(torch.equal, before, model.parameters())) and seen == []
+    assert all(map(torch.equal, before, model.parameters())) and rates == []
     assert optim.param_groups[0]["lr"] == 0.1
     inside = dict(zip(copied.__code__.co_freevars, copied.__closure__, strict=True))
     assert inside["optim"].cell_contents.param_groups[0]["lr"] == pytest.approx(0.1 / 8)

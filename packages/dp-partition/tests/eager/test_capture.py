@@ -210,13 +210,13 @@ def test_a_step_of_new_values_in_each_call_goes_eager(ranks: Ranks) -> None:
         weight, model = [1.0], models.seeded(mlp)
         compiled = dp.compile(scaled_by(partial(max, weight)), mesh=ranks.mesh((2,), ("dp",)), capture=capture)
         own = ADAMW(model.parameters())
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for call in range(11):
                 weight[0] = 1.0 if is_length else 1 / (call + 1)
                 compiled(model, own, *batch(2 * call + ranks.rank, 4 + call * is_length))
-        found = "runs eagerly" if capture == "auto" else "was traced 9 times"
-        assert [found in str(one.message) for one in seen] == [True]
+        text = "runs eagerly" if capture == "auto" else "was traced 9 times"
+        assert [text in str(one.message) for one in caught] == [True]
         assert (runner_of(compiled).eager is not None) == (capture == "auto")
 
 
@@ -225,19 +225,19 @@ def test_models_past_the_arguments_run_eagerly_where_numbers_are_kept(ranks: Ran
     """Steps of tutorials, with models in closures; all of them in `test_eager_step`."""
     for name in ("item_kept_in_a_meter", "trainer_object"):
         torch.manual_seed(1)
-        reference, wanted = PATTERNS[name]()
+        reference, expected = PATTERNS[name]()
         torch.manual_seed(1)
         step, trained = PATTERNS[name]()
         compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for call in range(CALLS):
                 x, y = batch(call, 8)
                 reference(x, y)
                 compiled(x[4 * ranks.rank : 4 * ranks.rank + 4], y[4 * ranks.rank : 4 * ranks.rank + 4])
-        assert sum("runs eagerly" in str(one.message) for one in seen) == 1, "one warning a step"
+        assert sum("runs eagerly" in str(one.message) for one in caught) == 1, "one warning a step"
         compiled.release()
-        for got, want in zip(trained(), wanted(), strict=True):
+        for got, want in zip(trained(), expected(), strict=True):
             torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-9, atol=1e-11)
 
 
@@ -245,7 +245,7 @@ def test_models_past_the_arguments_run_eagerly_where_numbers_are_kept(ranks: Ran
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_a_scheduler_in_the_step_is_stepped_in_each_call(ranks: Ranks, style: Any) -> None:
     """No learning rate is another one in the calls that are checked, and no code of the step names the counter."""
-    made = []
+    runs = []
     for rows in (slice(0, 8), slice(4 * ranks.rank, 4 * ranks.rank + 4)):
         model = models.seeded(mlp)
         optim = ADAMW(model.parameters())
@@ -268,9 +268,9 @@ def test_a_scheduler_in_the_step_is_stepped_in_each_call(ranks: Ranks, style: An
                 called(x[rows], y[rows])
         if isinstance(called, dp.Step):
             called.release()
-        made.append([*model.parameters(), torch.tensor(optim.param_groups[0]["lr"]), torch.tensor(schedule.last_epoch)])
-    assert made[0][-2:] == [torch.tensor(1e-3), torch.tensor(CALLS)]
-    for want, got in zip(*made, strict=True):
+        runs.append([*model.parameters(), torch.tensor(optim.param_groups[0]["lr"]), torch.tensor(schedule.last_epoch)])
+    assert runs[0][-2:] == [torch.tensor(1e-3), torch.tensor(CALLS)]
+    for want, got in zip(*runs, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
@@ -379,20 +379,20 @@ class Slotted:
 
 @pytest.mark.ranks(2)
 def test_tensors_in_slots_are_never_constants(ranks: Ranks) -> None:
-    def step(model: nn.Module, optim: Any, held: Slotted) -> Any:
-        return finish(optim, (model(held.x) - held.y).square().mean())
+    def step(model: nn.Module, optim: Any, inputs: Slotted) -> Any:
+        return finish(optim, (model(inputs.x) - inputs.y).square().mean())
 
     model, plain_model = models.seeded(mlp), models.seeded(mlp)
-    optim, plain_optim, held = ADAMW(model.parameters()), ADAMW(plain_model.parameters()), Slotted(*batch(0, 4))
+    optim, plain_optim, inputs = ADAMW(model.parameters()), ADAMW(plain_model.parameters()), Slotted(*batch(0, 4))
     mesh = ranks.mesh((2,), ("dp",))
     with pytest.raises(dp.PlanError, match="unsupported-argument"):
-        dp.compile(step, mesh=mesh, style="replicate", capture="always", check="never")(model, optim, held)
+        dp.compile(step, mesh=mesh, style="replicate", capture="always", check="never")(model, optim, inputs)
     compiled = dp.compile(step, mesh=mesh, style="replicate", check="never")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for call in range(3):
-            held.x, held.y = batch(call, 4)  # the same object, other tensors
-            assert torch.equal(compiled(model, optim, held), step(plain_model, plain_optim, held))
+            inputs.x, inputs.y = batch(call, 4)  # the same object, other tensors
+            assert torch.equal(compiled(model, optim, inputs), step(plain_model, plain_optim, inputs))
 
 
 @pytest.mark.ranks(2)

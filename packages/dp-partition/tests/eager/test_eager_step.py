@@ -48,8 +48,8 @@ def _batch(call: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_step_trains_as_in_one_process(ranks: Ranks, name: str, style: str) -> None:
     rank, rows = dist.get_rank(), 4
     torch.manual_seed(1)
-    reference, wanted = PATTERNS[name]()
-    before = [value.detach().clone() for value in wanted()]
+    reference, expected = PATTERNS[name]()
+    before = [value.detach().clone() for value in expected()]
     copies = name == "average_of_weights"  # plain tensors, made before rank 0's values are taken
     torch.manual_seed(1 if copies else 1 + rank)
     step, trained = PATTERNS[name]()
@@ -67,7 +67,7 @@ def test_a_step_trains_as_in_one_process(ranks: Ranks, name: str, style: str) ->
         assert (len(sharded) == len(eager.parameters)) == (name not in FULL), eager.explain()
     eager.release()
     compared = 0
-    for got, want, start in zip(trained(), wanted(), before, strict=True):
+    for got, want, start in zip(trained(), expected(), before, strict=True):
         full = got.full_tensor() if isinstance(got, DTensor) else got
         torch.testing.assert_close(full.detach(), want.detach(), rtol=1e-9, atol=1e-11)
         compared += not torch.equal(want, start)
@@ -274,8 +274,8 @@ def test_an_old_parameter_that_something_else_holds_raises(ranks: Ranks) -> None
     with pytest.warns(UserWarning, match="runs eagerly"):
         eager((x,), {})
     eager((x,), {})  # what nobody uses does no harm
-    (held,) = hidden.weights
-    uses: list[Any] = [held.detach, lambda: held + 1, lambda: held.grad, lambda: torch.optim.SGD([held])]
+    (weight,) = hidden.weights
+    uses: list[Any] = [weight.detach, lambda: weight + 1, lambda: weight.grad, lambda: torch.optim.SGD([weight])]
     for use in uses:
         with pytest.raises(PlanError, match=r"parameter-replaced.*0\.weight"):
             use()
@@ -285,14 +285,14 @@ def test_an_old_parameter_that_something_else_holds_raises(ranks: Ranks) -> None
 def test_a_graph_of_the_first_call_does_no_harm_until_a_backward_pass_reaches_it(ranks: Ranks) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kept: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
         loss = model(x).square().mean()
-        loss.backward(retain_graph=not kept)
+        loss.backward(retain_graph=not losses)
         optimizer.step()
-        kept.append(loss)
+        losses.append(loss)
 
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     eager = _eager(step, is_sharded=True)
@@ -300,7 +300,7 @@ def test_a_graph_of_the_first_call_does_no_harm_until_a_backward_pass_reaches_it
         eager((x,), {})
     eager((x,), {})
     with pytest.raises((PlanError, RuntimeError)):
-        kept[0].backward()
+        losses[0].backward()
 
 
 @pytest.mark.ranks(2)

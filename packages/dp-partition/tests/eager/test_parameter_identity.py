@@ -136,8 +136,8 @@ def test_writes_through_views_reach_the_parameter_or_raise(ranks: Ranks, first: 
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", capture="never")
-        wanted, x, y = _model(), *_batch(0, 0)  # the same rows on both ranks: their average is each one's gradient
-        by_hand = torch.optim.SGD(wanted.parameters(), lr=0.1)
+        alone, x, y = _model(), *_batch(0, 0)  # the same rows on both ranks: their average is each one's gradient
+        by_hand = torch.optim.SGD(alone.parameters(), lr=0.1)
         plain = [0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -147,10 +147,10 @@ def test_writes_through_views_reach_the_parameter_or_raise(ranks: Ranks, first: 
                 except PlanError as error:
                     refused |= {name} if {p.code for p in error.problems} == {"parameter-replaced"} else set()
                     break
-                step(wanted, by_hand, x, y, at=plain)
+                step(alone, by_hand, x, y, at=plain)
         if name in refused:
             continue
-        for got, want in zip(_full(model), _full(wanted), strict=True):
+        for got, want in zip(_full(model), _full(alone), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14, msg=name)
         right.add(name)
     assert right | refused == set(WRITES)

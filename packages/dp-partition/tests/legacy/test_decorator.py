@@ -50,9 +50,9 @@ def train_decorated(ranks: Ranks, style: Any, optim: str) -> None:
             losses.mean(), models.mean_step(reference, theirs, batch).detach(), rtol=1e-11, atol=0
         )
     assert step.step.num_traces <= 2  # type: ignore[attr-defined]  # an optimizer may make its state in a first one
-    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
-    assert sum(p.numel() for p in whole) == sum(p.numel() for p in reference.parameters()) > 0
-    for one, other in zip(whole, reference.parameters(), strict=True):
+    full = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    assert sum(p.numel() for p in full) == sum(p.numel() for p in reference.parameters()) > 0
+    for one, other in zip(full, reference.parameters(), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-12)
 
 

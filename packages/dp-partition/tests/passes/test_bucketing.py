@@ -44,20 +44,20 @@ def lies_and_is_sent(ranks: Ranks, style: Any) -> None:
     with ranks.record() as log:
         step(model, optim, x)
     even, uneven, rows = 4 * 6, 7 * 4, (4, 3)[ranks.rank]
-    whole, shard = even + uneven, even // 2 + rows * 4
-    held = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
+    full, shard = even + uneven, even // 2 + rows * 4
+    local = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
     states = [s for state in optim.state.values() for s in state.values() if s.ndim > 0]
     mixed = even // 2 + uneven
-    expected = {"replicate": (whole, whole), "zero1": (whole, shard), "zero2": (whole, shard),
+    expected = {"replicate": (full, full), "zero1": (full, shard), "zero2": (full, shard),
                 "fully_shard": (shard, shard), "default": (mixed, mixed)}[style]  # fmt: skip
     assert len(states) == 4
-    assert (held, sum(s.to_local().numel() for s in states)) == (expected[0], 2 * expected[1])
-    assert step.plan.param_bytes(ranks.rank) == 4 * held
+    assert (local, sum(s.to_local().numel() for s in states)) == (expected[0], 2 * expected[1])
+    assert step.plan.param_bytes(ranks.rank) == 4 * local
     assert models.kinds_of(log) == TRAFFIC[style]
     padded = 4 * (even + 8 * 4)  # uneven shards travel padded to 8 rows
     sent = {
-        "replicate": [4 * whole],
-        "zero1": [4 * whole, padded // 2],
+        "replicate": [4 * full],
+        "zero1": [4 * full, padded // 2],
         "zero2": [padded // 2, padded // 2],
         "fully_shard": [padded // 2, padded // 2],
         "default": [4 * even // 2, 4 * uneven, 4 * even // 2],

@@ -58,8 +58,8 @@ def test_gradients_are_reduced_in_another_dtype(ranks: Ranks, dtype: torch.dtype
     _, plain, _ = trained(ranks, "replicate")
     assert not all(torch.equal(a, b) for a, b in zip(plain, expected, strict=True)), "the dtype makes a difference"
     for style, ops in SENT.items():
-        step, found, log = trained(ranks, style, reduce_dtype=dtype)
-        assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 4, style
+        step, values, log = trained(ranks, style, reduce_dtype=dtype)
+        assert [torch.equal(a, b) for a, b in zip(values, expected, strict=True)] == [True] * 4, style
         assert models.kinds_of(log) == ops
         (reduced,) = [event for event in log.events if event.op != "all_gather"]
         scattered = "reduce_scatter" in ops

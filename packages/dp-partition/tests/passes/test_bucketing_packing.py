@@ -66,10 +66,10 @@ def looked_at_step(model: Any, optim: Any, x: Any) -> Any:
     loss = model(x).square().mean()
     loss.backward()
     raw = model.weight.grad
-    kept = raw.view(-1)[3:7]
+    part = raw.view(-1)[3:7]
     optim.step()
     optim.zero_grad()
-    return loss.detach(), kept.clone()
+    return loss.detach(), part.clone()
 
 
 @pytest.mark.ranks(2)
@@ -84,8 +84,8 @@ def test_a_gradient_that_something_else_looks_at(ranks: Ranks, bucket_mb: float)
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         batch = torch.randn(8, 16, generator=generator, dtype=torch.float64).to(ranks.device)
-        _, kept = step(model, optim, models.rows_of(ranks, batch))
+        _, part = step(model, optim, models.rows_of(ranks, batch))
         _, expected = looked_at_step(alone, other, batch)
-        torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-14)
     with step.unsharded():
         torch.testing.assert_close(model.weight, alone.weight, rtol=1e-12, atol=1e-14)

@@ -141,9 +141,9 @@ def test_of_parameters_of_odd_shapes(bucket_bytes: int) -> None:
 
 def test_of_models() -> None:
     tokens, rows = models.tokens(torch.Generator(), rows=2), (torch.ones(2, 8),)
-    found = [*graphs(models.token_step, models.GPT, FUSED, tokens, 1 << 11, ("zero2", "fully_shard"))]
-    found += graphs(matrix.value_step, matrix.Contrast, FUSED, rows, 1 << 11, ("fully_shard",), "global")
-    for graph, world in found:
+    cases = [*graphs(models.token_step, models.GPT, FUSED, tokens, 1 << 11, ("zero2", "fully_shard"))]
+    cases += graphs(matrix.value_step, matrix.Contrast, FUSED, rows, 1 << 11, ("fully_shard",), "global")
+    for graph, world in cases:
         assert check_collectives(graph, world) > 4
         assert check_lists(graph) >= 16
 
@@ -157,11 +157,11 @@ def test_a_list_of_tensors_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> N
         return weigh(*args)
 
     monkeypatch.setattr(table, "move_cost", counting)
-    found = []
+    counts = []
     for layers in (3, 6, 12):
         weighed.clear()
         model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
         dp.estimate(models.mean_step, model, FOREACH(model.parameters()), torch.ones(2, 8), world=2, style="zero2")
-        found.append(len(weighed))
-    assert found[0] > 100
-    assert found[2] - found[1] == 2 * (found[1] - found[0])
+        counts.append(len(weighed))
+    assert counts[0] > 100
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])

@@ -44,24 +44,24 @@ def test_equal_bit_for_bit_with_a_second_gather(ranks: Ranks) -> None:
         }  # fmt: skip
         step = dp.compile(models.mean_step, capture="always", mesh=mesh, check="first", **settings)
         x = rows().to(ranks.device) + ranks.rank
-        found = dp.estimate(models.mean_step, model, optim, x, world=2, rank=ranks.rank, **settings)
+        estimate = dp.estimate(models.mean_step, model, optim, x, world=2, rank=ranks.rank, **settings)
         losses = [step(model, optim, x) for _ in range(5)]
         with ranks.record() as log:
             losses.append(step(model, optim, x))
-        assert tuple(m.kind for m in found.messages) == models.kinds_of(log)
-        assert [m.sent_bytes for m in found.messages] == [sum(event.bytes_sent) for event in log.events]
+        assert tuple(m.kind for m in estimate.messages) == models.kinds_of(log)
+        assert [m.sent_bytes for m in estimate.messages] == [sum(event.bytes_sent) for event in log.events]
         results[str(reshard)] = [*losses, *(p.to_local() for p in model.parameters())]  # type: ignore[attr-defined]
         gathered[str(reshard)] = log.bytes_sent("all_gather")
     assert len(results) == 3
     for name in results:
         pairs = list(zip(results["False"], results[name], strict=True))
         assert [torch.equal(a, b) for a, b in pairs] == [True] * (6 + 12)
-    whole = layer_bytes(step.plan, {p.info.name for p in step.plan.params}) // 2
+    forward = layer_bytes(step.plan, {p.info.name for p in step.plan.params}) // 2
     # Backward needs no bias again, nor the first layer's weight, whose input wants no gradient.
-    again = layer_bytes(step.plan, {f"{i}.0.weight" for i in range(1, 6)}) // 2
-    assert gathered.pop("False") == whole
-    assert gathered.pop("True") == whole + again
-    assert list(gathered.values()) == [whole + layer_bytes(step.plan, {"1.0.weight", "2.0.weight"}) // 2]
+    backward = layer_bytes(step.plan, {f"{i}.0.weight" for i in range(1, 6)}) // 2
+    assert gathered.pop("False") == forward
+    assert gathered.pop("True") == forward + backward
+    assert list(gathered.values()) == [forward + layer_bytes(step.plan, {"1.0.weight", "2.0.weight"}) // 2]
 
 
 def predicted(reshard: Any, **settings: Any) -> dp.Estimate:
@@ -76,8 +76,8 @@ def predicted(reshard: Any, **settings: Any) -> dp.Estimate:
 @pytest.mark.parametrize("semantics", ["local", "global"])
 def test_the_peak_is_lower(semantics: str) -> None:
     peaks = {reshard: predicted(reshard, semantics=semantics).peak_bytes for reshard in (False, True)}
-    whole = sum(p.numel() * 4 for p in deep(layers=8).parameters())
-    assert peaks[True] < peaks[False] - 0.25 * whole, peaks
+    total = sum(p.numel() * 4 for p in deep(layers=8).parameters())
+    assert peaks[True] < peaks[False] - 0.25 * total, peaks
 
 
 @pytest.mark.parametrize("semantics", ["local", "global"])

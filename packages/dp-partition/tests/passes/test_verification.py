@@ -38,11 +38,11 @@ def test_every_node_is_compared_for_every_world(semantics: str, style: str) -> N
     optim = ADAMW(model.parameters())
     step = made(models.token_step, style=style, semantics=semantics)
     (batch,) = models.tokens(torch.Generator().manual_seed(0), rows=2)
-    found = verify(step, model, optim, batch, world=(2, 3))
-    assert found.worlds == (2, 3)
-    assert found.in_double, "a float32 model is verified in double precision"
-    assert found.num_nodes > 150
-    assert found.num_elements > 200_000
+    report = verify(step, model, optim, batch, world=(2, 3))
+    assert report.worlds == (2, 3)
+    assert report.in_double, "a float32 model is verified in double precision"
+    assert report.num_nodes > 150
+    assert report.num_elements > 200_000
     assert step.num_traces == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert not optim.state

@@ -44,8 +44,8 @@ def test_default_shards_what_divides() -> None:
     assert [p.param for p in plan.params] == [Replicate(), Shard(0), Shard(0), Replicate()]
     assert "does not divide by 4" in plan.explain("embed.weight")
     assert plan.param_bytes() == 31 * 8 * 4 + 16 * 8 * 4 + 16 * 2 + 4
-    again = pickle.loads(pickle.dumps(plan))
-    assert (again, again.digest) == (plan, plan.digest)
+    restored = pickle.loads(pickle.dumps(plan))
+    assert (restored, restored.digest) == (plan, plan.digest)
     assert json.loads(plan.to_json())["params"][1]["param"] == "S(0)"
 
 

@@ -85,8 +85,8 @@ def test_a_rank_may_retrace_alone_where_batches_are_its_own(ranks: Ranks) -> Non
     assert logs[1].bytes_sent() == logs[2].bytes_sent() == logs[4].bytes_sent()
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
     assert len(pairs) == 4
-    for found, expected in pairs:
-        torch.testing.assert_close(found.full_tensor().cpu(), expected)  # type: ignore[attr-defined]  # a DTensor
+    for param, expected in pairs:
+        torch.testing.assert_close(param.full_tensor().cpu(), expected)  # type: ignore[attr-defined]  # a DTensor
 
 
 @pytest.mark.ranks(2)

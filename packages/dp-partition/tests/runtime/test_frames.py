@@ -18,19 +18,19 @@ OWN = str(Path(dp.__file__).parent)
 
 
 def frames_of(call: Any) -> list[str]:
-    found: list[str] = []
+    frames: list[str] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(OWN):
-            found.append(f"{code.co_filename.removeprefix(OWN)}:{code.co_name}")
+            frames.append(f"{code.co_filename.removeprefix(OWN)}:{code.co_name}")
 
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return found
+    return frames
 
 
 @pytest.mark.ranks(2)
@@ -43,8 +43,8 @@ def test_a_steady_call_enters_few_frames(ranks: Ranks, style: Style) -> None:
     x = torch.ones(4, 8, device=ranks.device)
     for _ in range(4):
         step(model, optim, x)
-    found = frames_of(lambda: step(model, optim, x))
-    assert len(found) <= 74 and len(set(found)) <= 60, "\n".join(found)
+    frames = frames_of(lambda: step(model, optim, x))
+    assert len(frames) <= 74 and len(set(frames)) <= 60, "\n".join(frames)
 
 
 @pytest.mark.ranks(2)

@@ -137,13 +137,13 @@ def test_the_next_step_sees_it(ranks: Ranks, style: Style, monkeypatch: pytest.M
     step = dp.compile(train_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style)
     generator = torch.Generator().manual_seed(ranks.rank)
 
-    def compare(told: str) -> None:
+    def compare(label: str) -> None:
         parallel: Any = nn.parallel.DistributedDataParallel(plain)
         for _ in range(2):
             x, y = (torch.randn(4, 8, generator=generator).to(ranks.device) for _ in range(2))
-            wanted = train_step(parallel, theirs, x, y).detach()
-            with models.case(told):  # a shard's last elements are rounded otherwise than in the middle of a whole
-                torch.testing.assert_close(step(model, own, x, y), wanted, rtol=1e-5, atol=0)
+            expected = train_step(parallel, theirs, x, y).detach()
+            with models.case(label):  # a shard's last elements are rounded otherwise than in the middle of a whole
+                torch.testing.assert_close(step(model, own, x, y), expected, rtol=1e-5, atol=0)
 
     compare("at first")
     for change in CHANGES[style]:
@@ -198,13 +198,13 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
     del optim.param_groups[1]
     weight = model.get_parameter("down.weight")
     state, moved = optim.state[weight], torch.distributed.tensor.distribute_tensor(torch.ones(8, 7), mesh)
-    kept, state["exp_avg"] = state["exp_avg"], moved
+    moment, state["exp_avg"] = state["exp_avg"], moved
     with pytest.raises(dp.PlanError, match="state-device"):
         step(model, optim, x, x)
     state["exp_avg"] = torch.zeros(4, 4, device=ranks.device)  # a fused kernel would walk past its end
     with pytest.raises(dp.PlanError, match=r"shape-mismatch.*down\.weight exp_avg"):
         step(model, optim, x, x)
-    state["exp_avg"] = kept
+    state["exp_avg"] = moment
     model.register_buffer("another", torch.ones(1))
     with pytest.raises(dp.PlanError, match=r"model-changed.*another"):
         step(model, optim, x, x)

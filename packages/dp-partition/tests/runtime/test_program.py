@@ -42,11 +42,11 @@ def test_the_same_on_a_delayed_group(ranks: Ranks, semantics: str) -> None:
             generator = torch.Generator().manual_seed(ranks.rank)
             with block():
                 batches = [torch.randn(4, 8, generator=generator).to(ranks.device) for _ in range(5)]
-                found = [step(model, optim, batch) for batch in batches]
+                values = [step(model, optim, batch) for batch in batches]
                 with step.unsharded():
-                    found += [p.detach().clone() for p in model.parameters()]
+                    values += [p.detach().clone() for p in model.parameters()]
                 step.release()
-            results.append([*found, *(p.detach() for p in model.parameters())])
+            results.append([*values, *(p.detach() for p in model.parameters())])
         pairs = list(zip(*results, strict=True))
         assert [torch.equal(a, b) for a, b in pairs] == [True] * (5 + 4 + 4), style
 

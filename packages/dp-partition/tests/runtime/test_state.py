@@ -78,17 +78,17 @@ def test_what_was_made_within_a_block(ranks: Ranks) -> None:
     """An optimizer from within the block trained parameters that were in no model any more."""
     step, _, model, optim, x = started(ranks)
     with step.unsharded():
-        held, kept = list(model.parameters()), copy.deepcopy(model)
-        other = SGD(held)
+        params, copied = list(model.parameters()), copy.deepcopy(model)
+        other = SGD(params)
         models.mean_step(model, other, x)
-        trained = [p.detach().clone() for p in held]
-    for reads in (other.step, other.zero_grad, partial(nn.utils.clip_grad_norm_, held, 1.0)):
+        trained = [p.detach().clone() for p in params]
+    for reads in (other.step, other.zero_grad, partial(nn.utils.clip_grad_norm_, params, 1.0)):
         with pytest.raises(dp.PlanError, match=r"parameter-replaced.*within unsharded\(\)"):
             reads()
-    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]  # DTensors
-    assert sum(map(torch.equal, whole, trained)) == sum(map(torch.equal, held, trained)) == 4, "values are kept"
-    assert [type(p) for p in kept.parameters()] == [nn.Parameter] * 4, "a copy is nobody's parameter"
-    models.mean_step(kept, SGD(kept.parameters()), x)
+    full = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]  # DTensors
+    assert sum(map(torch.equal, full, trained)) == sum(map(torch.equal, params, trained)) == 4, "values are kept"
+    assert [type(p) for p in copied.parameters()] == [nn.Parameter] * 4, "a copy is nobody's parameter"
+    models.mean_step(copied, SGD(copied.parameters()), x)
     for _ in range(5):
         step(model, optim, x)
 

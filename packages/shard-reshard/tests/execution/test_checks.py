@@ -29,13 +29,13 @@ LAYOUTS: dict[str, Any] = {"src_layouts": {"w": "2: S(0)"}, "shapes": {"w": (8, 
 
 def _callers(local: torch.Tensor) -> dict[str, Callable[[Any], Any]]:
     plan = plan_reshard((8, 8), torch.float32, "2: S(0)", "2: S(1)")
-    kept, into = Resharder(plan), Resharder(plan)
+    resharder, into = Resharder(plan), Resharder(plan)
     always = Resharder(plan, check="always")
     state = StateDictResharder({"w": local}, "2: S(1)", **LAYOUTS)
     out = torch.zeros(8, 4)
     return {
         "reshard": lambda t: reshard(t, "2: S(0)", "2: S(1)", shape=(8, 8)),
-        "Resharder": kept,
+        "Resharder": resharder,
         "Resharder(out=)": lambda t: into(t, out=out),
         "Resharder, always": always,
         "StateDictResharder": lambda t: state({"w": t})["w"],
@@ -97,12 +97,12 @@ def test_tensors_under_modes_and_transformations(ranks: Ranks) -> None:
     assert torch.equal(leaf.grad, torch.ones_like(rows))
 
     # A tensor that is still on its way has no memory: the first call's was sent again.
-    whole = Resharder(plan_reshard((4, 4), torch.float32, "2: R", "2: S(0)"))
+    slicing = Resharder(plan_reshard((4, 4), torch.float32, "2: R", "2: S(0)"))
     for step in range(1, 4):
         parts = DTensor.from_local(full * step, ranks.mesh((2,), ("all",)), [Partial()])
         coming = parts.redistribute(placements=[Replicate()], async_op=True).to_local()
         assert type(coming).__name__ == "AsyncCollectiveTensor"
-        assert torch.equal(whole(coming), 2 * step * rows)
+        assert torch.equal(slicing(coming), 2 * step * rows)
 
     # An out that was computed kept its graph, which is of other values.
     computed = 2 * torch.ones_like(columns, requires_grad=True)

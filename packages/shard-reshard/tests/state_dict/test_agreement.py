@@ -34,10 +34,10 @@ def test_one_dict_of_layouts_serves_ranks_that_lack_tensors(ranks: Ranks) -> Non
 @pytest.mark.ranks(2)
 def test_ranks_that_disagree_read_the_tensor_and_both_layouts(ranks: Ranks) -> None:
     state = {name: value.chunk(2)[ranks.rank].clone() for name, value in FULL.items()}
-    given: dict[str, Any] = {"src_layouts": dict.fromkeys(FULL, "2: S(0)"), "shapes": SHAPES}
-    wanted = {"a": "2: R", "b": "2: S(1)" if ranks.rank else "2: R"}
+    options: dict[str, Any] = {"src_layouts": dict.fromkeys(FULL, "2: S(0)"), "shapes": SHAPES}
+    dst_layouts = {"a": "2: R", "b": "2: S(1)" if ranks.rank else "2: R"}
     with pytest.raises(PlanError) as caught:
-        reshard_state_dict(state, wanted, **given)
+        reshard_state_dict(state, dst_layouts, **options)
     text = str(caught.value)
     assert len(set(ranks.gather(text))) == 1
     (line,) = (line for line in text.splitlines() if "float32" in line)
@@ -49,10 +49,10 @@ def test_ranks_that_disagree_read_the_tensor_and_both_layouts(ranks: Ranks) -> N
 @pytest.mark.ranks(2)
 def test_a_destination_without_a_layout_names_key_map(ranks: Ranks) -> None:
     state = {name: value.chunk(2)[ranks.rank].clone() for name, value in FULL.items()}
-    given: dict[str, Any] = {"src_layouts": dict.fromkeys(FULL, "2: S(0)"), "shapes": SHAPES}
+    options: dict[str, Any] = {"src_layouts": dict.fromkeys(FULL, "2: S(0)"), "shapes": SHAPES}
     with pytest.raises(PlanError, match=r"(?s)missing-argument.*b.*no destination layout.*key_map=\{name: None\}"):
-        reshard_state_dict(state, {"a": "2: R"}, **given)
-    moved = reshard_state_dict(state, {"a": "2: R"}, key_map={"b": None}, **given)
+        reshard_state_dict(state, {"a": "2: R"}, **options)
+    moved = reshard_state_dict(state, {"a": "2: R"}, key_map={"b": None}, **options)
     assert moved.keys() == {"a"}
     assert torch.equal(moved["a"], FULL["a"])
 

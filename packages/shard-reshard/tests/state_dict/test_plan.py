@@ -36,7 +36,7 @@ def _case(rng: random.Random) -> _Case:
     dims = rng.choice([None, (0, 1), (1, 0)])
     sources: dict[str, torch.Tensor] = {}
     key_map: dict[str, Any] = {}
-    wanted, counts = torch.full(shape, float("nan")), torch.zeros(shape, dtype=torch.int)
+    expected, counts = torch.full(shape, float("nan")), torch.zeros(shape, dtype=torch.int)
     for number in range(shape[0]) if stacked else [None]:
         if number is not None and rng.random() < 0.15:
             continue  # a forgotten layer
@@ -52,16 +52,16 @@ def _case(rng: random.Random) -> _Case:
             value = torch.rand(sizes) + len(sources)
             place = tuple(slice(start, stop) if dim == at else slice(None) for dim in range(2))
             window = place if number is None else (number, *place)
-            wanted[window] = value
+            expected[window] = value
             counts[window] += 1
             turned = dims == (1, 0)
             sources[name] = value.t().contiguous() if turned else value
             key_map[name] = Part("w", start, 1 - at if turned else at, fill=fill, stack=number, dims=dims)
     if rng.random() < 0.15:
         shape = (shape[0] + 1, *shape[1:])  # a destination that is larger than all sources
-        wanted = torch.cat([wanted, torch.full((1, *shape[1:]), float("nan"))])
+        expected = torch.cat([expected, torch.full((1, *shape[1:]), float("nan"))])
         counts = torch.cat([counts, torch.zeros((1, *shape[1:]), dtype=torch.int)])
-    return _Case(sources, key_map, shape, wanted, counts, fill)
+    return _Case(sources, key_map, shape, expected, counts, fill)
 
 
 def _expected(case: _Case, keeps: bool) -> torch.Tensor | None:
@@ -101,7 +101,7 @@ def test_each_element_has_one_source_or_the_call_is_refused(ranks: Ranks, tmp_pa
         if path == "load onto meta":
             out = _Holder(case.shape, "meta")
             out.w = nn.Parameter(distribute_tensor(out.w.detach(), mesh, [layouts[1]]))
-        wanted = _expected(case, not strict and path != "load onto meta")
+        expected = _expected(case, not strict and path != "load onto meta")
         options: Any = {"key_map": case.key_map, "strict": strict}
         problems: Any = ()
         try:
@@ -112,23 +112,23 @@ def test_each_element_has_one_source_or_the_call_is_refused(ranks: Ranks, tmp_pa
                 ranks.gather(0)  # the file is there
                 load_safetensors(file, out=out, atomic=atomic, **options)
             elif path == "kept":
-                kept = StateDictResharder(sources, out=out, **options)
+                resharder = StateDictResharder(sources, out=out, **options)
                 for _ in range(2):
-                    kept(sources, out=out, atomic=atomic)
+                    resharder(sources, out=out, atomic=atomic)
             else:
                 reshard_state_dict(sources, out=out, atomic=atomic, **options)
         except PlanError as error:
             problems = error.problems
         if problems:
-            assert wanted is None, (number, case, problems)
+            assert expected is None, (number, case, problems)
             assert {problem.name for problem in problems} == {"w"}
             assert {problem.code for problem in problems} <= {"boxes-incomplete", "boxes-overlap"}
             refused += 1
             continue
         value = out.w if isinstance(out, nn.Module) else out["w"]
-        assert wanted is not None, (number, case)
+        assert expected is not None, (number, case)
         assert isinstance(value, DTensor)
-        assert torch.equal(value.full_tensor(), wanted), (number, case)
+        assert torch.equal(value.full_tensor(), expected), (number, case)
         right, filled = right + 1, filled + bool((case.counts == 0).any())
     assert right >= 10
     assert refused >= 5

@@ -72,30 +72,30 @@ def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
         policy.layout = layout
         if at == 2:
             key_map["w"].append(Part("v"))
-        given = {"src_layouts": ROWS["src_layouts"], "shapes": shapes, "key_map": key_map}
-        moved = reshard_state_dict({"w": rows}, policy.of, **given)
+        options = {"src_layouts": ROWS["src_layouts"], "shapes": shapes, "key_map": key_map}
+        moved = reshard_state_dict({"w": rows}, policy.of, **options)
         assert moved.keys() == ({"w"} if at < 2 else {"w", "v"})
         assert all(torch.equal(value, full if layout == "2: R" else columns[ranks.rank]) for value in moved.values())
-    asked = []
+    names = []
 
     def raising(name: str, shape: tuple[int, ...]) -> str:
-        asked.append(name)
-        if ranks.rank == 1 and len(asked) == 2:
+        names.append(name)
+        if ranks.rank == 1 and len(names) == 2:
             raise KeyError(name)
         return "2: R"
 
     reshard_state_dict({"w": rows}, raising, **ROWS)
-    assert len(asked) == 1  # planning and results go by one answer
+    assert len(names) == 1  # planning and results go by one answer
     refused("rank-failed", lambda: reshard_state_dict({"w": rows}, raising, **ROWS))
     shapes["w"][0] = 6
-    refused("shape-mismatch", lambda: reshard_state_dict({"w": rows}, policy.of, **given))
+    refused("shape-mismatch", lambda: reshard_state_dict({"w": rows}, policy.of, **options))
 
     # A later source of equal metadata whose memory is gone.
-    resharder, gone = StateDictResharder({"w": rows}, "2: S(1)", **ROWS), rows.clone()
+    resharder, freed = StateDictResharder({"w": rows}, "2: S(1)", **ROWS), rows.clone()
     resharder({"w": rows})
     if ranks.rank == 1:
-        gone.untyped_storage().resize_(8)
-    refused("no-data", lambda: resharder({"w": gone}))
+        freed.untyped_storage().resize_(8)
+    refused("no-data", lambda: resharder({"w": freed}))
     assert torch.equal(resharder({"w": rows})["w"], columns[ranks.rank])
 
     # Two stretches of one tied tensor are not tied; a tensor that is tied no more is another tensor.

@@ -64,7 +64,7 @@ def test_all_ends_raise_after_a_trainer_is_killed(tmp_path: Path) -> None:
         for end in ends:
             end.kill()
     assert sorted(rank for rank, *_ in failed) == [0, 2, 3]
-    for rank, seconds, text, left in failed:
-        assert left, rank
+    for rank, seconds, text, dropped in failed:
+        assert dropped, rank
         assert seconds < TIMEOUT / 2, (rank, text)
         assert "left the group" in text

@@ -71,13 +71,13 @@ def block(seed: int = 0) -> Block:
 def pieces_match(module: nn.Module, full: nn.Module, mesh: DeviceMesh) -> int:
     """Every tensor is the DTensor that ``distribute_tensor`` would make of the full one."""
     compared = 0
-    wanted = {**dict(full.named_parameters()), **dict(full.named_buffers())}
+    full_tensors = {**dict(full.named_parameters()), **dict(full.named_buffers())}
     for name, value in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items():
         assert isinstance(value, DTensor), name
-        expected = distribute_tensor(wanted[name].detach(), mesh, value.placements)
+        expected = distribute_tensor(full_tensors[name].detach(), mesh, value.placements)
         assert value.to_local().shape == expected.to_local().shape, name
         assert torch.equal(value.to_local(), expected.to_local()), name
-        assert value.requires_grad == wanted[name].requires_grad
+        assert value.requires_grad == full_tensors[name].requires_grad
         compared += 1
     return compared
 
@@ -217,8 +217,8 @@ def test_a_fused_weight_beside_a_data_axis(ranks: Ranks) -> None:
     assert len(parts) == 3
     assert torch.equal(qkv.weight, torch.cat(parts))
     assert vars(qkv.weight)["_sharding_info"][1] == (Replicate(), Shard(0))
-    found = ShardingPlan.from_module(qkv).resolve(full)["weight"]
-    assert found.equivalent_to(layout, (12, 4))
+    live_layout = ShardingPlan.from_module(qkv).resolve(full)["weight"]
+    assert live_layout.equivalent_to(layout, (12, 4))
     handle.undo()
     assert torch.equal(qkv.weight, full.weight)
 
@@ -228,12 +228,12 @@ def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     module = block()
 
-    def refused(rules: dict[str, Any], *found: str, on: Any = mesh, plan: Any = (), **kwargs: Any) -> str:
+    def refused(rules: dict[str, Any], *codes: str, on: Any = mesh, plan: Any = (), **kwargs: Any) -> str:
         before = {name: (id(t), t.detach().clone()) for name, t in module.named_parameters()}
         with ranks.record(allow_empty=True) as log, pytest.raises(PlanError) as error:
             apply_plan(module, on, ShardingPlan(rules, *plan), **kwargs)
         assert set(log.ops) <= {"all_gather"}
-        assert {problem.code for problem in error.value.problems} == set(found)
+        assert {problem.code for problem in error.value.problems} == set(codes)
         for name, parameter in module.named_parameters():
             assert id(parameter) == before[name][0]
             assert torch.equal(parameter, before[name][1])
@@ -312,22 +312,22 @@ def test_axes_in_an_order_of_their_own_train_as_one_process_does(ranks: Ranks) -
     handle = apply_plan(module, mesh, plan, src_rank=1)
     compared = 0
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
-        whole = {**dict(full.named_parameters()), **dict(full.named_buffers())}[name]
-        (box,) = resolved[name].boxes(ranks.rank, tuple(whole.shape)) or (None,)
-        mine = whole[box.slices()] if box is not None else whole[:0]
+        full_value = {**dict(full.named_parameters()), **dict(full.named_buffers())}[name]
+        (box,) = resolved[name].boxes(ranks.rank, tuple(full_value.shape)) or (None,)
+        mine = full_value[box.slices()] if box is not None else full_value[:0]
         assert torch.equal(dtensor(value).to_local(), mine), name
-        assert torch.equal(dtensor(value).full_tensor(), whole), name
+        assert torch.equal(dtensor(value).full_tensor(), full_value), name
         compared += 1
     assert compared == 9
     assert resolved["ids"].local_shape(3, (5,)) == (1,)  # 5 over tp: 3 + 2; then over dp: 2 + 1 and 1 + 1
     lives = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (module, full)]
     for step in range(5):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        lost = module(distribute_tensor(x, mesh, [Shard(0), Replicate()])).square().mean()
+        our_loss = module(distribute_tensor(x, mesh, [Shard(0), Replicate()])).square().mean()
         loss = full(x).square().mean()
-        lost.backward()
+        our_loss.backward()
         loss.backward()
-        torch.testing.assert_close(dtensor(lost).full_tensor(), loss, rtol=1e-5, atol=1e-6)  # float32, other order
+        torch.testing.assert_close(dtensor(our_loss).full_tensor(), loss, rtol=1e-5, atol=1e-6)  # float32, other order
         grad = dtensor(module.up.weight.grad)
         assert grad.placements == dtensor(module.up.weight).placements
         for optimizer in lives:
@@ -355,8 +355,8 @@ def test_device_meshes_of_permuted_ranks_gather_in_mesh_order(ranks: Ranks) -> N
         mesh = spec.to_device_mesh(ranks.device.type)
         assert MeshSpec.from_device_mesh(mesh) == spec
         coordinate = spec.coordinate(ranks.rank)
-        found = mesh.get_coordinate()
-        assert coordinate == (None if found is None else tuple(found))
+        mesh_coordinate = mesh.get_coordinate()
+        assert coordinate == (None if mesh_coordinate is None else tuple(mesh_coordinate))
         if coordinate is None:
             continue
         last = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -455,9 +455,9 @@ def test_actions_are_explained_and_written(ranks: Ranks) -> None:
     handle = apply_plan(module, mesh, plan)
     assert handle.plan is plan
     assert "up.weight" in handle.actions.explain("up.weight")
-    written = json.loads(handle.actions.to_json())
-    assert written["digest"] == handle.actions.digest
-    (weight,) = (line for line in written["actions"] if "tied.weight" in line)
+    document = json.loads(handle.actions.to_json())
+    assert document["digest"] == handle.actions.digest
+    (weight,) = (line for line in document["actions"] if "tied.weight" in line)
     assert "[10, 6] -> tp:S(0) on ranks [0, 1]" in weight
 
 
@@ -494,9 +494,9 @@ def test_interleaved_weights_survive_a_checkpoint_by_state_dict(ranks: Ranks, tm
         load(dcp_state_dict(state), checkpoint_id=path)
         assert torch.equal(copied.inner.weight, before)
         assert before.abs().sum() > 0
-    whole = {"inner.weight": torch.zeros(8, 3)}
-    load(whole, checkpoint_id=path)
-    assert torch.equal(whole["inner.weight"], torch.arange(24.0).view(8, 3))
+    full_state = {"inner.weight": torch.zeros(8, 3)}
+    load(full_state, checkpoint_id=path)
+    assert torch.equal(full_state["inner.weight"], torch.arange(24.0).view(8, 3))
     handle.undo()
     assert not hasattr(model.state_dict()["inner.weight"], "_sharding_info")
     # A plain tensor that differs between ranks is refused on every rank, in whatever it is nested.

@@ -40,24 +40,24 @@ def test_an_optimizer_made_before(ranks: Ranks) -> None:
     x = torch.randn(3, 6)
     for make in OPTIMIZERS:
         model, alone = network(), network()
-        held = list(model.parameters())
-        before, theirs = make(held), make(alone.parameters())
+        parameters = list(model.parameters())
+        first, theirs = make(parameters), make(alone.parameters())
         handle = shard_module(model, ShardingPlan(RULES, mesh={"tp": 2}))
         model(x).square().sum().backward()
-        assert told(before.step) == told(before.zero_grad) == "0.weight"
-        assert [torch.equal(p, q) for p, q in zip(held, alone.parameters(), strict=True)] == [True] * 4
-        assert copy.deepcopy(held[0]).grad is None, "a copy is nobody's parameter"
-        after = make(model.parameters())
+        assert told(first.step) == told(first.zero_grad) == "0.weight"
+        assert [torch.equal(p, q) for p, q in zip(parameters, alone.parameters(), strict=True)] == [True] * 4
+        assert copy.deepcopy(parameters[0]).grad is None, "a copy is nobody's parameter"
+        second = make(model.parameters())
         handle.undo()
-        assert told(after.step) == "0.weight"
-        assert all(p is q for p, q in zip(held, model.parameters(), strict=True))
+        assert told(second.step) == "0.weight"
+        assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
         for _ in range(5):  # the first optimizer's parameters are the module's again
-            for one, optimizer in ((model, before), (alone, theirs)):
+            for one, optimizer in ((model, first), (alone, theirs)):
                 optimizer.zero_grad()
                 one(x).square().sum().backward()
                 optimizer.step()
-        assert [torch.equal(p, q) for p, q in zip(held, alone.parameters(), strict=True)] == [True] * 4
-        assert {type(p) for p in held} == {nn.Parameter}
+        assert [torch.equal(p, q) for p, q in zip(parameters, alone.parameters(), strict=True)] == [True] * 4
+        assert {type(p) for p in parameters} == {nn.Parameter}
 
 
 @pytest.mark.ranks(2)

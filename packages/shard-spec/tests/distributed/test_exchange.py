@@ -197,18 +197,18 @@ def test_newcomers_with_other_values_are_refused_until_they_are_alike(ranks: Ran
     assert sum(event.dtype == torch.uint8 for event in log.events) == 4  # net[5] is the root of a call of its own
     assert len({float(grad.sum()) for grad in ranks.gather(net[5].weight.grad)}) == 1
     # Where no sharded module is asked too.
-    whole = nn.Sequential(nn.Linear(4, 4))
-    shard_module(whole, ShardingPlan({}))
+    model = nn.Sequential(nn.Linear(4, 4))
+    shard_module(model, ShardingPlan({}))
     torch.manual_seed(ranks.rank)
-    whole.append(nn.BatchNorm1d(4))
-    whole.append(nn.Linear(4, 4))
-    told(ranks, lambda: whole(x[:, :4]), "ranks-disagree", "2.weight", "new, with values")
+    model.append(nn.BatchNorm1d(4))
+    model.append(nn.Linear(4, 4))
+    told(ranks, lambda: model(x[:, :4]), "ranks-disagree", "2.weight", "new, with values")
     with torch.no_grad():
-        for each in whole[2].parameters():
+        for each in model[2].parameters():
             each.fill_(0.5)
-    whole(x[:, :4]).sum().backward()
+    model(x[:, :4]).sum().backward()
     with ranks.record() as log:
-        whole(x[:, :4])
+        model(x[:, :4])
     assert [event.dtype for event in log.events] == [torch.uint8]
     handle.undo()
     assert len(net) == 6

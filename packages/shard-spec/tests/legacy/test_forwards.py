@@ -29,11 +29,11 @@ def specs(ranks: Ranks, rows: int, columns: int) -> list[ShardingSpec]:
     devices = [f"rank:{rank}/{ranks.device}" for rank in range(ranks.world_size)]
     listed: list[ShardingSpec] = [ChunkShardingSpec(dim, devices) for dim in (0, 1)]
     if ranks.world_size == 4:
-        cut = (
+        intervals = (
             [(0, -(-rows // 2)), (-(-rows // 2), rows // 2)],
             [(0, -(-columns // 2)), (-(-columns // 2), columns // 2)],
         )
-        boxes = [((r, c), (h, w)) for r, h in cut[0] for c, w in cut[1]]
+        boxes = [((r, c), (h, w)) for r, h in intervals[0] for c, w in intervals[1]]
         shards = [ShardMetadata(*box, device) for device, box in zip(devices, boxes, strict=True)]
         listed.append(EnumerableShardingSpec(shards))
     return listed
@@ -55,14 +55,14 @@ def check(
     full, sharded = copy.deepcopy(full), copy.deepcopy(full)
     shard_parameter(sharded, "weight", spec)
     for _ in range(2):
-        expected, got = full(*joined), sharded(*batches[ranks.rank])
-        rows = ranks.gather(got.shape[0])
+        expected, actual = full(*joined), sharded(*batches[ranks.rank])
+        rows = ranks.gather(actual.shape[0])
         start = sum(rows[: ranks.rank])
-        torch.testing.assert_close(got, expected[start : start + got.shape[0]].detach(), **CLOSE)
+        torch.testing.assert_close(actual, expected[start : start + actual.shape[0]].detach(), **CLOSE)
         assert sum(rows) == expected.shape[0]
         if expected.requires_grad:
             expected.square().sum().backward()
-            got.square().sum().backward()
+            actual.square().sum().backward()
             torch.testing.assert_close(whole(sharded.weight.grad), full.weight.grad, **CLOSE)
         torch.testing.assert_close(whole(sharded.weight), full.weight, **CLOSE)
     return 2
@@ -194,6 +194,6 @@ def test_nothing_is_read_back_from_the_device() -> None:
     """On an accelerator a lookup issues work and never waits for it."""
     with fake_cuda(rank=1, world_size=2) as device:
         table, ids = torch.randn(5, 3, device=device), torch.randint(0, 9, (6, 2), device=device)
-        found = look_up(ids, table, 4, 2)
-        assert (found.shape, found.device) == ((6, 2, 3), device)
+        values = look_up(ids, table, 4, 2)
+        assert (values.shape, values.device) == ((6, 2, 3), device)
         assert look_up(ids, table[:0], 9, None).device == device

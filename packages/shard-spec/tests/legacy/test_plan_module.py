@@ -387,12 +387,12 @@ def test_any_dtype_any_shape_bytes_exactly(ranks: Ranks) -> None:
             holder = nn.Module()
             holder.register_buffer("value", own.t().contiguous().t() if own.dim() == 2 else own)
             handle = shard_parameter(holder, "value", spec, src_rank=src)
-            got = holder.value
-            assert isinstance(got, DTensor)
-            assert got.shape == full.shape
-            assert got.dtype == dtype
+            value = holder.value
+            assert isinstance(value, DTensor)
+            assert value.shape == full.shape
+            assert value.dtype == dtype
             (box,) = spec.boxes(shape)[ranks.rank]
-            local = got.to_local()
+            local = value.to_local()
             assert local.shape == box.sizes
             assert torch.equal(local.contiguous().view(torch.uint8), full[box.slices()].contiguous().view(torch.uint8))
             handle.undo()
@@ -439,9 +439,9 @@ def test_shard_parameter(ranks: Ranks) -> None:
     with pytest.raises(PlanError, match=r"parameter-replaced\] weight.* shard a module that holds all ties"):
         torch.optim.SGD(net.parameters(), lr=0.1).zero_grad()
     fresh = Net()
-    kept = [weakref.ref(parameter) for parameter in fresh.fc.parameters()]
+    references = [weakref.ref(parameter) for parameter in fresh.fc.parameters()]
     shard_module(fresh, ShardingPlan({"fc.*": spec}))
-    assert [each() for each in kept] == [None, None]  # nothing keeps the whole tensors
+    assert [each() for each in references] == [None, None]  # nothing keeps the whole tensors
 
 
 @pytest.mark.ranks(2)

@@ -148,9 +148,9 @@ def steps(net: nn.Module, full: nn.Module, ranks: Ranks, count: int) -> int:
         batches = [
             torch.randn(3 - r, 4, generator=torch.Generator().manual_seed(9 * step + r)).double() for r in (0, 1)
         ]
-        got, wanted = net(batches[ranks.rank]), full(torch.cat(batches))
-        torch.testing.assert_close(got, wanted.split([3, 2])[ranks.rank].detach(), **CLOSE)
-        for out, optimizer in ((got, one), (wanted, two)):
+        actual, expected = net(batches[ranks.rank]), full(torch.cat(batches))
+        torch.testing.assert_close(actual, expected.split([3, 2])[ranks.rank].detach(), **CLOSE)
+        for out, optimizer in ((actual, one), (expected, two)):
             optimizer.zero_grad()
             out.square().sum().backward()
             optimizer.step()

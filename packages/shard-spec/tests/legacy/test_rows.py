@@ -70,10 +70,10 @@ def batch(rank: int, rows: int = 2, step: int = 0) -> torch.Tensor:
 def step_and_compare(ranks: Ranks, full: nn.Module, sharded: nn.Module, rows: int = 2, step: int = 0) -> int:
     """One forward and backward of both; every gradient is compared."""
     batches = [batch(rank, rows, step) for rank in range(ranks.world_size)]
-    expected, got = full(torch.cat(batches)), sharded(batches[ranks.rank])
-    torch.testing.assert_close(got, expected[ranks.rank * rows : (ranks.rank + 1) * rows].detach(), **CLOSE)
+    expected, actual = full(torch.cat(batches)), sharded(batches[ranks.rank])
+    torch.testing.assert_close(actual, expected[ranks.rank * rows : (ranks.rank + 1) * rows].detach(), **CLOSE)
     expected.square().sum().backward()
-    got.square().sum().backward()
+    actual.square().sum().backward()
     names = {name.removeprefix("module."): p for name, p in sharded.named_parameters()}
     for name, parameter in full.named_parameters():
         if parameter.requires_grad:
@@ -117,9 +117,9 @@ def test_grad_modes_training_and_eval(ranks: Ranks) -> None:
     (grad,) = torch.autograd.grad(sharded(ours).pow(3).sum(), ours)
     (expected,) = torch.autograd.grad(full(theirs).pow(3).sum(), theirs)
     torch.testing.assert_close(grad, expected, **CLOSE)
-    for wanted in ([ours], [each for each in sharded.parameters() if not isinstance(each, DTensor)]):
+    for inputs in ([ours], [each for each in sharded.parameters() if not isinstance(each, DTensor)]):
         with pytest.raises(RuntimeError, match="no second derivatives: leave out create_graph=True"):
-            torch.autograd.grad(sharded(ours).pow(3).sum(), wanted, create_graph=True)
+            torch.autograd.grad(sharded(ours).pow(3).sum(), inputs, create_graph=True)
 
 
 @pytest.mark.ranks(2)
@@ -253,33 +253,33 @@ def test_output_layouts(ranks: Ranks) -> None:
         (Layout(mesh, "a:S(1), b:R"), True),
         (Layout(mesh, "R, R"), True),
     ]
-    for number, (wanted, local) in enumerate(cases):
+    for number, (target, local) in enumerate(cases):
         plan = {"0.weight": chunk(ranks, 1), "1.weight": chunk(ranks, number % 2)}
         for at in (0, 1):
             sharded = copy.deepcopy(full)
             name, layer = str(at), full[: at + 1]
-            local_plan = ShardingPlan(plan, {name: wanted}, [name] if local else None)
+            local_plan = ShardingPlan(plan, {name: target}, [name] if local else None)
             shard_module(sharded, local_plan)
-            got = sharded[: at + 1](ids[me])
+            actual = sharded[: at + 1](ids[me])
             expected = layer(everything)
             weights = torch.arange(expected.numel(), dtype=expected.dtype).view_as(expected)
             shape = tuple(expected.shape)
             if local:
-                layout = wanted if isinstance(wanted, Layout) else wanted.to_layout(shape)
+                layout = target if isinstance(target, Layout) else target.to_layout(shape)
                 keeps_rows = any(spec.dim is not None for spec in layout.specs) and not any(
                     spec.dim in (0, -2) for spec in layout.specs
                 )
                 start = sum(each.numel() for each in ids[:me])
-                held = [slice(pieces[0][0], sum(pieces[0])) for pieces in layout.intervals(me, shape)]
-                index = tuple(held) if keeps_rows else (slice(start, start + ids[me].numel()),)
-                assert not isinstance(got, DTensor)
-                torch.testing.assert_close(got, expected[index].detach(), **CLOSE)
-                part = (got * weights[index]).sum()
-                replicas = 2 if keeps_rows and isinstance(wanted, Layout) else 1
+                slices = [slice(pieces[0][0], sum(pieces[0])) for pieces in layout.intervals(me, shape)]
+                index = tuple(slices) if keeps_rows else (slice(start, start + ids[me].numel()),)
+                assert not isinstance(actual, DTensor)
+                torch.testing.assert_close(actual, expected[index].detach(), **CLOSE)
+                part = (actual * weights[index]).sum()
+                replicas = 2 if keeps_rows and isinstance(target, Layout) else 1
             else:
-                assert isinstance(got, DTensor)
-                torch.testing.assert_close(whole(got), expected.detach(), **CLOSE)
-                part, replicas = (got.full_tensor() * weights).sum(), 1
+                assert isinstance(actual, DTensor)
+                torch.testing.assert_close(whole(actual), expected.detach(), **CLOSE)
+                part, replicas = (actual.full_tensor() * weights).sum(), 1
             part.backward()
             (expected * weights).sum().backward()
             for (key, one), two in zip(layer.named_parameters(), sharded[: at + 1].parameters(), strict=True):

@@ -67,13 +67,13 @@ def train_and_compare(
         inputs = [batch(step, at) for at in range(len(members))]
         start = sum(each.shape[0] for each in inputs[:me])
         expected = reference(torch.cat(inputs))
-        got = sharded(inputs[me])
+        actual = sharded(inputs[me])
         mine = expected[start : start + inputs[me].shape[0]]
-        torch.testing.assert_close(got, mine.detach(), **CLOSE)
+        torch.testing.assert_close(actual, mine.detach(), **CLOSE)
         row = expected.shape[1:]
         weights = torch.linspace(-1, 1, row.numel(), dtype=mine.dtype).view(row)
         (expected.square() * weights).sum().backward()
-        (got.square() * weights).sum().backward()
+        (actual.square() * weights).sum().backward()
         for (name, full), piece in zip(reference.named_parameters(), sharded.parameters(), strict=True):
             assert (full.grad is None) == (piece.grad is None), name
             if full.grad is not None and piece.grad is not None:
@@ -246,29 +246,29 @@ def test_tied_frozen_integer_and_buffers(ranks: Ranks) -> None:
 def test_half_precision_and_autocast(ranks: Ranks, dtype: torch.dtype | None) -> None:
     """Two halves of a sum are rounded once more than the sum: outputs and gradients within 2 % of the largest."""
     torch.manual_seed(0)
-    kept = dtype or torch.float32
-    model = MLP().to(kept)
+    param_dtype = dtype or torch.float32
+    model = MLP().to(param_dtype)
     sharded = copy.deepcopy(model)
     spec = {dim: ChunkShardingSpec(dim, devices(ranks)) for dim in (0, 1)}
     plan = ShardingPlan({"fc1.weight": spec[0], "fc2.weight": spec[1]}, None, ["fc2"])
     shard_module(sharded, plan)
-    batches = [rows_of(6)(0, rank).to(kept) for rank in range(2)]
+    batches = [rows_of(6)(0, rank).to(param_dtype) for rank in range(2)]
     weights = torch.linspace(-1, 1, 5)
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=dtype is None):
-        expected, got = model(torch.cat(batches)), sharded(batches[ranks.rank])
-    assert got.dtype == expected.dtype
-    losses = [(out.float().square() * weights).sum() for out in (expected, got)]
+        expected, actual = model(torch.cat(batches)), sharded(batches[ranks.rank])
+    assert actual.dtype == expected.dtype
+    losses = [(out.float().square() * weights).sum() for out in (expected, actual)]
     for loss in losses:
         loss.backward()
-    compared = [(got.detach(), expected[3 * ranks.rank :][:3].detach())]
+    compared = [(actual.detach(), expected[3 * ranks.rank :][:3].detach())]
     for mine, full in zip(sharded.parameters(), model.parameters(), strict=True):
         assert mine.grad is not None
         assert full.grad is not None
-        assert mine.grad.dtype == full.grad.dtype == kept
+        assert mine.grad.dtype == full.grad.dtype == param_dtype
         compared.append((whole(mine.grad), full.grad))
     assert len(compared) == 7
-    for value, wanted in compared:
-        assert (value - wanted).abs().max() <= 0.02 * wanted.abs().max()
+    for value, reference in compared:
+        assert (value - reference).abs().max() <= 0.02 * reference.abs().max()
 
 
 @pytest.mark.extra("transformers")
@@ -297,9 +297,9 @@ def test_a_llama_with_every_matrix_sharded(ranks: Ranks) -> None:
                 model.gradient_checkpointing_enable()
         ids = torch.randint(0, 33, (3, 7), generator=torch.Generator().manual_seed(step))
         mine = ids.chunk(2)[ranks.rank]
-        expected, got = full(input_ids=ids).logits, sharded(input_ids=mine).logits
-        torch.testing.assert_close(got, expected.chunk(2)[ranks.rank].detach(), **CLOSE)
-        for out, optimizer in zip((expected, got), pairs, strict=True):
+        expected, actual = full(input_ids=ids).logits, sharded(input_ids=mine).logits
+        torch.testing.assert_close(actual, expected.chunk(2)[ranks.rank].detach(), **CLOSE)
+        for out, optimizer in zip((expected, actual), pairs, strict=True):
             optimizer.zero_grad()
             out.square().sum().backward()
             optimizer.step()
