@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import shard_reshard
 import torch
-from ranktest import Ranks
+from ranktest import Ranks, functions_entered
 from shard_reshard import (
     Resharder,
     StateDictResharder,
@@ -25,24 +22,7 @@ from shard_reshard import (
 from stored_files import write
 from torch.distributed.tensor import Shard, distribute_tensor
 
-FOLDER = str(Path(shard_reshard.__file__).parent)
 MOST, MOST_FILES = 30, 6
-
-
-def frames(call: Callable[[], Any]) -> Counter[str]:
-    """Functions of this package that a call enters, with how often."""
-    counts: Counter[str] = Counter()
-
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(FOLDER):
-            counts[f"{frame.f_code.co_filename}: {frame.f_code.co_qualname}"] += 1
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return counts
 
 
 @pytest.mark.ranks(2)
@@ -67,11 +47,11 @@ def test_repeated_calls_enter_few_functions(ranks: Ranks) -> None:
     for name, call in calls.items():
         for number in range(4):
             moved: list[Any] = []
-            entered = frames(lambda: moved.append(call()))  # noqa: B023  # called at once
+            entered = functions_entered(shard_reshard, lambda: moved.append(call()))  # noqa: B023  # called at once
             assert torch.equal(moved[0], columns), name
             if number:
                 assert sum(entered.values()) <= MOST, (name, number, sum(entered.values()), entered)
-                assert len({entry.partition(": ")[0] for entry in entered}) <= MOST_FILES, (name, entered)
+                assert len({file for file, _ in entered}) <= MOST_FILES, (name, entered)
 
 
 @pytest.mark.ranks(2)
@@ -90,15 +70,14 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
     }
     for name, (call, each) in calls.items():
         for number in range(4):
-            entered = frames(call)
+            entered = functions_entered(shard_reshard, call)
             if number:
                 assert sum(entered.values()) <= 90 + each * count, (name, number, sum(entered.values()), entered)
     for name, value in state.items():
         assert torch.equal(out[name].full_tensor(), value.full_tensor())
 
 
-# Functions by name and files that the first call of a kind enters. Comprehensions are frames of Python 3.11 alone.
-# So are class bodies, which a first import runs.
+# Functions and files that the first call of a kind enters.
 FIRST = {"reshard": (88, 12), "reshard_state_dict": (142, 17), "load_safetensors": (135, 18)}
 
 
@@ -118,8 +97,7 @@ def test_first_calls_enter_few_functions_and_files(ranks: Ranks, tmp_path: Path)
         "load_safetensors": lambda: load_safetensors(file, "2: S(0)"),
     }
     for name, call in calls.items():
-        names = {entry: entry.rpartition(".")[2].rpartition(" ")[2] for entry in frames(call)}
-        entered = [entry for entry, name in names.items() if name[0] != "<" and not name[0].isupper()]
-        files = {entry.partition(": ")[0] for entry in entered}
+        entered = functions_entered(shard_reshard, call)
+        files = {file for file, _ in entered}
         assert 20 < len(entered) <= FIRST[name][0], (name, len(entered), sorted(entered))
         assert 5 < len(files) <= FIRST[name][1], (name, sorted(files))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import tp_models as models
 import tp_styles as tp
-from ranktest import Ranks
+from ranktest import Ranks, functions_entered
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
@@ -224,23 +223,10 @@ def test_report(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_functions_that_apply_plan_enters(ranks: Ranks) -> None:
     """Each counts once, comprehensions with their function; a pair of layers, in the second call of the process."""
-    folder = str(Path(tp.__file__).parent)
-    entered: set[tuple[str, str]] = set()
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(folder) and not code.co_name.startswith("<"):
-            entered.add((code.co_filename.removeprefix(folder), code.co_qualname))
-
     mesh, plan = ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
     for _ in range(2):
         model = models.seeded(models.MLP)
-        entered.clear()
-        sys.setprofile(profile)
-        try:
-            tp.apply_plan(model, mesh, plan)
-        finally:
-            sys.setprofile(None)
+        entered = functions_entered(tp, partial(tp.apply_plan, model, mesh, plan))
     files = {file for file, _ in entered}
     assert len(entered) <= 130, (len(entered), sorted(entered))
     assert len(files) <= 18, sorted(files)

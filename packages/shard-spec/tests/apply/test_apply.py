@@ -6,8 +6,8 @@ import copy
 import json
 import os
 import pickle
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import shard_spec
 import torch
 import torch.distributed as dist
 from rank_orders import needs_orders
-from ranktest import Ranks
+from ranktest import Ranks, functions_entered
 from shard_spec import apply_plan, dcp_state_dict
 from shard_spec._shared.problems import PlanError
 from shard_spec._torch_compat import computes_with_strided_shards
@@ -510,24 +510,11 @@ def test_interleaved_weights_survive_a_checkpoint_by_state_dict(ranks: Ranks, tm
 @pytest.mark.ranks(2)
 def test_functions_that_apply_enters(ranks: Ranks) -> None:
     """Each counts once, comprehensions with their function; a pair of layers, in the second call with one plan."""
-    folder = str(Path(shard_spec.__file__).parent)
-    entered: set[tuple[str, str]] = set()
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(folder) and not code.co_name.startswith("<"):
-            entered.add((code.co_filename.removeprefix(folder), code.co_qualname))
-
     rules = {"0.weight": "tp:S(0)", "0.bias": "tp:S(0)", "2.weight": "tp:S(1)"}
     mesh, plan = ranks.mesh((2,), ("tp",)), ShardingPlan(rules, mesh={"tp": 2})
     for _ in range(2):
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-        entered.clear()
-        sys.setprofile(profile)
-        try:
-            plan.apply(model, mesh)
-        finally:
-            sys.setprofile(None)
+        entered = functions_entered(shard_spec, partial(plan.apply, model, mesh))
     files = {file for file, _ in entered}
     assert len(entered) <= 78, (len(entered), sorted(entered))
     assert len(files) <= 14, sorted(files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from typing import Any
 
 
 def functions_entered(package: ModuleType, call: Callable[[], Any]) -> Counter[tuple[str, str]]:
-    """How often `call` enters each function of `package`, by file and qualified name; comprehensions do not count."""
+    """How often `call` enters each function of `package`, by file and name; neither comprehensions nor class bodies."""
     folder = str(Path(str(package.__file__)).parent)
     entered: Counter[tuple[str, str]] = Counter()
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(folder) and not code.co_name.startswith("<"):
+        is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
+        if event == "call" and is_function and code.co_filename.startswith(folder):
             entered[code.co_filename.removeprefix(folder), code.co_qualname] += 1
 
     sys.setprofile(profile)
