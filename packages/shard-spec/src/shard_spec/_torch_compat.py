@@ -75,15 +75,6 @@ def can_order_groups() -> bool:
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
-def new_ordered_group(members: list[int]) -> Any:
-    """Create a process group in the order of ``members``, which torch would sort. None on a rank outside of it."""
-    import torch.distributed as dist
-
-    ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
-    group = dist.new_group(members, **ordered)
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
 def mesh_without_groups(device_type: str, ranks: Any, names: tuple[str, ...]) -> Any:
     """Create a DeviceMesh on a rank outside of it, without communication."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,14 +94,6 @@ def tensor_hooks(tensor: Any) -> list[Any]:
     """Return the gradient hooks of a tensor, including those after accumulation."""
     tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values()]
-
-
-def all_gather_flat(output: Any, own: Any, group: Any) -> None:
-    """Gather all ranks' ``own`` in ``output``, in rank order: torch 2.13 renamed this collective."""
-    import torch.distributed as dist
-
-    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    collective(output, own, group=group)
 
 
 def eager_only(function: F) -> F:

@@ -111,21 +111,13 @@ def _await_peers(group: dist.ProcessGroup, problems: tuple[Problem, ...]) -> Non
 
 @dataclass
 class Placed:
-    """One replaced tensor.
+    """One replaced tensor."""
 
-    Attributes:
-        places: ``(table of a module, name, FQN)`` of every entry that holds it; several if it is tied.
-        value: The current value.
-        before: The previous value, while other objects still hold it.
-        layout: Layout of its shards.
-        shape: Global shape.
-    """
-
-    places: tuple[tuple[dict[str, Any], str, str], ...]
+    places: tuple[tuple[dict[str, Any], str, str], ...]  # (table of a module, name, FQN); several if it is tied
     value: torch.Tensor
-    before: weakref.ref[torch.Tensor]
+    before: weakref.ref[torch.Tensor]  # the previous value, while other objects still hold it
     layout: Layout | None
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # global
 
     @property
     def name(self) -> str:
@@ -135,19 +127,12 @@ class Placed:
 
 @dataclass
 class Installed:
-    """Changes of one call.
-
-    Attributes:
-        placed: Tensors in place.
-        removals: Removals of its hooks and forwards.
-        forwards: FQN of a module to the module and the forward that it has to have at an undo.
-        final: Changes that cannot be undone.
-    """
+    """Changes of one call."""
 
     placed: list[Placed] = field(default_factory=list)
-    removals: UndoLog = field(default_factory=list)
-    forwards: dict[str, tuple[nn.Module, object]] = field(default_factory=dict)
-    final: list[Problem] = field(default_factory=list)
+    removals: UndoLog = field(default_factory=list)  # of its hooks and forwards
+    forwards: dict[str, tuple[nn.Module, object]] = field(default_factory=dict)  # as they have to be at an undo
+    final: list[Problem] = field(default_factory=list)  # changes that cannot be undone
 
     def register(self, hook: Any, log: UndoLog) -> None:
         """Remove a hook of torch at undo, or at a failure of this call."""

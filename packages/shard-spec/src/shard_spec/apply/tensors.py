@@ -26,23 +26,14 @@ from shard_spec.specs import ShardingSpec
 
 @dataclass(frozen=True)
 class TensorAction:
-    """One tensor of the module.
+    """One tensor of the module."""
 
-    Attributes:
-        names: Its FQNs; several where it is tied.
-        kind: ``"parameter"`` or ``"buffer"``.
-        shape: Global shape.
-        dtype: Its dtype.
-        requires_grad: Whether it gets a gradient.
-        layout: Where its shards go; None: it stays whole and gets the source's values.
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    shape: tuple[int, ...]
+    names: tuple[str, ...]  # its FQNs; several where it is tied
+    kind: str  # "parameter" or "buffer"
+    shape: tuple[int, ...]  # global
     dtype: torch.dtype
     requires_grad: bool
-    layout: Layout | None
+    layout: Layout | None  # None: it stays whole and gets the source's values
 
     @property
     def line(self) -> str:
@@ -228,33 +219,19 @@ def sharding_info(mesh: DeviceMesh, expression: ParameterFormat, shape: tuple[in
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """Actions on each tensor and module.
+    """Actions on each tensor and module; tables are keyed by the FQN of a module."""
 
-    Attributes:
-        tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
-        forwards: Module FQN to the names of its sharded tensors, for modules that get a sharded forward.
-        options: For these modules, how they were made, as text: options decide what their forwards communicate.
-        sharders: Module FQN to Sharder.
-        outputs: Module FQN to its target in ``output_plan``.
-        locals: Module FQNs of ``return_local_tensor``.
-        everything: Whether tensors that the plan does not mention are decided about too.
-        src_rank: Rank of the group whose values count.
-        source: Where the values come from, as text.
-        values: Checksums of the values that every rank has, where they have to be equal.
-        device: Device that this rank's shards lie on.
-    """
-
-    tensors: tuple[TensorAction, ...] = ()
-    forwards: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    options: dict[str, str] = field(default_factory=dict)
+    tensors: tuple[TensorAction, ...] = ()  # scattered or broadcast; a tied one stands there once
+    forwards: dict[str, tuple[str, ...]] = field(default_factory=dict)  # sharded forward: names of sharded tensors
+    options: dict[str, str] = field(default_factory=dict)  # of these modules; their forwards communicate accordingly
     sharders: dict[str, Any] = field(default_factory=dict)
-    outputs: dict[str, ShardingSpec | Layout] = field(default_factory=dict)
-    locals: tuple[str, ...] = ()
-    everything: bool = True
-    src_rank: int = 0
-    source: str = ""
-    values: tuple[str, ...] = ()
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    outputs: dict[str, ShardingSpec | Layout] = field(default_factory=dict)  # of ``output_plan``
+    locals: tuple[str, ...] = ()  # modules of ``return_local_tensor``
+    everything: bool = True  # tensors that the plan does not mention are decided about too
+    src_rank: int = 0  # rank of the group whose values count
+    source: str = ""  # where the values come from, as text
+    values: tuple[str, ...] = ()  # checksums of values that have to be equal on every rank
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this rank's shards
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -51,20 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from shard_spec.__about__ import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="shard-spec", description="Say, check and explain how a model's tensors lie on ranks."
-    )
+    description = "Say, check and explain how a model's tensors lie on ranks."
+    parser = argparse.ArgumentParser(prog="shard-spec", description=description)
     parser.add_argument("--version", action="version", version=f"shard-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     plan = _add(commands, "plan", "make a plan for a model and print its cost")
     plan.add_argument("model")
     plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8")
-    plan.add_argument(
-        "--planner",
-        default="auto",
-        help="megatron, fsdp, megatron+fsdp, or auto: megatron on axis tp, fsdp on fsdp or dp",
-    )
+    planners = "megatron, fsdp, megatron+fsdp, or auto: megatron on axis tp, fsdp on fsdp or dp"
+    plan.add_argument("--planner", default="auto", help=planners)
     plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     _costs(plan)
 
@@ -88,13 +84,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(commands, name: str, text: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]  # argparse keeps the type private
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        epilog=_MODELS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    kind, description = argparse.RawDescriptionHelpFormatter, text[0].upper() + text[1:] + "."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, epilog=_MODELS, formatter_class=kind)
+    parser.description = description
     return parser
 
 

@@ -21,7 +21,7 @@ from shard_spec.convert.parallelize import (
 )
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, PlacementLike, PlacementSpec, ShardSpec
+from shard_spec.layout.placements import REPLICATE, PlacementLike, PlacementSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
@@ -38,15 +38,9 @@ _STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
 }
 # Styles with a forward that no layout of parameters expresses, and the placements of their parameters.
 _FORWARD_STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
-    "rowwise_split_input": (REPLICATE, ShardSpec(-1)),
-    "rowwise_rep": (REPLICATE, ShardSpec(-1)),
-    "sequence_parallel": (REPLICATE, REPLICATE),
-    "replicated_with_grad_allreduce": (REPLICATE, REPLICATE),
-    "mla_kv_a_proj": (REPLICATE, REPLICATE),
-    "all_reduce": (REPLICATE, REPLICATE),
-    "moe_tp_experts": (REPLICATE, REPLICATE),
-    "moe_identity_expert": (REPLICATE, REPLICATE),
-    "local_params": (REPLICATE, REPLICATE),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), STYLES["rowwise"]),
+    **dict.fromkeys(("sequence_parallel", "replicated_with_grad_allreduce", "mla_kv_a_proj"), (REPLICATE, REPLICATE)),
+    **dict.fromkeys(("all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params"), (REPLICATE, REPLICATE)),
 }
 _GATHERS = ("colwise_gather_output", "colwise_rep")
 
@@ -181,9 +175,8 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
         unknown = [str(key) for key in configured or () if key not in {*names, *own}]  # a typo would replicate silently
         hint = "use the names of modules and parameters, '*' for layer numbers"
         raise_problems(Problem("unmatched-pattern", key, found=f"in {which}", hint=hint) for key in unknown)
-        merged = (
-            {} if which == "tp_plan" and configured == {} else {**own, **(configured or {})}
-        )  # an empty one turns it off
+        # An empty tp_plan turns the model's own off.
+        merged = {} if which == "tp_plan" and configured == {} else {**own, **(configured or {})}
         plans[which] = {k: v for k, v in merged.items() if k in names and size > 1}  # a model's own may have more
     experts = plans["ep_plan"]  # their rules take precedence
     styles = {k: v for k, v in plans["tp_plan"].items() if not any(f"{k}.".startswith(f"{e}.") for e in experts)}

@@ -167,16 +167,7 @@ def style_of_module(
 ) -> tuple[str, str | None] | None:
     """Return the style in `STYLES` of a module and its `output_of`. None if its parameters are replicated.
 
-    Args:
-        plan: The plan, for output layouts.
-        path: FQN of the module.
-        tensors: Its own tensors.
-        found: Their layouts.
-        axis: The axis of the style.
-        packed: True to allow the styles of two weights in one.
-
-    Raises:
-        PlanError: ``not-expressible`` if no style fits.
+    ``packed`` allows the styles of two weights in one. Where no style fits, ``not-expressible`` is raised.
     """
     layouts = {tensor.name: found.layouts.get(tensor.name) for tensor in tensors}
     if all(cut_dim(layouts[tensor.name], tensor, axis) is None for tensor in tensors):

@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shard_spec import _torch_compat
 from shard_spec._shared.consensus import assert_consistent, problems_of
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
@@ -33,16 +32,10 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def on_all_ranks(
     group: dist.ProcessGroup, subject: str, work: Callable[[], T], lines: Callable[[T], Sequence[str]] = lambda _: ()
 ) -> T:
-    """Return what ``work`` gives once it succeeded, with equal lines, on every rank. A collective.
+    """Return what ``work`` gives once it succeeded, with equal ``lines`` about it, on every rank. A collective.
 
-    Args:
-        group: The ranks; all of them call this.
-        subject: The call, for messages.
-        work: Sends nothing; what it raises on one rank, all ranks raise.
-        lines: Facts about the value that have to be equal on every rank.
-
-    Raises:
-        PlanError: The same on every rank: the problems of all ranks, or ``ranks-disagree`` with the different lines.
+    ``work`` sends nothing. What it raises on one rank, all ranks raise: a PlanError with the problems of all ranks, or
+    ``ranks-disagree`` with the different lines.
     """
     facts: Sequence[str] = ()
     error = None
@@ -90,7 +83,8 @@ def gather_shards(
     mine[: local.numel()] = local.detach().reshape(-1)
     every = local.new_empty(most * len(ranks))
     if most:
-        _torch_compat.all_gather_flat(as_bytes(every), as_bytes(mine), group)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        all_gather(as_bytes(every), as_bytes(mine), group=group)
     full = local.new_empty(shape)
     for rank, numel, padded in zip(ranks, numels, torch.split(every, most or 1), strict=False):
         shard = padded[:numel].view(layout.local_shape(rank, shape))

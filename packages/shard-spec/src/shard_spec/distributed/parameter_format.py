@@ -92,18 +92,12 @@ def _key_of(layout: Layout) -> MeshSpec:
 
 @dataclass(frozen=True)
 class ParameterFormat:
-    """Format of a parameter under one layout.
+    """Format of a parameter under one layout."""
 
-    Attributes:
-        kind: ``"dtensor"``; or ``"local"``: a plain parameter with ``_sharding_info``.
-        specs: One for each mesh axis; an interleaved one only in a DTensor with axes that do not shard in mesh order,
-            as a number of sections.
-        sections: For ``"local"``: the sizes of the sections of the interleaved dim.
-    """
-
-    kind: str
+    kind: str  # "dtensor", or "local": a plain parameter with ``_sharding_info``
+    # One for each mesh axis. An interleaved one in a DTensor has a number of sections: axes not in mesh order.
     specs: tuple[PlacementSpec, ...]
-    sections: tuple[int, ...] = ()
+    sections: tuple[int, ...] = ()  # of "local": sizes of the sections of the interleaved dim
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -117,14 +111,10 @@ class ParameterFormat:
 def choose_format(
     layout: Layout, shape: tuple[int, ...], name: str, *, local: bool = False, strided: bool = False
 ) -> ParameterFormat | Problem:
-    """Return a tensor's format under ``layout``, or the problem that prevents one.
+    """Return a tensor's format under a valid ``layout`` for its global shape, or the problem that prevents one.
 
-    Args:
-        layout: A valid layout for ``shape``.
-        shape: Global shape.
-        name: FQN, for the problem.
-        local: True to allow a local parameter with sections for a weight interleaved by one axis.
-        strided: True to allow a strided shard for axes that shard one dim in another order than the mesh's.
+    ``local`` allows a local parameter with sections for a weight interleaved by one axis; ``strided`` allows a strided
+    shard for axes that shard one dim in another order than the mesh's.
     """
     plain = layout.canonical(shape)
     special = [at for at, spec in enumerate(plain.specs) if isinstance(spec, SpecialShard)]

@@ -274,8 +274,7 @@ class _Timeline:
     def peak(self, logits: int | None) -> tuple[int, str, tuple[int, int]]:
         """Return the most live bytes, their moment, and shares: loss with logits, and gathered layers.
 
-        Args:
-            logits: Allocation of the logits; later allocations until backward passes it belong to the loss.
+        Allocations from that of the logits until backward passes it belong to the loss.
         """
         begins = dict(self._begins)
         if logits is not None:
@@ -648,8 +647,7 @@ def _meta_state(
 ) -> tuple[dict[str, torch.Tensor], dict[int, _Weight]]:
     """Return parameters and buffers on meta, and the axes that shard each one.
 
-    Args:
-        gathers: True if outputs that no later weight takes sharded (logits) are gathered.
+    Outputs that no later weight takes sharded (logits) stay so unless ``gathers`` is True.
     """
     state: dict[str, torch.Tensor] = {}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

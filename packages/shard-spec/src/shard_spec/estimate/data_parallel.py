@@ -63,9 +63,7 @@ def block_names(metadata: ModelMetadata) -> list[str]:
 def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, list[TensorMetadata]]:
     """Return the parameters of each unit by the FQN of its module. ``""`` is the root.
 
-    Args:
-        metadata: The model.
-        units: FQNs or patterns of wrapped modules beside the root; None: the repeated blocks.
+    ``units`` are FQNs or patterns of wrapped modules beside the root. By default they are the repeated blocks.
     """
     names = block_names(metadata)
     if units is not None:

@@ -27,22 +27,8 @@ from shard_spec.plan.metadata import TensorMetadata
 EXPERT_AXIS_NAMES = frozenset({"ep", "expert", "experts"})
 CONTEXT_AXIS_NAMES = frozenset({"cp", "context"})
 PIPELINE_AXIS_NAMES = frozenset({"pp", "pipeline", "stage"})
-DATA_AXIS_NAMES = frozenset(
-    {
-        "dp",
-        "data",
-        "ddp",
-        "fsdp",
-        "efsdp",
-        "hsdp",
-        "replicate",
-        "shard",
-        "dp_replicate",
-        "dp_shard",
-        "dp_shard_cp",
-        "batch",
-    }
-).union(EXPERT_AXIS_NAMES, CONTEXT_AXIS_NAMES)
+DATA_AXIS_NAMES = EXPERT_AXIS_NAMES | CONTEXT_AXIS_NAMES | {"dp", "data", "ddp", "fsdp", "efsdp", "hsdp", "batch"}
+DATA_AXIS_NAMES |= {"replicate", "shard", "dp_replicate", "dp_shard", "dp_shard_cp"}
 
 # Class of module -> (output dim of its weight, input dim).
 _LINEAR = {"Linear": (0, 1), "Conv1D": (1, 0)}

@@ -110,14 +110,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
 
 
 def grid(intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
-    """Return the boxes of a grid, row-major.
-
-    Args:
-        intervals: For each dim the ``(offset, size)`` intervals, in the order of the local tensor.
-
-    Returns:
-        One box for each combination of intervals, without empty ones.
-    """
+    """Return the boxes of a grid, row-major: one for each combination of each dim's intervals, without empty ones."""
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
     for along in intervals:
         if len(along) == 1:  # the usual case, without a product

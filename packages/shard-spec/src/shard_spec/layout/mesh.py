@@ -72,9 +72,8 @@ class MeshSpec:
                 twice = sorted(rank for rank, count in Counter(rank_list).items() if count > 1)
                 problems.append(Problem("invalid-mesh", "ranks", found=f"duplicate ranks {twice}"))
             if min(rank_list, default=0) < 0:
-                problems.append(
-                    Problem("invalid-mesh", "ranks", found=f"{min(rank_list)}", hint="ranks are at least 0")
-                )
+                hint = "ranks are at least 0"
+                problems.append(Problem("invalid-mesh", "ranks", found=f"{min(rank_list)}", hint=hint))
             raise_problems(problems)
         object.__setattr__(self, "axis_names", tuple(axes))
         object.__setattr__(self, "shape", shape)
@@ -146,15 +145,12 @@ class MeshSpec:
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Return the rank at ``coordinate``, one number for each axis."""
-        inside = len(coordinate) == self.ndim and all(
-            0 <= at < size for at, size in zip(coordinate, self.shape, strict=True)
-        )
-        if not inside:
+        places = zip(coordinate, self.shape, strict=False)  # the lengths are compared first
+        if len(coordinate) != self.ndim or any(not 0 <= at < size for at, size in places):
             reason = f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}"
             hint = "give one number for each axis, from 0 to the axis size - 1"
             raise PlanError(Problem("index-out-of-range", found=reason, hint=hint))
-        position = sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))
-        return self.ranks[position]
+        return self.ranks[sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))]
 
     def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks along ``axis``, in the mesh order of their first members."""
@@ -223,8 +219,12 @@ class MeshSpec:
             hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
             raise PlanError(Problem("missing-dependency", "ranks", found=reason, hint=hint))
         # Collective: every rank creates all groups, in the same order.
-        own_groups = [_torch_compat.new_ordered_group(list(members)) for along in groups for members in along]
-        own = [group for group in own_groups if group is not None]
+        own = []
+        for members in (members for along in groups for members in along):
+            # torch would sort the ranks; on a rank outside of it it returns no group.
+            ordered: dict[str, Any] = {} if list(members) == sorted(members) else {"sort_ranks": False}
+            group = dist.new_group(list(members), **ordered)
+            own += [group] if isinstance(group, dist.ProcessGroup) else []
         # from_group() needs a group of this rank.
         if dist.get_rank() not in self.ranks:  # it took part in the groups above
             return _torch_compat.mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh

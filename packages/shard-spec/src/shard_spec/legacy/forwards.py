@@ -24,24 +24,15 @@ from shard_spec.legacy.rows import BatchRows, on_mesh, unwrap, whole, wrap
 
 @dataclass(eq=False, repr=False)
 class ShardedForward:
-    """A picklable callable, set as the module's instance attribute ``forward``. Deleting it restores the class's own.
+    """A picklable callable in a module's instance attribute ``forward``. Deleting it restores the class's own."""
 
-    Attributes:
-        module: The module whose forward it is.
-        name: Its FQN, for errors.
-        rows: How local batches enter and leave.
-        sharded: Names of its sharded parameters.
-    """
-
-    original: ClassVar[Callable[..., Any]]
-    """The class's own forward, which this one stands in for."""
-    tensors: ClassVar[tuple[str, ...]]
-    """The parameters that may be sharded under it."""
+    original: ClassVar[Callable[..., Any]]  # the class's own forward
+    tensors: ClassVar[tuple[str, ...]]  # the parameters that may be sharded under it
 
     module: nn.Module
-    name: str
-    rows: BatchRows
-    sharded: tuple[str, ...]
+    name: str  # FQN of the module, for errors
+    rows: BatchRows  # how local batches enter and leave
+    sharded: tuple[str, ...]  # names of its sharded parameters
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, sharded={self.sharded})"
@@ -167,11 +158,7 @@ class ShardedEmbedding(ShardedForward):
 def look_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding: int | None) -> torch.Tensor:
     """The rows of a shard of a table; zeros for ids that other ranks have: ``[*ids.shape, my_columns]``.
 
-    Args:
-        ids: Ids of the full table, any shape.
-        table: Rows ``start`` to ``start + len(table)`` of it.
-        start: See ``table``.
-        padding: Row of the shard that gets no gradient.
+    ``table`` has the rows from ``start`` on; its row ``padding`` gets no gradient.
     """
     size, elsewhere = table.shape[0], 0
     inside = (ids >= start) & (ids < start + size)

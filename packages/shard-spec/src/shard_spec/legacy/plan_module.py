@@ -164,12 +164,7 @@ def plan_module(
 ) -> ExecutionPlan:
     """Decide what to do to ``module``; changes and sends nothing.
 
-    Args:
-        module: The module.
-        plan: Ours, or torch's.
-        group: The ranks; only asked who they are.
-        src_rank: Rank in the group that has the values.
-        whole: Whether tensors that the plan does not mention are broadcast too.
+    With ``whole``, tensors that the plan does not mention are broadcast from ``src_rank`` of the group too.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
     if _torch_compat.shard_kind(plan) == "plan":

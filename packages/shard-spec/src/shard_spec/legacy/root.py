@@ -36,10 +36,8 @@ class CompareAndHook:
     def __init__(self, rows: BatchRows, *, everything: bool, others: Sequence[nn.Module]) -> None:
         """Take the module as it is for compared, from the first `adopt` on.
 
-        Args:
-            rows: The ranks, and the rows of this forward.
-            everything: Whether the call decided about all of the module; else only about what runs sharded.
-            others: Modules that a Sharder decides about.
+        The call decided about ``everything`` in it, or only about what runs sharded. ``others`` are modules that a
+        Sharder decides about.
         """
         self.rows = rows
         self.everything = everything

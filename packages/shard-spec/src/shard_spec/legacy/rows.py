@@ -35,12 +35,9 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 
 
 def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch.Tensor:
-    """The local tensor of ``value``.
+    """The local tensor of ``value``; ``gradient`` tells what the ranks' gradients will be.
 
-    Args:
-        value: Its placements say what the ranks hold.
-        gradient: What the ranks' gradients will be. Default: the same; each rank has the whole gradient of its part of
-            a partial sum.
+    By default they lie alike, and each rank has the whole gradient of its part of a partial sum.
     """
     default = [Replicate() if placement.is_partial() else placement for placement in value.placements]
     return _differentiated_once(value.to_local(grad_placements=default if gradient is None else gradient))
@@ -55,12 +52,7 @@ def _differentiated_once(value: T) -> T:
 
 
 def whole(value: DTensor, *, parts: bool) -> torch.Tensor:
-    """All of ``value`` on every rank.
-
-    Args:
-        value: Any placements.
-        parts: Whether the ranks' gradients are parts of a sum; otherwise every rank has the same whole gradient.
-    """
+    """All of ``value`` on every rank. The ranks' gradients are ``parts`` of a sum, or the same whole gradient."""
     everywhere: list[Placement] = [Replicate()] * value.device_mesh.ndim
     return unwrap(value.redistribute(placements=everywhere), [Partial()] * len(everywhere) if parts else everywhere)
 
@@ -70,17 +62,11 @@ NOT_RUN = "the forward has not run on any rank"
 
 @dataclass(eq=False)
 class BatchRows:
-    """The rows of one batch over the ranks of a group: a line of ranks, each with torch's chunk of them.
-
-    Attributes:
-        group: The ranks.
-        mesh: One axis over them, in the order of the group.
-        totals: Numbers of rows that entered since the last forward of the root began.
-    """
+    """The rows of one batch over the ranks of a group: a line of ranks, each with torch's chunk of them."""
 
     group: GroupRef
-    mesh: DeviceMesh
-    totals: set[int] = field(default_factory=set)
+    mesh: DeviceMesh  # one axis, in the order of the group
+    totals: set[int] = field(default_factory=set)  # of rows that entered since the last forward of the root began
 
     def line(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return ``mesh`` if its axis is the group in order, else that of the rows."""
@@ -90,15 +76,8 @@ class BatchRows:
     def enter(self, rows: torch.Tensor, name: str, mesh: DeviceMesh, problem: str = "") -> DTensor:
         """The full batch, sharded by rows, on ``line(mesh)``. A collective of 64 bytes that compares the inputs.
 
-        Args:
-            rows: This rank's batch.
-            name: FQN of the module, for errors.
-            mesh: Where the module will want the batch.
-            problem: What this rank finds wrong with its own input; all ranks then raise.
-
-        Raises:
-            PlanError: On every rank: ``invalid-argument`` for a wrong input or rows that are no chunks of the batch,
-                ``ranks-disagree`` where dtypes, the other dims, grad modes or autocast differ.
+        ``problem`` is what this rank finds wrong with its own input. All ranks raise then, and where rows are no chunks
+        of the batch, or dtypes, the other dims, grad modes or autocast differ.
         """
         subject, lines, count, requires_grad = f"the forward of {name or '(root)'}", [""], 0, False
         error = None

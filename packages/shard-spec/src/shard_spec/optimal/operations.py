@@ -32,23 +32,14 @@ CUT = "bsh"
 
 @dataclass(frozen=True)
 class Strategy:
-    """Strategy of one operation along one axis.
+    """Strategy of one operation along one axis."""
 
-    Attributes:
-        name: name in `OptimalityBound.choices`.
-        reads: state of its input.
-        writes: state of its output.
-        weight: ``"-"`` none or replicated, ``"fsdp"`` rows sharded and gathered for use, ``"column"`` or ``"row"``.
-        reads_grad: state of the input's gradient after backward (``p`` for a column); empty: as `reads`.
-        writes_grad: required state of the output's gradient (``r`` for a row); empty: as `writes`.
-    """
-
-    name: str
-    reads: str
-    writes: str
-    weight: str = "-"
-    reads_grad: str = ""
-    writes_grad: str = ""
+    name: str  # in `OptimalityBound.choices`
+    reads: str  # state of its input
+    writes: str  # state of its output
+    weight: str = "-"  # none or replicated; "fsdp": rows sharded and gathered for use; "column" or "row"
+    reads_grad: str = ""  # state of the input's gradient after backward (``p`` for a column); empty: as `reads`
+    writes_grad: str = ""  # required state of the output's gradient (``r`` for a row); empty: as `writes`
 
     @property
     def gradient_in(self) -> str:
@@ -71,25 +62,16 @@ class Strategy:
         return self.reads in "bs"
 
 
-_TOKENS = (
-    Strategy("batch", "b", "b"),
-    Strategy("batch+fsdp", "b", "b", "fsdp"),
-    Strategy("sequence", "s", "s"),
-    Strategy("sequence+fsdp", "s", "s", "fsdp"),
-)
-_WHOLE = Strategy("whole", "r", "r")
+_BATCH, _SEQUENCE, _WHOLE = Strategy("batch", "b", "b"), Strategy("sequence", "s", "s"), Strategy("whole", "r", "r")
+_STORED = Strategy("batch+fsdp", "b", "b", "fsdp")
+_TOKENS = (_BATCH, _STORED, _SEQUENCE, Strategy("sequence+fsdp", "s", "s", "fsdp"))
 
-STREAM = (Strategy("batch", "b", "b"), Strategy("sequence", "s", "s"), _WHOLE)
+STREAM = (_BATCH, _SEQUENCE, _WHOLE)
 COLUMN = (*_TOKENS, Strategy("column", "r", "h", "column", reads_grad="p"), _WHOLE)
-ATTENTION = (Strategy("batch", "b", "b"), Strategy("heads", "h", "h"), _WHOLE)
+ATTENTION = (_BATCH, Strategy("heads", "h", "h"), _WHOLE)
 ROW = (*_TOKENS, Strategy("row", "h", "p", "row", writes_grad="r"), _WHOLE)
 TABLE = (*_TOKENS, Strategy("vocabulary", "r", "p", "row", writes_grad="r"), _WHOLE)
-APART = (
-    Strategy("batch", "b", "b"),
-    Strategy("batch+fsdp", "b", "b", "fsdp"),
-    Strategy("fsdp", "r", "r", "fsdp"),
-    _WHOLE,
-)
+APART = (_BATCH, _STORED, Strategy("fsdp", "r", "r", "fsdp"), _WHOLE)
 
 
 def cuts(states: Sequence[str], sizes: Sequence[int]) -> int:
@@ -125,39 +107,22 @@ _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe
 
 @dataclass(frozen=True)
 class Operation:
-    """One node of the model, with strategies along each axis.
+    """One node of the model, with strategies along each axis."""
 
-    Attributes:
-        name: name in reports.
-        strategies: strategies available along one axis.
-        cuts: its parameters, with their placement under a column or row strategy (bias sharded too).
-        parameters: FQN and number of elements of its own parameters; empty if it has none or shares them.
-        matmul_elements: weight elements in the product of each token.
-        width_in: channels of its input.
-        width_out: channels of its output.
-        degrees: allowed numbers of channel shards.
-        scores: True if it computes attention scores: operations per token then grow with the sequence.
-        kept: True if its output is saved for backward even if blocks recompute.
-        output_bytes: bytes of one output value, if not the workload's (logits are float32).
-        source: index of its input's operation; -1 for none.
-        residual: index of the stream operation of its residual input; -1 for none.
-        tied_to: index of the operation with the shared weight; -1 for none.
-    """
-
-    name: str
-    strategies: tuple[Strategy, ...]
-    cuts: tuple[Cut, ...] = ()
-    parameters: tuple[tuple[str, int], ...] = ()
-    matmul_elements: int = 0
-    width_in: int = 0
-    width_out: int = 0
-    degrees: frozenset[int] = frozenset()
-    scores: bool = False
-    kept: bool = False
-    output_bytes: int | None = None
-    source: int = -1
-    residual: int = -1
-    tied_to: int = -1
+    name: str  # in reports
+    strategies: tuple[Strategy, ...]  # available along one axis
+    cuts: tuple[Cut, ...] = ()  # its parameters, placed as under a column or row strategy (bias sharded too)
+    parameters: tuple[tuple[str, int], ...] = ()  # FQN and number of elements; empty if it has none or shares them
+    matmul_elements: int = 0  # weight elements in the product of each token
+    width_in: int = 0  # channels
+    width_out: int = 0  # channels
+    degrees: frozenset[int] = frozenset()  # allowed numbers of channel shards
+    scores: bool = False  # True for attention scores: operations per token then grow with the sequence
+    kept: bool = False  # True if its output is saved for backward even if blocks recompute
+    output_bytes: int | None = None  # of one output value, if not the workload's (logits are float32)
+    source: int = -1  # index of its input's operation; -1 for none
+    residual: int = -1  # index of the stream operation of its residual input; -1 for none
+    tied_to: int = -1  # index of the operation with the shared weight; -1 for none
 
     @property
     def num_elements(self) -> int:
@@ -178,14 +143,8 @@ def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
     """Return the operations of `module` in module order, each after its input.
 
     Blocks are the units of `MegatronPlanner`, in sequence along the residual stream. Other matmul weights stand apart:
-    they can be stored replicated or by rows, and the activations around them are not modelled.
-
-    Args:
-        module: the model; the meta device is enough.
-        degrees: candidate numbers of channel shards (products of axis sizes); a block uses the valid ones only.
-
-    Raises:
-        PlanError: no block is recognised.
+    they can be stored replicated or by rows, and the activations around them are not modelled. ``degrees`` are numbers
+    of channel shards (products of axis sizes), of which a block uses the valid ones.
     """
     analyses = {degree: analyse(module, Options(tp_size=degree)) for degree in sorted(set(degrees)) if degree > 1}
     base = analyses[min(analyses)] if analyses else analyse(module, Options(tp_size=1))

@@ -22,25 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """One item of a plan.
+    """One item of a plan."""
 
-    Attributes:
-        key: The pattern as written.
-        pattern: The parsed pattern, or None if it cannot be parsed.
-        value: The right side as written.
-        kind: ``"layout"``, ``"spec"``, ``"sharder"`` or ``"wrong"``.
-        layout: The layout, if the kind is ``"layout"``.
-        problems: Reasons against the rule.
-        is_exact: True if the key is a full name.
-    """
-
-    key: str
-    pattern: Pattern | None
-    value: PlanValue
-    kind: str
-    layout: Layout | None = None
-    problems: tuple[Problem, ...] = ()
-    is_exact: bool = False
+    key: str  # the pattern as written
+    pattern: Pattern | None  # None if it cannot be parsed
+    value: PlanValue  # the right side as written
+    kind: str  # "layout", "spec", "sharder" or "wrong"
+    layout: Layout | None = None  # if the kind is "layout"
+    problems: tuple[Problem, ...] = ()  # reasons against the rule
+    is_exact: bool = False  # True if the key is a full name
 
 
 def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[str, Layout]) -> Rule:
@@ -48,9 +38,8 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
     problems: list[Problem] = []
     pattern = None
     if not isinstance(key, str):
-        problems.append(
-            Problem("invalid-argument", name, found=f"a key of type {type(key).__qualname__}", hint="use text")
-        )
+        reason = f"a key of type {type(key).__qualname__}"
+        problems.append(Problem("invalid-argument", name, found=reason, hint="use text"))
     else:
         try:
             pattern = Pattern(key)

@@ -17,12 +17,8 @@ def glob_rules(values: Mapping[str, T | None], aliases: Collection[str], others:
     """Return rules that give each name its value, and names without a value no rule.
 
     Numbers in a path become ``*`` if every parameter with such a path has the same value. Other names are listed, also
-    those with a pattern that would match another tensor (``layers.*`` and ``layers.norm``).
-
-    Args:
-        values: FQN of each parameter, by one of its names, to its value; None for no rule.
-        aliases: further names of tied parameters.
-        others: names that no pattern may match.
+    those with a pattern that would match another tensor (``layers.*`` and ``layers.norm``). ``aliases`` are further
+    names of tied parameters, ``others`` names that no pattern may match.
     """
     groups: dict[str, list[str]] = {}
     for name in values:

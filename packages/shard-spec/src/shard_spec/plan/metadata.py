@@ -128,9 +128,7 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
-    seen: dict[
-        int, tuple[Any, str, list[str], str]
-    ] = {}  # id of the tensor -> tensor, kind, names, class of its module
+    seen: dict[int, tuple[Any, str, list[str], str]] = {}  # by id: the tensor, kind, names, class of its module
     modules: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):  # every name of tied modules
         modules[path] = class_name = type(module).__name__  # all aliases of a shared module

@@ -17,11 +17,9 @@ _KEYS = {"format", "version", "mesh", "strict", "rules", "output_plan", "return_
 
 
 def from_json(text: str | bytes) -> PlanContent:
-    """Read the output of :func:`to_json` as data: nothing is executed or imported by name.
+    """Read the output of `to_json` as data: nothing is executed or imported by name.
 
-    Raises:
-        PlanError: ``invalid-plan`` for anything else, and for another format number. Rules that do not match the model
-            are accepted; ``validate`` lists them.
+    All else raises ``invalid-plan``. Rules that do not match the model are accepted; ``validate`` lists them.
     """
     try:
         document = json_values(text)
@@ -31,13 +29,7 @@ def from_json(text: str | bytes) -> PlanContent:
 
 
 def from_dict(document: Any) -> PlanContent:
-    """Read the document of :func:`to_json` as values, also in handwritten form.
-
-    Rules and axes may be mappings, ``mesh: {axes: {dp: 2, tp: 4}}``, and null keys may be left out.
-
-    Raises:
-        PlanError: As ``from_json``.
-    """
+    """Read the document of `to_json` as values, also in handwritten form; see ``ShardingPlan.from_dict``."""
     if not isinstance(document, dict):
         return from_document(document)
     full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}

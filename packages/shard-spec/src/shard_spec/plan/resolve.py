@@ -101,11 +101,7 @@ class Resolution(Mapping[str, Layout]):
 
 
 def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
-    """Return the layout of every tensor of ``module``.
-
-    Raises:
-        PlanError: With every problem.
-    """
+    """Return the layout of every tensor of ``module``, or raise every problem."""
     resolution = examine(plan, module)
     raise_problems(resolution.problems, f"the plan does not fit the model: {len(resolution.problems)} problem(s)")
     return resolution

@@ -34,11 +34,7 @@ VERSION = 1
 
 
 def to_json(plan: PlanContent) -> str:
-    """Return the plan as JSON; equal plans give equal bytes.
-
-    Raises:
-        PlanError: ``invalid-plan`` for each rule without a file form (a spec, a Sharder).
-    """
+    """Return the plan as JSON; equal plans give equal bytes. Rules without a file form raise ``invalid-plan``."""
     problems: list[Problem] = []  # all of them in one error
     document = _document(plan, problems)
     raise_problems(problems, "the plan cannot be written")

@@ -38,10 +38,8 @@ class Channels:
 class BlockSimulator:
     """Simulator of the ranks of some blocks, one at a time.
 
-    Args:
-        run: returns a rank's result for the current values of the columns.
-        columns: for each block the tensors of its columns; they are changed and restored.
-        tolerance: relative; a smaller change of a result is rounding.
+    ``run`` returns a rank's result for the current values of the blocks' columns, which are changed and restored. A
+    relative change of a result below ``tolerance`` is rounding.
     """
 
     def __init__(
@@ -92,18 +90,11 @@ class BlockSimulator:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a simulation without weights.
+    """Result of a simulation without weights."""
 
-    Attributes:
-        separate: True if no slice depends on another; ``None`` if the forward could not be run.
-        reason: reason of a failure or a refusal.
-        between: the doubted parameters that change the row's input: they act between the columns and the row, not
-            before or after them.
-    """
-
-    separate: bool | None
-    reason: str = ""
-    between: frozenset[str] = frozenset()
+    separate: bool | None  # True if no slice depends on another; None if the forward could not be run
+    reason: str = ""  # of a failure or a refusal
+    between: frozenset[str] = frozenset()  # doubted parameters that act between columns and row: they change its input
 
 
 class _Captured(Exception):
@@ -162,13 +153,8 @@ def simulate_block(
 ) -> Verdict:
     """Compare the row inputs of each rank with and without other ranks' channels.
 
-    Args:
-        module: the smallest module that holds the columns and the row.
-        columns: each column linear and, for each rank, the indices of its output channels.
-        row: the row linear.
-        row_slices: for each rank, the indices of its input channels.
-        head_dim: channels of an attention head, for the rotary embeddings of some forwards.
-        doubted: names of other parameters that may act inside the region.
+    ``module`` is the smallest that holds the columns (with each rank's output channels) and the row (with its input
+    channels). Some forwards need rotary embeddings of ``head_dim`` channels. ``doubted`` parameters may act inside.
     """
     fake_columns = {view: _FakeColumn(view, seed) for seed, view in enumerate(columns)}
     fakes: dict[nn.Module, nn.Module] = {view.module: fake for view, fake in fake_columns.items()}

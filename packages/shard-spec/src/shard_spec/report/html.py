@@ -6,6 +6,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import human_bytes, page_parts
+from shard_spec.estimate.memory import PARTS, STEP_PARTS
 from shard_spec.formatting import human_count, human_ranks
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import examine
@@ -19,17 +20,8 @@ if TYPE_CHECKING:
 # One hue for each axis, distinct for the colour-blind too; several axes on one tensor are drawn as stripes.
 _HUES = (210, 28, 145, 285, 55, 0)
 _GREY = "#c9cfd8"
-_PART_COLOURS = {
-    "parameters": "#3b6fb6",
-    "buffers": "#8fa8c8",
-    "gradients": "#e08e3a",
-    "optimizer": "#5d9f6b",
-    "master": "#9b6bb0",
-    "activations": "#c05a5a",
-    "gathered": "#7fb3d3",
-    "logits and loss": "#d98c3f",
-    "optimizer step": "#3f7f5a",
-}
+_COLOURS = ("#3b6fb6", "#8fa8c8", "#e08e3a", "#5d9f6b", "#9b6bb0", "#c05a5a", "#7fb3d3", "#d98c3f", "#3f7f5a")
+_PART_COLOURS = dict(zip((*PARTS, *STEP_PARTS), _COLOURS, strict=True))
 _MAX_ROWS, _MAX_RANKS, _MAX_FILLINGS = 200, 64, 32  # a page that browsers can draw; larger worlds repeat the pattern
 
 
@@ -44,13 +36,7 @@ def html_report(
 ) -> str:
     """Return the page as text, written by ``plan.html.j2``; it loads no external resources.
 
-    Args:
-        plan: The plan.
-        module: The model's metadata.
-        memory: ``plan.memory(...)``.
-        communication: ``plan.communication(...)``, if there is one mesh.
-        limit: Bytes of memory of one rank.
-        title: Heading of the page.
+    ``communication`` is that of a plan on one mesh, ``limit`` the bytes of memory of one rank.
     """
     from jinja2 import Environment  # torch brings it; a program that draws no page need not import it
 
@@ -68,9 +54,7 @@ def html_report(
                 cells.append((["none"], ""))
                 continue
             boxes = layout.boxes(rank, first.shape)
-            places = " + ".join(
-                str([f"{s.start}:{s.stop}" for s in box.slices()]).replace("'", "") for box in boxes[:4]
-            )
+            places = " + ".join("[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices()) + "]" for box in boxes[:4])
             colours = [] if boxes else ["none"]  # an empty rank is an outline
             for at, (axis, size) in enumerate(layout.mesh.axes.items() if boxes else ()):
                 if layout.specs[at].dim is not None and size > 1:
@@ -84,32 +68,13 @@ def html_report(
         shown = listed if len(listed) < 28 else f"{listed[:26]}…"
         bars.append((f"rank {listed}" if len(group) == 1 else f"ranks {shown}", list(sizes.items())))
     by_axis = {} if communication is None else communication.by_axis()
-    source = resources.files(__package__).joinpath("plan.html.j2").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True)
-        .from_string(source)
-        .render(
-            html=page_parts(),
-            human_bytes=human_bytes,
-            human_count=human_count,
-            title=title,
-            plan=plan,
-            found=resolution,
-            memory=memory,
-            communication=communication,
-            limit=limit,
-            grey=_GREY,
-            hues=hues,
-            ranks=ranks,
-            rows=rows,
-            num_kinds=len(kinds),
-            bars=bars,
-            num_fillings=len(fillings),
-            part_colours=_PART_COLOURS,
-            transfers=[
-                (axis, [(kind, round(size)) for kind, size in kinds.items()]) for axis, kinds in by_axis.items()
-            ],
-            sent=sum(sum(kinds.values()) for kinds in by_axis.values()),
-            tensors=tensor_table(resolution),
-        )
-    )
+    moved = [(axis, [(kind, round(size)) for kind, size in sizes.items()]) for axis, sizes in by_axis.items()]
+    sent = sum(sum(sizes.values()) for sizes in by_axis.values())
+    page = Environment(autoescape=True)
+    # What every page has; what the plan says; what the pictures show.
+    page.globals.update(html=page_parts(), human_bytes=human_bytes, human_count=human_count, grey=_GREY)
+    page.globals.update(title=title, plan=plan, found=resolution, tensors=tensor_table(resolution), limit=limit)
+    page.globals.update(memory=memory, communication=communication, transfers=moved, sent=sent)
+    page.globals.update(hues=hues, ranks=ranks, rows=rows, num_kinds=len(kinds))
+    page.globals.update(bars=bars, num_fillings=len(fillings), part_colours=_PART_COLOURS)
+    return page.from_string(resources.files(__package__).joinpath("plan.html.j2").read_text(encoding="utf-8")).render()

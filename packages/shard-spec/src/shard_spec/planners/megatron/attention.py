@@ -24,14 +24,16 @@ from shard_spec.planners.megatron.blocks import (
     parent,
 )
 from shard_spec.planners.megatron.linear import (
+    HEAD_DIM,
     NUM_HEADS,
     Heads,
     LinearView,
     as_linear,
-    declared_heads,
+    first_declared,
     from_library,
     join,
     linear_children,
+    places_of,
     words,
 )
 
@@ -57,19 +59,12 @@ _AFTER_THE_OUTPUT = {"AlbertAttention": ("LayerNorm.weight", "LayerNorm.bias")}
 
 @dataclass(frozen=True)
 class Inner:
-    """Parameters beside the linears: sharded with the region, replicated, or doubtful.
+    """Parameters beside the linears: sharded with the region, replicated, or doubtful."""
 
-    Attributes:
-        cuts: one entry per head; each rank holds its own entries.
-        replicated: the same for every head; gradients have to be summed over the axis.
-        numbers: scalars; replicated if a probe shows that the heads are independent.
-        doubts: parameters that may act across all heads, of unknown sharding; they forbid sharding unless a probe
-            shows that they act before or after the heads.
-    """
-
-    cuts: tuple[Cut, ...] = ()
-    replicated: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
+    cuts: tuple[Cut, ...] = ()  # one entry per head; each rank holds its own entries
+    replicated: tuple[str, ...] = ()  # the same for every head; gradients have to be summed over the axis
+    numbers: tuple[str, ...] = ()  # scalars; replicated if a probe shows that the heads are independent
+    # They may act across all heads, and forbid sharding unless a probe shows that they act before or after the heads.
     doubts: tuple[Problem, ...] = ()
 
 
@@ -220,8 +215,10 @@ def _with_output(
 
 def _heads(context: Context, projections: Projections) -> Heads | Problem:
     """Return the heads if they match the shapes and divide over the ranks."""
-    declared = declared_heads(list(context.chain(projections.holder)))
-    where, num_heads = projections.scope, declared.num_heads
+    # The attention module, then its ancestors, innermost first, each with its config.
+    where, places = projections.scope, places_of(context.chain(projections.holder))
+    num_heads = first_declared(places, NUM_HEADS) or first_declared(places[:1], ("h",))
+    declared_dim = first_declared(places[:2], HEAD_DIM)
     if num_heads is None:
         reason = "no attribute or config gives the number of heads"
         hint = f"give the module one of the attributes {', '.join(NUM_HEADS[:4])}"
@@ -241,8 +238,8 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
     # k and v need full heads, shared by equally many query heads
     elif kv_width <= 0 or kv_width % head_dim or num_heads % (kv_width // head_dim):
         wrong = f"k and v have {kv_width} channels each, a head has {head_dim}"
-    elif declared.head_dim is not None and declared.head_dim != head_dim:
-        wrong = f"a head has {head_dim} channels, {declared.head_dim} are declared"
+    elif declared_dim is not None and declared_dim != head_dim:
+        wrong = f"a head has {head_dim} channels, {declared_dim} are declared"
     if wrong:
         hint = "not a known form of multi-head attention; write its rules by hand"
         return Problem("heads-not-recognised", where, found=f"{num_heads} heads are declared, but {wrong}", hint=hint)
@@ -352,14 +349,9 @@ def evidence_of(
 ) -> Evidence | Problem:
     """Return the evidence for sharding, from knowledge, probing or names, or the problem.
 
-    Args:
-        context: the model.
-        region: the linears.
-        slices: each column linear and, for each rank, the indices of its output channels.
-        known: evidence of the arrangement; a library's needs no probe.
-        doubts: parameters that forbid sharding where the forward was not probed.
-        head_dim: channels of an attention head.
-        inside: doubts that a probe does not clear if they act between columns and row, by name within the scope.
+    ``slices`` has each column linear and, for each rank, the indices of its output channels. A library's arrangement,
+    if ``known``, needs no probe. ``doubts`` forbid sharding where the forward was not probed; a probe does not clear
+    those ``inside``, by name within the scope, that act between columns and row.
     """
     scope, row = region.scope, region.row
     reason = "it was not probed"

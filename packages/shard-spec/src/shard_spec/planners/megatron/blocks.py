@@ -19,14 +19,8 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron.linear import LinearView
 
-POSITION_WORDS = (
-    "pos",
-    "wpe",
-    "token_type",
-    "segment",
-    "relative",
-    "bucket",
-)  # in names of tables without a vocabulary
+# In names of tables without a vocabulary.
+POSITION_WORDS = ("pos", "wpe", "token_type", "segment", "relative", "bucket")
 
 
 class TPBlockKind(StrEnum):
@@ -64,30 +58,18 @@ class Cut:
 
 @dataclass(frozen=True)
 class TPBlock:
-    """A region with its columns and rows.
-
-    Attributes:
-        kind: kind of block.
-        name: FQN of the smallest module around all of it.
-        columns: weights and biases of the linears before the region.
-        rows: weights of the linears after the region; their outputs are summed.
-        inner: parameters inside the region, sharded with it (one entry per head or channel).
-        replicated: replicated parameters inside the region. Each rank computes its slice's share of their gradient:
-            the executor of the plan has to sum it over the axis.
-        row_biases: biases added once, after the sum.
-        num_pieces: number of equal units to distribute (heads, channels, rows of the vocabulary).
-        evidence: reason to believe that the sharding is right.
-    """
+    """A region with its columns and rows."""
 
     kind: TPBlockKind
-    name: str
-    columns: tuple[Cut, ...]
-    rows: tuple[Cut, ...]
-    inner: tuple[Cut, ...] = ()
+    name: str  # FQN of the smallest module around all of it
+    columns: tuple[Cut, ...]  # weights and biases of the linears before the region
+    rows: tuple[Cut, ...]  # weights of the linears after the region; their outputs are summed
+    inner: tuple[Cut, ...] = ()  # parameters inside, sharded with it (one entry per head or channel)
+    # Inside: each rank computes its slice's share of their gradient, which the executor of the plan has to sum.
     replicated: tuple[str, ...] = ()
-    row_biases: tuple[str, ...] = ()
-    num_pieces: int = 1
-    evidence: Evidence = Evidence.LIBRARY
+    row_biases: tuple[str, ...] = ()  # added once, after the sum
+    num_pieces: int = 1  # equal units to distribute (heads, channels, rows of the vocabulary)
+    evidence: Evidence = Evidence.LIBRARY  # reason to believe that the sharding is right
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -97,17 +79,11 @@ class TPBlock:
 
 @dataclass(frozen=True)
 class Found:
-    """Finding of one recogniser at one place: a unit, or the reason for replication, and remarks.
+    """Finding of one recogniser at one place: a unit, or the reason for replication, and remarks."""
 
-    Attributes:
-        unit: the unit, if it may be sharded.
-        left_whole: FQNs of recognised parameters that stay replicated, with the reason as a `Problem`.
-        notes: remarks besides refusals.
-    """
-
-    unit: TPBlock | None = None
-    left_whole: tuple[tuple[str, Problem], ...] = ()
-    notes: tuple[Problem, ...] = ()
+    unit: TPBlock | None = None  # if it may be sharded
+    left_whole: tuple[tuple[str, Problem], ...] = ()  # FQNs of recognised parameters that stay replicated
+    notes: tuple[Problem, ...] = ()  # remarks besides refusals
 
 
 @dataclass(frozen=True, eq=False)

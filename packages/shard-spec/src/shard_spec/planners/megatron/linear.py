@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from torch import nn
 
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_q_heads")
-NUM_KV_HEADS = (
-    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_head_kv", "kv_heads", "num_query_groups"),
-)
 HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_kv", "head_size")
 VOCAB_SIZE = ("vocab_size", "n_vocab", "vocabulary_size", "num_embeddings")
 
@@ -22,23 +19,14 @@ def words(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True, eq=False)
 class LinearView:
-    """A linear layer ``y = x W + b``, with the orientation of its weight.
+    """A linear layer ``y = x W + b``, with the orientation of its weight."""
 
-    Attributes:
-        name: FQN of the module.
-        module: the module.
-        out_features: size of the last dimension of its output.
-        in_features: size of the last dimension of its input.
-        out_dim: weight dimension of the outputs: 0 in ``nn.Linear``, 1 in the ``Conv1D`` of GPT-2.
-        in_dim: weight dimension of the inputs.
-    """
-
-    name: str
+    name: str  # FQN of the module
     module: nn.Module
-    out_features: int
-    in_features: int
-    out_dim: int
-    in_dim: int
+    out_features: int  # size of the last dimension of its output
+    in_features: int  # size of the last dimension of its input
+    out_dim: int  # weight dimension of the outputs: 0 in ``nn.Linear``, 1 in the ``Conv1D`` of GPT-2
+    in_dim: int  # weight dimension of the inputs
 
     @property
     def weight_name(self) -> str:
@@ -99,29 +87,6 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-
-@dataclass(frozen=True)
-class DeclaredHeads:
-    """Declared counts; ``None`` if no module or config declares one."""
-
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-
-
-def declared_heads(chain: Sequence[nn.Module]) -> DeclaredHeads:
-    """Read the attention module, then its ancestors, innermost first, each with its config.
-
-    Args:
-        chain: the attention module, its parent, and so on up to the root.
-    """
-    places = places_of(chain)
-    return DeclaredHeads(
-        num_heads=first_declared(places, NUM_HEADS) or first_declared(places[:1], ("h",)),
-        num_kv_heads=first_declared(places, NUM_KV_HEADS),
-        head_dim=first_declared(places[:2], HEAD_DIM),
-    )
 
 
 def declared_vocab_sizes(modules: Iterable[nn.Module]) -> set[int]:

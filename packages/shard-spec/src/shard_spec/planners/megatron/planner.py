@@ -185,10 +185,8 @@ class MegatronPlanner(LayoutPlanner):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             owner = first.setdefault(id(parameter), name)
             if name in layouts and by_first_name.setdefault(owner, layouts[name]) != layouts[name]:
-                reason, hint = (
-                    f"{owner} -> {by_first_name[owner]}, {name} -> {layouts[name]}",
-                    "untie them or write the rule by hand",
-                )
+                reason = f"{owner} -> {by_first_name[owner]}, {name} -> {layouts[name]}"
+                hint = "untie them or write the rule by hand"
                 problems.append(Problem("tied-weights", name, found=reason, hint=hint))
         raise_problems(problems)
         notes = (*analysis.left_whole.values(), *analysis.notes)
