@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
-from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, local_of
+from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, is_transformed, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.redistribute import TPGroup, as_dtensor, refuse_transforms
 from tp_styles.values import ParameterSpec, Split, StyleSpec
@@ -210,7 +210,8 @@ def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None
     else for the attribute. All DTensors with gradients take one autograd node together.
     """
     parameters: list[torch.Tensor | None] = []
-    any_dtensor = False
+    learning: dict[int, DTensor] = {}
+    in_graph, with_gradients = is_compiling(), torch.is_grad_enabled()
     own = module._parameters
     for name in names:
         parameter: torch.Tensor | None = own.get(name)
@@ -218,31 +219,21 @@ def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None
             refuse_computed(module, name)
             parameter = getattr(module, name, None)
         # The exact type first: isinstance on a class with a metaclass, like a tensor's, is slow.
-        any_dtensor = any_dtensor or (type(parameter) is not ShardParameter and isinstance(parameter, DTensor))
+        if type(parameter) is not ShardParameter and isinstance(parameter, DTensor):
+            if in_graph:
+                parameter = parameter.to_local()  # traced, with its own backward
+            elif with_gradients and parameter.requires_grad:
+                learning[len(parameters)] = parameter
+            else:
+                parameter = local_of(parameter)  # no gradient: no autograd node
         parameters.append(parameter)
-    if any_dtensor:
-        _unwrap(parameters)
-    return parameters
-
-
-def _unwrap(parameters: list[torch.Tensor | None]) -> None:
-    """Replace DTensors by their local tensors."""
-    in_graph, with_gradients = is_compiling(), torch.is_grad_enabled()
-    learning = {}
-    for index, parameter in enumerate(parameters):
-        if not isinstance(parameter, DTensor):
-            continue
-        if in_graph:
-            parameters[index] = parameter.to_local()  # traced, with its own backward
-        elif with_gradients and parameter.requires_grad:
-            learning[index] = parameter
-        else:
-            parameters[index] = local_of(parameter)  # no gradient: no autograd node
     if learning:
-        refuse_transforms("a styled module")
+        if is_transformed():
+            refuse_transforms("a styled module")
         locals = _Local.apply(*learning.values())  # type: ignore[no-untyped-call]  # torch's Function
         for index, local in zip(learning, locals, strict=True):
             parameters[index] = local
+    return parameters
 
 
 def refuse_computed(module: nn.Module, name: str) -> None:
@@ -274,11 +265,15 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        pairs = [(None if g is None else g.contiguous(), spec) for g, spec in zip(gradients, ctx.specs, strict=True)]
+        pairs = zip(gradients, ctx.specs, strict=True)
         if not torch.is_grad_enabled():
-            return tuple([None if g is None else gradient_like(g, spec) for g, spec in pairs])
-        # create_graph=True: a second derivative goes through the wrapper
-        return tuple([g if g is None else as_dtensor(g, s.mesh, s.placements, s.shape, s.stride) for g, s in pairs])
+            return tuple([g if g is None else gradient_like(g.contiguous(), spec) for g, spec in pairs])
+        return tuple(  # create_graph=True: a second derivative goes through the wrapper
+            [
+                None if g is None else as_dtensor(g.contiguous(), s.mesh, s.placements, s.shape, s.stride)
+                for g, s in pairs
+            ]
+        )
 
 
 # ---------------------------------------------------------------------------------------------- putting together

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,18 +39,15 @@ class TPGroup:
         self.mesh = mesh
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
-        self._group: dist.ProcessGroup | None = None
 
-    @property
+    @cached_property
     def group(self) -> dist.ProcessGroup:
         """The process group of the axis."""
-        if self._group is None:  # first use, also after a copy or a pickle
-            self._group = self.mesh.get_group()
-        return self._group
+        return self.mesh.get_group()  # first use, also after a pickle
 
     # Process groups can be neither copied nor pickled; the mesh can, and finds its groups again.
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_group": None}
+        return {key: value for key, value in vars(self).items() if key != "group"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPGroup:
         return self  # copies of a model share it
@@ -203,9 +201,12 @@ class Redistribute:
             transfer = self._transfers[x.dim()] = self.flow.transfer(x.dim())
         if transfer.forward.op == "none" and (transfer.backward.op == "none" or not x.requires_grad):
             return x  # nothing moves in either pass
-        if is_compiling() or (x.requires_grad and torch.is_grad_enabled()) or is_transformed():
+        in_graph = is_compiling()
+        if not in_graph and is_transformed():
             refuse_transforms(self.name)
-            return _moved(x, transfer, self, inplace_ok=self.inplace_ok)
+        if in_graph or (x.requires_grad and torch.is_grad_enabled()):
+            moved: torch.Tensor = _Moved.apply(x, transfer, self, None)  # type: ignore[no-untyped-call]  # torch's
+            return moved
         return self.run(transfer.forward, x, {}, in_place=self.inplace_ok)
 
     def redistributed(self, x: DTensor) -> DTensor:
@@ -375,36 +376,30 @@ def refuse_transforms(name: str) -> None:
         raise StyleInputError(problem)
 
 
-def _moved(
-    x: torch.Tensor, transfer: Transfer, move: Redistribute, *, inplace_ok: bool, known: dict[int, Sizes] | None = None
-) -> torch.Tensor:
-    moved: torch.Tensor = _Moved.apply(x, transfer, move, inplace_ok, known)  # type: ignore[no-untyped-call]  # torch's
-    return moved
-
-
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, transfer: Transfer, move: Redistribute, inplace_ok: bool, known: Any
+        ctx: Any, x: torch.Tensor, transfer: Transfer, move: Redistribute, known: dict[int, Sizes] | None
     ) -> torch.Tensor:
         sizes: dict[int, Sizes] = dict(known or {})
         ctx.transfer, ctx.move, ctx.sizes = transfer, move, sizes
         if transfer.forward.op == "none":
             return x.view_as(x)  # only backward communicates
-        moved = move.run(transfer.forward, x, sizes, in_place=inplace_ok)
+        # A gradient that is moved again, with known sizes, is not ours to write to.
+        moved = move.run(transfer.forward, x, sizes, in_place=move.inplace_ok and known is None)
         if moved is x:  # reduced in place
             ctx.mark_dirty(x)
         return moved
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if isinstance(ctx.move, BlockInput) and not is_compiling():  # a checkpoint of one layer has brought it in again
             ctx.move.source = ctx.move.entered = None
         # Recorded (`create_graph=True`): the two steps are each other's transpose, and none works in place.
         if torch.is_grad_enabled() and not is_compiling():
             again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
-            return _moved(gradient, again, ctx.move, inplace_ok=False, known=ctx.sizes), None, None, None, None
-        return ctx.move.run(ctx.transfer.backward, gradient, dict(ctx.sizes)), None, None, None, None
+            return _Moved.apply(gradient, again, ctx.move, ctx.sizes), None, None, None  # type: ignore[no-untyped-call]
+        return ctx.move.run(ctx.transfer.backward, gradient, dict(ctx.sizes)), None, None, None
 
 
 def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
