@@ -22,14 +22,11 @@ from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
 from dp_partition.mesh import num_replicas, replica_group_name, shard_group, shard_rank
 from dp_partition.passes.bucketing import bucket_and_schedule
-from dp_partition.passes.decompose import decompose, remove_tags
 from dp_partition.passes.insert_collectives import Inserter, erase_tags
-from dp_partition.passes.local_shapes import local_inputs
 from dp_partition.passes.microbatch import repeat_for_microbatches
-from dp_partition.passes.moves import Mover
-from dp_partition.passes.normalize import make_contiguous_for_fused, normalize
-from dp_partition.passes.reshard_after_forward import reshard_after_forward
-from dp_partition.passes.zero import update_own_rows
+from dp_partition.passes.moves import Mover, local_inputs
+from dp_partition.passes.normalize import decompose, make_contiguous_for_fused, normalize, remove_tags
+from dp_partition.passes.save_memory import reshard_after_forward, update_own_rows
 from dp_partition.plan.placements import NodeType, RankLocal
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.plan.settings import CommConfig, Settings

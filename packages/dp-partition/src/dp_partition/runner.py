@@ -20,8 +20,7 @@ from dp_partition.backends.inductor import check_inductor, lower
 from dp_partition.capture.arguments import CallArguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
-from dp_partition.capture.python_state import PythonState
-from dp_partition.capture.reach import Reach
+from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves
 from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule

@@ -25,8 +25,8 @@ from dp_partition.ops import arguments, is_collective, is_op, is_wait, mutated_i
 from dp_partition.pipeline import build_program
 from dp_partition.plan.plan import TensorInfo, plan_placements
 from dp_partition.plan.settings import CommConfig, Settings
-from dp_partition.sharding.op_rules import table
-from dp_partition.sharding.op_rules.table import move_cost as weigh
+from dp_partition.sharding import rule_table
+from dp_partition.sharding.rule_table import move_cost as weigh
 from torch import fx, nn
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
@@ -156,7 +156,7 @@ def test_a_list_of_tensors_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> N
         weighed.append(args)
         return weigh(*args)
 
-    monkeypatch.setattr(table, "move_cost", counting)
+    monkeypatch.setattr(rule_table, "move_cost", counting)
     counts = []
     for layers in (3, 6, 12):
         weighed.clear()

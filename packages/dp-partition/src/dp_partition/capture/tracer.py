@@ -36,8 +36,7 @@ from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorde
 from dp_partition.capture.lengths import Sizes, use_first_sizes
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Returned, collect_outputs
-from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
-from dp_partition.capture.random_replay import RandomReplay
+from dp_partition.capture.phases import TAG_GRAD, Phases, RandomReplay, gradients_tagging, mark_phases
 from dp_partition.capture.state import StepState, keyless_state
 
 

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from dp_partition.plan.placements import NodeType, PlacementSpec
-from dp_partition.sharding.op_rules.table import OutputPlacement
 from dp_partition.sharding.propagate import StoragePlacements, propagate
+from dp_partition.sharding.rule_table import OutputPlacement
 
 NO_BATCH = -1
 REDUCED = -2

@@ -14,10 +14,8 @@ from torch.fx import GraphModule
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, pytree
 from dp_partition.capture.node_meta import meta_of
-from dp_partition.passes.decompose import decompose, remove_tags
-from dp_partition.passes.local_shapes import local_inputs, record_local_values
-from dp_partition.passes.moves import Mover
-from dp_partition.passes.normalize import eliminate_dead, erase_profiler, merge_aliases
+from dp_partition.passes.moves import Mover, local_inputs, record_local_values
+from dp_partition.passes.normalize import decompose, eliminate_dead, erase_profiler, merge_aliases, remove_tags
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import (
     DataParallelStrategy,
@@ -31,8 +29,8 @@ from dp_partition.plan.placements import (
 )
 from dp_partition.plan.settings import CommConfig
 from dp_partition.runtime.state import local_tensor
-from dp_partition.sharding.op_rules.table import OutputPlacement
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate
+from dp_partition.sharding.rule_table import OutputPlacement
 
 
 def partition_data_parallel(

@@ -21,7 +21,7 @@ from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import aten, base_of, is_random, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
-from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
+from dp_partition.passes.save_memory import OWN_ROWS, SHARE_ROWS
 from dp_partition.plan.placements import NodeType, RankLocal, local_shape
 from dp_partition.sharding.propagate import NodePlan, gradient_name, is_gradient
 

@@ -1,8 +1,9 @@
-"""Write moves between placements into a graph, as functional collectives.
+"""A rank's own part of a graph: moves between placements as functional collectives, and its local shapes.
 
 A mover builds for one rank: slices of uneven shards differ between ranks, the sequence of collectives does
 not. Shards follow ``torch.chunk``: equal chunks of ``ceil(n / world)``, the last ones smaller or empty. Uneven
 tensors are padded to ``world`` equal chunks for communication; the padding is the tail of the result and is removed.
+Local values come from a run of the rank's graph on fake tensors.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from dp_partition._torch_compat import collectives
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import FakeTensorMode, collectives
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.ops import aten
-from dp_partition.plan.placements import NodeType, chunk_bounds
+from dp_partition.plan.placements import NodeType, chunk_bounds, local_shape
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # over dim 0, the ranks
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -160,3 +162,44 @@ class Mover:
         """Replicated -> shard: no communication, a view."""
         start, end = chunk_bounds(shape[dim], self.world, self.rank)
         return self.call(aten.slice.Tensor, node, dim, start, end)
+
+
+class _Recorder(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:400]
+            hint = "this is a defect of dp-partition's rule for the operator"
+            raise PlanError(Problem("shape-mismatch", f"node {n.name} ({n.target})", found=text, hint=hint)) from error
+        n.meta["val"] = value
+        n.meta.pop("tensor_meta", None)  # of the global value
+        return value
+
+
+def record_local_values(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
+    """Fill ``meta["val"]`` of every node from fake local inputs.
+
+    Raises:
+        PlanError: An operator does not accept its local inputs (code ``shape-mismatch``).
+    """
+    with mode, torch.no_grad():
+        _Recorder(module, garbage_collect_values=True).run(*inputs)
+
+
+def local_inputs(
+    graph: fx.Graph, placements: list[Placement], mode: FakeTensorMode, world: int, rank: int
+) -> list[Any]:
+    """Return a fake local tensor for every placeholder, in order; other values unchanged."""
+    fakes: list[Any] = []
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    with mode:
+        for node, placement in zip(nodes, placements, strict=True):
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor):
+                fakes.append(0.5 if value is None else value)  # a hyperparameter: any float
+                continue
+            shape = local_shape(tuple(value.shape), placement, world, rank)
+            stride = value.stride() if shape == tuple(value.shape) else torch.empty(shape, device="meta").stride()
+            fakes.append(torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device))
+    return fakes

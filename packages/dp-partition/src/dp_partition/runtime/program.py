@@ -19,7 +19,7 @@ from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.tracer import Capture
 from dp_partition.mesh import shard_group
 from dp_partition.ops import is_collective, is_wait
-from dp_partition.passes.local_shapes import record_local_values
+from dp_partition.passes.moves import record_local_values
 
 
 @dataclass

@@ -28,7 +28,7 @@ from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import is_op, is_random, mutated_inputs, root_of, viewed_input
 from dp_partition.plan.placements import NodeType, RankLocal, describe
 from dp_partition.sharding.op_rules import find_rule
-from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
+from dp_partition.sharding.rule_table import Call, Candidate, OutputPlacement, R, cheapest
 
 AVG = Partial("avg")
 
