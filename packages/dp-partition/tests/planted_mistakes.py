@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from dp_partition import runner
 from dp_partition._torch_compat import pytree
 from dp_partition.api import runner_of
-from dp_partition.capture import arguments, fingerprint, hyperparameters
-from dp_partition.ops import aten, is_collective, is_op, is_wait, mutated_inputs
+from dp_partition.capture import fingerprint, inputs
+from dp_partition.nodes import aten, is_collective, is_op, is_wait, mutated_inputs
 from dp_partition.sharding import op_rules
 from dp_partition.sharding.rule_table import R
 from torch import fx, nn
@@ -174,7 +174,7 @@ MENDED: dict[str, Cause] = {
     "1 batch object": Cause(
         lambda: of_object,
         lambda: _all(
-            patch.object(arguments, "_open_leaves", lambda name, leaves, spec: pytree.tree_unflatten(leaves, spec)),
+            patch.object(inputs, "_open_leaves", lambda name, leaves, spec: pytree.tree_unflatten(leaves, spec)),
             patch.object(fingerprint, "leaf_key", lambda leaf, marked: 0),
         ),
         batch=lambda x, y: (Batch(x, y),),
@@ -197,7 +197,7 @@ MENDED: dict[str, Cause] = {
     ),
     "6 optimizer hook": Cause(
         lambda: plain,
-        lambda: patch.object(hyperparameters, "optimizer_attributes", lambda optimizer: ()),
+        lambda: patch.object(inputs, "optimizer_attributes", lambda optimizer: ()),
         between=_halve_after_steps,
     ),
     "7 ambient autocast": Cause(

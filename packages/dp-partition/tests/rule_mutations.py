@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import dp_partition as dp
 import torch
-from dp_partition.ops import base_name
+from dp_partition.nodes import base_name
 from dp_partition.passes import insert_collectives as insert
 from dp_partition.sharding import propagate
 from dp_partition.sharding.op_rules import find_rule

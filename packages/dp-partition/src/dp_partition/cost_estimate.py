@@ -20,7 +20,7 @@ from dp_partition.analysis.comms import Message, explain_messages, explain_sums,
 from dp_partition.analysis.memory import KINDS, Memory, bytes_by_kind, live_memory
 from dp_partition.api import compile as compile_step
 from dp_partition.api import runner_of
-from dp_partition.capture.arguments import read_arguments
+from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import check_traceable, find_step_state
 from dp_partition.check.copying import check_bytes
 from dp_partition.mesh import fake_mesh, shard_rank, shard_world

@@ -16,11 +16,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.capture.arguments import CallArguments
-from dp_partition.capture.node_meta import kind_of, meta_of
+from dp_partition.capture.inputs import CallArguments
 from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
 from dp_partition.mesh import num_replicas, replica_group_name, shard_group, shard_rank
+from dp_partition.nodes import kind_of, meta_of
 from dp_partition.passes.bucketing import bucket_and_schedule
 from dp_partition.passes.insert_collectives import Inserter, erase_tags
 from dp_partition.passes.microbatch import repeat_for_microbatches

@@ -17,9 +17,8 @@ from dp_partition._shared.consensus import all_gather_objects, capture_errors, r
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree, without_autocast
 from dp_partition.backends.inductor import check_inductor, lower
-from dp_partition.capture.arguments import CallArguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
-from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
+from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, read_arguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves
 from dp_partition.capture.tracer import asks_for_values, trace_problem

@@ -11,7 +11,7 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_matrix_models import Contrast, value_step
-from dp_partition.capture.arguments import read_arguments
+from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
 from dp_partition.pipeline import build_program

@@ -11,9 +11,8 @@ from torch import fx
 
 from dp_partition._shared.page import human_bytes
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.node_meta import kind_of, meta_of, phases_of
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.ops import is_collective, is_op, is_wait, value_of
+from dp_partition.nodes import is_collective, is_op, is_wait, kind_of, meta_of, phases_of, value_of
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 

@@ -17,8 +17,7 @@ from torch import fx
 
 from dp_partition._torch_compat import collectives, storage_key
 from dp_partition.analysis.comms import name_of, num_bytes, tensors_of, wait_positions
-from dp_partition.capture.node_meta import kind_of, meta_of
-from dp_partition.ops import aten, is_collective, is_wait
+from dp_partition.nodes import aten, is_collective, is_wait, kind_of, meta_of
 from dp_partition.plan.placements import NodeType
 
 KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered", "gradients", "collectives", "update")

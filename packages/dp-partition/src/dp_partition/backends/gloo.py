@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dp_partition._torch_compat import collectives
-from dp_partition.ops import is_wait
+from dp_partition.nodes import is_wait
 from dp_partition.passes.moves import REDUCTIONS
 
 

@@ -18,8 +18,7 @@ from torch.fx.passes.split_module import split_module
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import inductor_compile, inductor_problem
-from dp_partition.capture.node_meta import kind_of, meta_of
-from dp_partition.ops import base_name, is_collective, is_op, is_random, is_wait
+from dp_partition.nodes import base_name, is_collective, is_op, is_random, is_wait, kind_of, meta_of
 
 LEAST = 2  # operators that a piece computes with; a smaller one is not worth compiling
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from dp_partition._shared.execution_check import is_random
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import TorchDispatchMode, current_trace_nodes, is_in_backward
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.nodes import meta_of
 
 
 @dataclass

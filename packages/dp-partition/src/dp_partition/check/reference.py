@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dp_partition._torch_compat import FakeTensor, pytree
 from dp_partition.capture.fingerprint import ById, FunctionReads
-from dp_partition.capture.hyperparameters import states_by_id
+from dp_partition.capture.inputs import states_by_id
 from dp_partition.capture.state import StepState, choose_foreach, index_tensors
 from dp_partition.check.copying import Copier, Transform
 from dp_partition.check.gradients import (

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, pytree
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.nodes import meta_of
 from dp_partition.passes.moves import Mover, local_inputs, record_local_values
 from dp_partition.passes.normalize import decompose, eliminate_dead, erase_profiler, merge_aliases, remove_tags
 from dp_partition.pipeline import partition_for_rank

@@ -18,9 +18,8 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dp_partition._torch_compat import collectives
-from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.ops import aten, erase_chain, mutated_inputs, root_of
+from dp_partition.nodes import aten, copy_notes, erase_chain, meta_of, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
 from dp_partition.plan.placements import NodeType, chunk_bounds
 from dp_partition.plan.settings import CommConfig

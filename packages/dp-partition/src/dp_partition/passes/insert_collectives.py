@@ -17,9 +17,8 @@ from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.ops import aten, base_of, is_random, mutated_inputs, root_of
+from dp_partition.nodes import aten, base_of, copy_notes, is_random, meta_of, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
 from dp_partition.passes.save_memory import OWN_ROWS, SHARE_ROWS
 from dp_partition.plan.placements import NodeType, RankLocal, local_shape

@@ -12,10 +12,9 @@ import torch
 from torch import fx
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
-from dp_partition.ops import aten, base_of, substitution
+from dp_partition.nodes import aten, base_of, kind_of, meta_of, substitution
 from dp_partition.sharding.propagate import gradient_name
 
 

@@ -18,8 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensorMode, collectives
-from dp_partition.capture.node_meta import meta_of
-from dp_partition.ops import aten
+from dp_partition.nodes import aten, meta_of
 from dp_partition.plan.placements import NodeType, chunk_bounds, local_shape
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # over dim 0, the ranks

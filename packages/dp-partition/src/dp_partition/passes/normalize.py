@@ -16,18 +16,20 @@ from torch import fx
 from torch.fx import GraphModule
 
 from dp_partition._torch_compat import FakeTensorMode, decomposition_of, make_fx, pytree
-from dp_partition.capture.hyperparameters import FUSED_ARGUMENTS, Hyperparameter
-from dp_partition.capture.node_meta import copy_notes, kind_of, meta_of
+from dp_partition.capture.inputs import FUSED_ARGUMENTS, Hyperparameter
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
-from dp_partition.ops import (
+from dp_partition.nodes import (
     arguments,
     aten,
     base_name,
+    copy_notes,
     has_effect,
     is_op,
     is_random,
     is_tensor,
+    kind_of,
+    meta_of,
     mutated_inputs,
     place_of,
     set_argument,

@@ -18,9 +18,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Shard
 
-from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import library
-from dp_partition.ops import aten, base_of, mutated_inputs, substitution, viewed_input
+from dp_partition.nodes import aten, base_of, kind_of, meta_of, mutated_inputs, substitution, viewed_input
 from dp_partition.sharding.propagate import is_gradient
 
 library.define("own_rows(Tensor(a) self) -> Tensor(a)")

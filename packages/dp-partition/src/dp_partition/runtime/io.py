@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers, states_by_id
+from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.mesh import on_mesh
 from dp_partition.runtime.program import Program

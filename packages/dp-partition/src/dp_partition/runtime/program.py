@@ -15,10 +15,9 @@ from dp_partition._torch_compat import failed_node, is_gloo, pytree
 from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
 from dp_partition.backends.inductor import Lowered
 from dp_partition.capture.fakes import Input
-from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.tracer import Capture
 from dp_partition.mesh import shard_group
-from dp_partition.ops import is_collective, is_wait
+from dp_partition.nodes import is_collective, is_wait, meta_of
 from dp_partition.passes.moves import record_local_values
 
 

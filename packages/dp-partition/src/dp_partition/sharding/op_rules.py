@@ -10,8 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from dp_partition.capture.node_meta import meta_of
-from dp_partition.ops import arguments, base_name, nodes_in
+from dp_partition.nodes import arguments, base_name, meta_of, nodes_in
 from dp_partition.sharding.rule_table import RULES, SUM, Call, Candidate, OutputPlacement, R, Rule, cheapest, rule
 
 
