@@ -28,8 +28,7 @@ from dp_partition.passes.moves import Mover, local_inputs
 from dp_partition.passes.normalize import decompose, make_contiguous_for_fused, normalize, remove_tags
 from dp_partition.passes.save_memory import reshard_after_forward, update_own_rows
 from dp_partition.plan.placements import NodeType, RankLocal
-from dp_partition.plan.plan import PartitionPlan
-from dp_partition.plan.settings import CommConfig, Settings
+from dp_partition.plan.plan import CommConfig, PartitionPlan, Settings
 from dp_partition.runtime.program import Program
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, gradient_name, is_gradient, propagate
 

@@ -6,7 +6,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.plan.settings import Style
+from dp_partition.plan.plan import Style
 from ranktest import Ranks, functions_entered
 
 

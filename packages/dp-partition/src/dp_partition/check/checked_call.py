@@ -42,8 +42,7 @@ from dp_partition.check.verdict import INTEGERS, Difference, differences, measur
 from dp_partition.mesh import all_groups
 from dp_partition.nodes import meta_of
 from dp_partition.runtime.program import Program
-from dp_partition.runtime.rollback import Snapshot, live_tensors
-from dp_partition.runtime.state import Binding, local_tensor
+from dp_partition.runtime.state import Binding, Snapshot, live_tensors, local_tensor
 
 if TYPE_CHECKING:
     from dp_partition.runner import Runner

@@ -30,9 +30,8 @@ from dp_partition.check.gradients import (
 )
 from dp_partition.mesh import shard_group, shard_world
 from dp_partition.plan.placements import chunk_bounds
-from dp_partition.plan.settings import Settings
-from dp_partition.runtime.rollback import live_tensors, state_name
-from dp_partition.runtime.state import Binding, full_tensor, local_tensor
+from dp_partition.plan.plan import Settings
+from dp_partition.runtime.state import Binding, full_tensor, live_tensors, local_tensor, state_name
 
 
 @dataclass

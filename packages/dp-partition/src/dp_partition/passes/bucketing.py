@@ -22,7 +22,7 @@ from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.nodes import aten, copy_notes, erase_chain, meta_of, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
 from dp_partition.plan.placements import NodeType, chunk_bounds
-from dp_partition.plan.settings import CommConfig
+from dp_partition.plan.plan import CommConfig
 from dp_partition.sharding.propagate import is_gradient
 
 

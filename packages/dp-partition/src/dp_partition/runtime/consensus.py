@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition._shared.consensus import assert_consistent, capture_errors
 from dp_partition._torch_compat import default_store
-from dp_partition.analysis.comms import carried_names
+from dp_partition.analysis import carried_names
 from dp_partition.mesh import all_groups
 from dp_partition.nodes import is_collective
 
