@@ -17,9 +17,9 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
-from dp_partition.check.verdict import first_difference
+from dp_partition.check.reference import first_difference
 from dp_partition.nodes import is_op, is_random, kind_of, meta_of, mutated_inputs, viewed_input
-from dp_partition.passes.moves import REDUCTIONS, Mover
+from dp_partition.passes.insert_collectives import REDUCTIONS, Mover
 from dp_partition.passes.save_memory import OWN_ROWS, SHARE_ROWS
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import RankLocal, chunk_bounds, describe

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from dp_partition.capture.phases import gradients_tagging as gradients_tagging
     from dp_partition.cost_estimate import Estimate as Estimate
     from dp_partition.cost_estimate import estimate as estimate
-    from dp_partition.legacy.graph_interface import BatchDimAnalyzer as BatchDimAnalyzer
-    from dp_partition.legacy.graph_interface import build_data_parallel_strategies as build_data_parallel_strategies
-    from dp_partition.legacy.graph_interface import mark_data_parallel_shardings as mark_data_parallel_shardings
-    from dp_partition.legacy.graph_interface import partition_data_parallel as partition_data_parallel
-    from dp_partition.legacy.graph_interface import partitioner as partitioner
+    from dp_partition.legacy import BatchDimAnalyzer as BatchDimAnalyzer
+    from dp_partition.legacy import build_data_parallel_strategies as build_data_parallel_strategies
+    from dp_partition.legacy import mark_data_parallel_shardings as mark_data_parallel_shardings
+    from dp_partition.legacy import partition_data_parallel as partition_data_parallel
+    from dp_partition.legacy import partitioner as partitioner
     from dp_partition.plan.placements import DataParallelStrategy as DataParallelStrategy
     from dp_partition.plan.placements import DataParallelStyle as DataParallelStyle
     from dp_partition.plan.placements import NodeType as NodeType
@@ -66,7 +66,7 @@ _HOMES = {
     "plan.plan": "Batch PartitionPlan",
     "plan.placements": "DataParallelStyle NodeType PlacementSpec PlacementStrategy DataParallelStrategy TupleStrategy",
     "capture.phases": "gradients_tagging",
-    "legacy.graph_interface": "build_data_parallel_strategies mark_data_parallel_shardings partitioner "
+    "legacy": "build_data_parallel_strategies mark_data_parallel_shardings partitioner "
     "partition_data_parallel BatchDimAnalyzer",
     "cost_estimate": "estimate Estimate",
     "runtime.state": "StepInterrupted",

@@ -25,7 +25,7 @@ from torch.fx.passes.split_module import split_module
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import collectives, inductor_compile, inductor_problem
 from dp_partition.nodes import base_name, is_collective, is_op, is_random, is_wait, kind_of, meta_of
-from dp_partition.passes.moves import REDUCTIONS
+from dp_partition.passes.insert_collectives import REDUCTIONS
 
 
 def reduce_scatter_as_all_to_all(graph: fx.Graph) -> None:

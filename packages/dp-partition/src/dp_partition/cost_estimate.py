@@ -31,8 +31,7 @@ from dp_partition.api import runner_of
 from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import check_traceable, find_step_state
 from dp_partition.check.copying import check_bytes
-from dp_partition.mesh import fake_mesh, shard_rank, shard_world
-from dp_partition.plan.placements import DataParallelStyle
+from dp_partition.plan.placements import DataParallelStyle, fake_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan, Style
 
 FORMAT = 1

@@ -19,15 +19,12 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.inputs import CallArguments
 from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
-from dp_partition.mesh import num_replicas, replica_group_name, shard_group, shard_rank
 from dp_partition.nodes import kind_of, meta_of
 from dp_partition.passes.bucketing import bucket_and_schedule
-from dp_partition.passes.insert_collectives import Inserter, erase_tags
-from dp_partition.passes.microbatch import repeat_for_microbatches
-from dp_partition.passes.moves import Mover, local_inputs
+from dp_partition.passes.insert_collectives import Inserter, Mover, erase_tags, local_inputs
 from dp_partition.passes.normalize import decompose, make_contiguous_for_fused, normalize, remove_tags
-from dp_partition.passes.save_memory import reshard_after_forward, update_own_rows
-from dp_partition.plan.placements import NodeType, RankLocal
+from dp_partition.passes.save_memory import repeat_for_microbatches, reshard_after_forward, update_own_rows
+from dp_partition.plan.placements import NodeType, RankLocal, num_replicas, replica_group_name, shard_group, shard_rank
 from dp_partition.plan.plan import CommConfig, PartitionPlan, Settings
 from dp_partition.runtime.program import Program
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, gradient_name, is_gradient, propagate

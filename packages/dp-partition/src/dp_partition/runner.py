@@ -24,9 +24,8 @@ from dp_partition.capture.state import StepState, check_traceable, find_step_sta
 from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule
 from dp_partition.eager.step import EagerStep
-from dp_partition.mesh import num_replicas, shard_world
 from dp_partition.pipeline import build_program
-from dp_partition.plan.placements import DataParallelStyle
+from dp_partition.plan.placements import DataParallelStyle, num_replicas, shard_world
 from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo, plan_placements
 from dp_partition.runtime.consensus import (
     agree_on,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from dp_partition._torch_compat import collectives
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.nodes import aten, copy_notes, erase_chain, meta_of, mutated_inputs, root_of
-from dp_partition.passes.moves import Move, Mover
+from dp_partition.passes.insert_collectives import Move, Mover
 from dp_partition.plan.placements import NodeType, chunk_bounds
 from dp_partition.plan.plan import CommConfig
 from dp_partition.sharding.propagate import is_gradient

@@ -26,9 +26,9 @@ from dp_partition.capture.fakes import Input
 from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.capture.tracer import Capture
-from dp_partition.mesh import on_mesh, shard_group
 from dp_partition.nodes import is_collective, is_wait, meta_of
-from dp_partition.passes.moves import record_local_values
+from dp_partition.passes.insert_collectives import record_local_values
+from dp_partition.plan.placements import on_mesh, shard_group
 from dp_partition.runtime.state import Binding, as_dtensor
 
 

@@ -24,8 +24,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import parameter_like, pytree, storage_keys
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
-from dp_partition.mesh import on_mesh, shard_rank, shard_world
-from dp_partition.plan.placements import chunk_bounds, local_shape
+from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import broadcast_from_first
 

@@ -1,20 +1,29 @@
-"""Partition a graph from elsewhere, place its model and optimizer, and follow the batch through it."""
+"""Names of torch 2.1's SPMD data parallelism, over this package's own stages.
+
+The decorator of torch 2.1 calls `dp_partition.compile`, as new code does itself. The other functions partition a graph
+from elsewhere, place its model and optimizer, and follow the batch through it.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, pytree
+from dp_partition.api import compile as compile_step
 from dp_partition.nodes import meta_of
-from dp_partition.passes.moves import Mover, local_inputs, record_local_values
+from dp_partition.passes.insert_collectives import Mover, local_inputs, record_local_values
 from dp_partition.passes.normalize import decompose, eliminate_dead, erase_profiler, merge_aliases, remove_tags
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import (
@@ -27,10 +36,52 @@ from dp_partition.plan.placements import (
     StrategyType,
     TupleStrategy,
 )
-from dp_partition.plan.plan import CommConfig
+from dp_partition.plan.plan import CommConfig, Style
 from dp_partition.runtime.state import local_tensor
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate
 from dp_partition.sharding.rule_table import OutputPlacement
+
+__all__ = ["compile", "DataParallel"]
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Data parallelism over all ranks: ``"replicate"``, ``"fully_shard"``, ``"default"``, or a `DataParallelStyle`."""
+
+    parallel_style: Style | DataParallelStyle = "replicate"
+
+
+def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a train step to run data-parallel, each rank with its own rows.
+
+    A decorated function takes ``last_train_step=`` as well, without effect, and has its `Step` as ``.step``.
+
+    Raises:
+        PlanError: At the first call, before ``torch.distributed`` was initialised (code ``no-process-group``).
+    """
+    mode = DataParallel() if parallel_mode is None else parallel_mode
+    if not isinstance(mode, DataParallel):
+        raise TypeError(f"parallel_mode must be a DataParallel, found {type(mode).__name__}")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("last_train_step", None)
+            if "step" not in vars(wrapper):  # at the first call torch.distributed is ready
+                if not dist.is_available() or not dist.is_initialized():
+                    hint = "call torch.distributed.init_process_group first"
+                    raise PlanError(
+                        Problem("no-process-group", found="torch.distributed is not initialised", hint=hint)
+                    )
+                modules = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)]
+                device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
+                mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks, as in torch 2.1
+                vars(wrapper)["step"] = compile_step(function, mesh=mesh, style=mode.parallel_style)
+            return vars(wrapper)["step"](*args, **kwargs)
+
+        return wrapper
+
+    return decorate
 
 
 def partition_data_parallel(
