@@ -19,7 +19,7 @@ from torch import fx
 from dp_partition._shared.page import human_bytes
 from dp_partition._torch_compat import collectives, pytree, storage_key
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.nodes import aten, is_collective, is_op, is_wait, kind_of, meta_of, phases_of, value_of
+from dp_partition.nodes import Phase, aten, is_collective, is_op, is_wait, kind_of, meta_of, value_of
 from dp_partition.plan.placements import NodeType
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -58,23 +58,24 @@ class Message:
 def messages_of(graph: fx.Graph, world: int) -> tuple[Message, ...]:
     """Return every collective of a graph with local values in ``meta["val"]``, in issue order."""
     positions = {node: index for index, node in enumerate(graph.nodes)}
-    phases = zip(graph.nodes, phases_of(graph), strict=True)
-    return tuple(_message(node, world, positions, phase) for node, phase in phases if is_collective(node))
-
-
-def _message(node: fx.Node, world: int, positions: dict[fx.Node, int], phase: str) -> Message:
-    target: Any = node.target
-    name = target._schema.name.split("::")[-1]
-    kind = next((kind for kind in _COLLECTIVES if name.startswith(kind)), name)  # coalesced and in-place ones too
-    payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-    mine = sum(num_bytes(tensor) for tensor in payload)
-    world = int(meta_of(node).get("ranks", world))
-    full = mine * world if kind == "all_gather" else mine
-    sent = {"all_gather": mine * (world - 1), "all_reduce": mine}.get(kind, mine * (world - 1) // world)
-    waits = wait_positions(node, positions)
-    carried = tuple(dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)))
-    dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
-    return Message(kind, dtype, full, sent, carried, phase, positions[node], max(waits), node.name, world)
+    messages: list[Message] = []
+    phase: Phase = "forward"
+    for node in graph.nodes:
+        phase = meta_of(node).get("phase", phase)  # packing is in the phase of the node before
+        if not is_collective(node):
+            continue
+        name = node.target._schema.name.split("::")[-1]
+        kind = next((kind for kind in _COLLECTIVES if name.startswith(kind)), name)  # coalesced and in-place ones too
+        payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
+        mine = sum(num_bytes(tensor) for tensor in payload)
+        ranks = int(meta_of(node).get("ranks", world))
+        full = mine * ranks if kind == "all_gather" else mine
+        sent = {"all_gather": mine * (ranks - 1), "all_reduce": mine}.get(kind, mine * (ranks - 1) // ranks)
+        awaited = max(wait_positions(node, positions))
+        carried = tuple(dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)))
+        dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
+        messages.append(Message(kind, dtype, full, sent, carried, phase, positions[node], awaited, node.name, ranks))
+    return tuple(messages)
 
 
 def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:

@@ -126,17 +126,6 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
                 node.update_kwarg(name, value)
 
 
-def erase_chain(graph: fx.Graph, node: fx.Node, until: fx.Node) -> set[fx.Node]:
-    """Erase a node without users and its inputs up to another node. Return the erased nodes."""
-    erased = set()
-    while node is not until and not node.users:
-        previous = node.all_input_nodes[0]
-        graph.erase_node(node)
-        erased.add(node)
-        node = previous
-    return erased
-
-
 def base_name(node: fx.Node) -> str:
     """Return the operator's name without namespace, overload and in-place underscore: ``add_.Tensor`` -> ``add``."""
     name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
@@ -210,16 +199,6 @@ class NodeMeta(TypedDict, total=False):
 def meta_of(node: fx.Node) -> NodeMeta:
     """Return the node's notes, typed; the same dict as ``node.meta``."""
     return cast("NodeMeta", node.meta)
-
-
-def phases_of(graph: fx.Graph) -> list[Phase]:
-    """Return each node's part of the step, without one that of the node before."""
-    phases: list[Phase] = []
-    phase: Phase = "forward"
-    for node in graph.nodes:
-        phase = meta_of(node).get("phase", phase)
-        phases.append(phase)
-    return phases
 
 
 def kind_of(node: fx.Node) -> str:

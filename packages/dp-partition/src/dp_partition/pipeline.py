@@ -24,7 +24,7 @@ from dp_partition.passes.bucketing import bucket_and_schedule
 from dp_partition.passes.insert_collectives import Inserter, Mover, erase_tags, local_inputs
 from dp_partition.passes.normalize import decompose, make_contiguous_for_fused, normalize, remove_tags
 from dp_partition.passes.save_memory import repeat_for_microbatches, reshard_after_forward, update_own_rows
-from dp_partition.plan.placements import NodeType, RankLocal, num_replicas, replica_group_name, shard_group, shard_rank
+from dp_partition.plan.placements import NodeType, RankLocal, num_replicas, shard_group, shard_rank
 from dp_partition.plan.plan import CommConfig, PartitionPlan, Settings
 from dp_partition.runtime.program import Program
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, gradient_name, is_gradient, propagate
@@ -52,7 +52,9 @@ def build_program(
         meta_of(node)["node_type"] = planned.node_type
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
-    graph, groups = capture.module.graph, (shard_group(mesh).group_name, replica_group_name(mesh))
+    graph = capture.module.graph
+    # The graph names groups: that of the shards, and that of this rank's counterparts in all replicas.
+    groups = shard_group(mesh).group_name, "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)
     mover = Mover(graph, plan.world, rank, groups[0], groups[1], num_replicas(mesh))
     partition_for_rank(capture.module, plans, mover, settings.comm)
     return Program(capture, capture.inputs, returned, mesh, fakes)

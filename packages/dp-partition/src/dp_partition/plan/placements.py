@@ -213,11 +213,6 @@ def num_replicas(mesh: DeviceMesh) -> int:
     return 1 if mesh.ndim == 1 else mesh.size(0)
 
 
-def replica_group_name(mesh: DeviceMesh) -> str:
-    """Return the name of the group of this rank's counterparts in all replicas. Empty on a mesh of one axis."""
-    return "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)  # the graph names groups
-
-
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return a group for every axis, the last axis first."""
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]  # the same order on all ranks
