@@ -109,7 +109,7 @@ class Rules:
         import rule_mutations
         import rule_probes
         import torch
-        from dp_partition.sharding.op_rules.table import RULES
+        from dp_partition.sharding.rule_table import RULES
 
         torch.set_num_threads(1)
         self.mutating, self.probing = rule_mutations, rule_probes

@@ -128,7 +128,7 @@ def collectives(events: list[tuple[str, int]]) -> Run:
 
 
 def events_of(step: dp.Step) -> list[tuple[str, int]]:
-    from dp_partition.analysis.comms import messages_of
+    from dp_partition.analysis import messages_of
 
     return [(m.kind, m.whole_bytes // 4 // WORLD * WORLD) for m in messages_of(step.graph.graph, WORLD)]
 
@@ -199,7 +199,7 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
         for name in ("ddp", "fsdp2", "replicate 25", *(f"fully_shard {how}" for how in SHARDED))
     }
     step = runs["fully_shard 2"]
-    from dp_partition.analysis.memory import live_memory
+    from dp_partition.analysis import live_memory
 
     memory = live_memory(step.func.graph.graph)
     model, optim = step.args[0], step.args[1]

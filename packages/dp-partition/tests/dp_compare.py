@@ -15,20 +15,19 @@ from typing import Any
 import torch
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
-from dp_partition.check.verdict import first_difference
-from dp_partition.ops import is_op, is_random, mutated_inputs, viewed_input
-from dp_partition.passes.moves import REDUCTIONS, Mover
-from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
+from dp_partition.check.reference import first_difference
+from dp_partition.nodes import is_op, is_random, kind_of, meta_of, mutated_inputs, viewed_input
+from dp_partition.passes.insert_collectives import REDUCTIONS, Mover
+from dp_partition.passes.save_memory import OWN_ROWS, SHARE_ROWS
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import RankLocal, chunk_bounds, describe
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runner import Runner
 from dp_partition.runtime.state import local_tensor
-from dp_partition.sharding.op_rules.table import OutputPlacement
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements
+from dp_partition.sharding.rule_table import OutputPlacement
 from dp_simulate import Done, Event, advance, run_rank
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard

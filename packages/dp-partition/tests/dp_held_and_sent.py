@@ -7,7 +7,7 @@ from typing import Any
 import dp_models as models
 import dp_partition as dp
 import torch
-from dp_partition.analysis.comms import messages_of
+from dp_partition.analysis import messages_of
 from dp_partition.plan.plan import ParamPlan
 from ranktest import Ranks
 from torch import nn

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import collectives
-from dp_partition.passes.moves import REDUCTIONS
+from dp_partition.passes.insert_collectives import REDUCTIONS
 from torch import fx
 
 _KINDS: dict[Any, str] = {

@@ -16,11 +16,10 @@ import torch
 from dp_compare import NodeComparison, NoKernel
 from dp_partition._torch_compat import pytree
 from dp_partition.api import Step, runner_of
-from dp_partition.capture.arguments import CallArguments, read_arguments
-from dp_partition.capture.hyperparameters import read_optimizers
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.capture.inputs import CallArguments, read_arguments, read_optimizers
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.capture.tracer import Capture
+from dp_partition.nodes import meta_of
 from dp_partition.pipeline import capture_single_device, plan_nodes
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runner import Runner

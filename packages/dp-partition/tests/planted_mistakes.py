@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from dp_partition import runner
 from dp_partition._torch_compat import pytree
 from dp_partition.api import runner_of
-from dp_partition.capture import arguments, fingerprint, hyperparameters
-from dp_partition.ops import aten, is_collective, is_op, is_wait, mutated_inputs
-from dp_partition.sharding.op_rules import pointwise
-from dp_partition.sharding.op_rules.table import R
+from dp_partition.capture import fingerprint, inputs
+from dp_partition.nodes import aten, is_collective, is_op, is_wait, mutated_inputs
+from dp_partition.sharding import op_rules
+from dp_partition.sharding.rule_table import R
 from torch import fx, nn
 from torch.distributed.tensor import Partial
 
@@ -148,7 +148,7 @@ def _all(*patches: Any) -> Iterator[None]:
 def _linear_in_each_node(call: Any, name: str, operands: list[fx.Node]) -> Iterator[Any]:
     partial = [node for node in operands if isinstance(call.placement_of(node), Partial)]
     base = name.removeprefix("_foreach_")
-    if len(partial) == 1 and base in pointwise.LINEAR_IN_ONE | {"div"}:
+    if len(partial) == 1 and base in op_rules.LINEAR_IN_ONE | {"div"}:
         kind = call.placement_of(partial[0])
         yield {node: (kind if node is partial[0] else R) for node in operands}, kind
 
@@ -174,14 +174,14 @@ MENDED: dict[str, Cause] = {
     "1 batch object": Cause(
         lambda: of_object,
         lambda: _all(
-            patch.object(arguments, "_open_leaves", lambda name, leaves, spec: pytree.tree_unflatten(leaves, spec)),
+            patch.object(inputs, "_open_leaves", lambda name, leaves, spec: pytree.tree_unflatten(leaves, spec)),
             patch.object(fingerprint, "leaf_key", lambda leaf, marked: 0),
         ),
         batch=lambda x, y: (Batch(x, y),),
     ),
     "4 partial squares": Cause(
         lambda: norms,
-        lambda: patch.object(pointwise, "_partial_ways", _linear_in_each_node),
+        lambda: patch.object(op_rules, "_partial_ways", _linear_in_each_node),
         settings={"style": "fully_shard"},
     ),
     "5 config module": Cause(
@@ -197,7 +197,7 @@ MENDED: dict[str, Cause] = {
     ),
     "6 optimizer hook": Cause(
         lambda: plain,
-        lambda: patch.object(hyperparameters, "optimizer_attributes", lambda optimizer: ()),
+        lambda: patch.object(inputs, "optimizer_attributes", lambda optimizer: ()),
         between=_halve_after_steps,
     ),
     "7 ambient autocast": Cause(

@@ -15,11 +15,11 @@ from unittest.mock import patch
 
 import dp_partition as dp
 import torch
-from dp_partition.ops import base_name
+from dp_partition.nodes import base_name
 from dp_partition.passes import insert_collectives as insert
 from dp_partition.sharding import propagate
 from dp_partition.sharding.op_rules import find_rule
-from dp_partition.sharding.op_rules.table import RULES, Call, Candidate, OutputPlacement, R, Rule
+from dp_partition.sharding.rule_table import RULES, Call, Candidate, OutputPlacement, R, Rule
 from dp_verification import verify_capture
 from rule_probes import all_probes, probe
 from torch import fx

@@ -11,12 +11,11 @@ import dp_partition as dp
 import torch
 import torch.nn.functional as F
 from dp_partition.api import runner_of
-from dp_partition.capture.arguments import read_arguments
+from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import find_step_state
-from dp_partition.mesh import fake_mesh
-from dp_partition.ops import base_name, is_op
+from dp_partition.nodes import base_name, is_op
 from dp_partition.pipeline import capture_single_device, plan_nodes
-from dp_partition.plan.placements import parse_style
+from dp_partition.plan.placements import fake_mesh, parse_style
 from dp_partition.sharding.op_rules import find_rule
 from dp_verification import input_values
 from torch import fx, nn

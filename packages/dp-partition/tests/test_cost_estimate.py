@@ -19,7 +19,7 @@ import dp_partition as dp
 import pytest
 import torch
 import torch.distributed as dist
-from dp_partition.analysis.memory import KINDS, live_memory
+from dp_partition.analysis import KINDS, live_memory
 from ranktest import Ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile

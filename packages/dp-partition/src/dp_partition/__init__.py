@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from dp_partition.capture.phases import gradients_tagging as gradients_tagging
     from dp_partition.cost_estimate import Estimate as Estimate
     from dp_partition.cost_estimate import estimate as estimate
-    from dp_partition.legacy.batch_dim import BatchDimAnalyzer as BatchDimAnalyzer
-    from dp_partition.legacy.graph_interface import build_data_parallel_strategies as build_data_parallel_strategies
-    from dp_partition.legacy.graph_interface import mark_data_parallel_shardings as mark_data_parallel_shardings
-    from dp_partition.legacy.graph_interface import partition_data_parallel as partition_data_parallel
-    from dp_partition.legacy.graph_interface import partitioner as partitioner
+    from dp_partition.legacy import BatchDimAnalyzer as BatchDimAnalyzer
+    from dp_partition.legacy import build_data_parallel_strategies as build_data_parallel_strategies
+    from dp_partition.legacy import mark_data_parallel_shardings as mark_data_parallel_shardings
+    from dp_partition.legacy import partition_data_parallel as partition_data_parallel
+    from dp_partition.legacy import partitioner as partitioner
     from dp_partition.plan.placements import DataParallelStrategy as DataParallelStrategy
     from dp_partition.plan.placements import DataParallelStyle as DataParallelStyle
     from dp_partition.plan.placements import NodeType as NodeType
     from dp_partition.plan.placements import PlacementSpec as PlacementSpec
     from dp_partition.plan.placements import PlacementStrategy as PlacementStrategy
     from dp_partition.plan.placements import TupleStrategy as TupleStrategy
+    from dp_partition.plan.plan import Batch as Batch
     from dp_partition.plan.plan import PartitionPlan as PartitionPlan
-    from dp_partition.plan.settings import Batch as Batch
-    from dp_partition.runtime.rollback import StepInterrupted as StepInterrupted
+    from dp_partition.runtime.state import StepInterrupted as StepInterrupted
 
 __all__ = [
     "compile",
@@ -63,15 +63,13 @@ __all__ = [
 
 _HOMES = {
     "api": "compile Step",
-    "plan.settings": "Batch",
-    "plan.plan": "PartitionPlan",
+    "plan.plan": "Batch PartitionPlan",
     "plan.placements": "DataParallelStyle NodeType PlacementSpec PlacementStrategy DataParallelStrategy TupleStrategy",
     "capture.phases": "gradients_tagging",
-    "legacy.graph_interface": "build_data_parallel_strategies mark_data_parallel_shardings partitioner "
-    "partition_data_parallel",
-    "legacy.batch_dim": "BatchDimAnalyzer",
+    "legacy": "build_data_parallel_strategies mark_data_parallel_shardings partitioner "
+    "partition_data_parallel BatchDimAnalyzer",
     "cost_estimate": "estimate Estimate",
-    "runtime.rollback": "StepInterrupted",
+    "runtime.state": "StepInterrupted",
     "_shared.problems": "PlanError Problem",
 }
 __getattr__, __dir__ = lazy_exports(__name__, {home: names.split() for home, names in _HOMES.items()}, ("legacy",))

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.analysis.comms import explain_messages, explain_sums, messages_of
+from dp_partition.analysis import explain_messages, explain_sums, messages_of
 from dp_partition.plan.placements import DataParallelStyle, parse_style
-from dp_partition.plan.plan import PartitionPlan
-from dp_partition.plan.settings import Backend, Batch, CommConfig, Semantics, Settings, Style
+from dp_partition.plan.plan import Backend, Batch, CommConfig, PartitionPlan, Semantics, Settings, Style
 from dp_partition.runner import Runner, eager_plan
 from dp_partition.runtime.state import unsharded
 

@@ -16,17 +16,23 @@ import torch
 
 from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.analysis.comms import Message, explain_messages, explain_sums, messages_of
-from dp_partition.analysis.memory import KINDS, Memory, bytes_by_kind, live_memory
+from dp_partition.analysis import (
+    KINDS,
+    Memory,
+    Message,
+    bytes_by_kind,
+    explain_messages,
+    explain_sums,
+    live_memory,
+    messages_of,
+)
 from dp_partition.api import compile as compile_step
 from dp_partition.api import runner_of
-from dp_partition.capture.arguments import read_arguments
+from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import check_traceable, find_step_state
 from dp_partition.check.copying import check_bytes
-from dp_partition.mesh import fake_mesh, shard_rank, shard_world
-from dp_partition.plan.placements import DataParallelStyle
-from dp_partition.plan.plan import PartitionPlan
-from dp_partition.plan.settings import Style
+from dp_partition.plan.placements import DataParallelStyle, fake_mesh, shard_rank, shard_world
+from dp_partition.plan.plan import PartitionPlan, Style
 
 FORMAT = 1
 _COLOURS = ("#4c78a8", "#72b7b2", "#9d9d9d", "#bab0ab", "#f58518", "#eeca3b", "#e45756", "#b279a2", "#54a24b")

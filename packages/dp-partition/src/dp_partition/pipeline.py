@@ -16,23 +16,16 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.capture.arguments import CallArguments
-from dp_partition.capture.node_meta import kind_of, meta_of
+from dp_partition.capture.inputs import CallArguments
 from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
-from dp_partition.mesh import num_replicas, replica_group_name, shard_group, shard_rank
+from dp_partition.nodes import kind_of, meta_of
 from dp_partition.passes.bucketing import bucket_and_schedule
-from dp_partition.passes.decompose import decompose, remove_tags
-from dp_partition.passes.insert_collectives import Inserter, erase_tags
-from dp_partition.passes.local_shapes import local_inputs
-from dp_partition.passes.microbatch import repeat_for_microbatches
-from dp_partition.passes.moves import Mover
-from dp_partition.passes.normalize import make_contiguous_for_fused, normalize
-from dp_partition.passes.reshard_after_forward import reshard_after_forward
-from dp_partition.passes.zero import update_own_rows
-from dp_partition.plan.placements import NodeType, RankLocal
-from dp_partition.plan.plan import PartitionPlan
-from dp_partition.plan.settings import CommConfig, Settings
+from dp_partition.passes.insert_collectives import Inserter, Mover, erase_tags, local_inputs
+from dp_partition.passes.normalize import decompose, make_contiguous_for_fused, normalize, remove_tags
+from dp_partition.passes.save_memory import repeat_for_microbatches, reshard_after_forward, update_own_rows
+from dp_partition.plan.placements import NodeType, RankLocal, num_replicas, shard_group, shard_rank
+from dp_partition.plan.plan import CommConfig, PartitionPlan, Settings
 from dp_partition.runtime.program import Program
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, gradient_name, is_gradient, propagate
 
@@ -59,7 +52,9 @@ def build_program(
         meta_of(node)["node_type"] = planned.node_type
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
-    graph, groups = capture.module.graph, (shard_group(mesh).group_name, replica_group_name(mesh))
+    graph = capture.module.graph
+    # The graph names groups: that of the shards, and that of this rank's counterparts in all replicas.
+    groups = shard_group(mesh).group_name, "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)
     mover = Mover(graph, plan.world, rank, groups[0], groups[1], num_replicas(mesh))
     partition_for_rank(capture.module, plans, mover, settings.comm)
     return Program(capture, capture.inputs, returned, mesh, fakes)

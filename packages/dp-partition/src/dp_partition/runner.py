@@ -16,21 +16,17 @@ from torch.optim import Optimizer
 from dp_partition._shared.consensus import all_gather_objects, capture_errors, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree, without_autocast
-from dp_partition.backends.inductor import check_inductor, lower
-from dp_partition.capture.arguments import CallArguments, closing, read_arguments
+from dp_partition.backends import check_inductor, lower
 from dp_partition.capture.fingerprint import FunctionReads, program_key
-from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
-from dp_partition.capture.python_state import PythonState
-from dp_partition.capture.reach import Reach
+from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, read_arguments, read_optimizers
+from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves
 from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule
 from dp_partition.eager.step import EagerStep
-from dp_partition.mesh import num_replicas, shard_world
 from dp_partition.pipeline import build_program
-from dp_partition.plan.placements import DataParallelStyle
-from dp_partition.plan.plan import ParamPlan, PartitionPlan, TensorInfo, plan_placements
-from dp_partition.plan.settings import Settings
+from dp_partition.plan.placements import DataParallelStyle, num_replicas, shard_world
+from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo, plan_placements
 from dp_partition.runtime.consensus import (
     agree_on,
     announce,
@@ -38,10 +34,8 @@ from dp_partition.runtime.consensus import (
     collectives_digest,
     largest_of,
 )
-from dp_partition.runtime.io import bind_inputs, check_no_gradients, reconcile, store_outputs
-from dp_partition.runtime.program import Program
-from dp_partition.runtime.rollback import guarded
-from dp_partition.runtime.state import Binding, release
+from dp_partition.runtime.program import Program, bind_inputs, check_no_gradients, reconcile, store_outputs
+from dp_partition.runtime.state import Binding, guarded, release
 
 # Errors of the caller's choices, or of different ranks: another way to run the step does not fix them.
 _SETTINGS = {

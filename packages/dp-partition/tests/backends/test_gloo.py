@@ -9,8 +9,8 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_partition._torch_compat import collectives
-from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
-from dp_partition.passes.moves import REDUCTIONS
+from dp_partition.backends import reduce_scatter_as_all_to_all
+from dp_partition.passes.insert_collectives import REDUCTIONS
 from ranktest import Ranks
 from torch import fx
 

@@ -15,7 +15,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.backends import inductor as lowered
+from dp_partition import backends as lowered
 from ranktest import Ranks
 from torch import fx, nn
 

@@ -12,8 +12,8 @@ import dp_partition as dp
 import numpy as np
 import pytest
 import torch
-from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, leaf_key
+from dp_partition.capture.inputs import read_arguments
 from python_effects import REFUSED, caching, collecting, counting, finish, mse, plain, python_draw, scheduled, seeded
 from ranktest import Ranks
 from torch import nn

@@ -13,7 +13,7 @@ import pytest
 import torch
 from dp_partition.api import runner_of
 from dp_partition.capture import tracer
-from dp_partition.capture.lengths import use_first_sizes
+from dp_partition.capture.fakes import use_first_sizes
 from ranktest import Ranks
 from torch import fx, nn
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dp_partition.plan.settings import Style
+from dp_partition.plan.plan import Style
 from ranktest import Ranks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -17,8 +17,7 @@ from dp_partition.api import runner_of
 from dp_partition.check import checked_call
 from dp_partition.check.checked_call import CheckMismatch, CheckSchedule
 from dp_partition.check.copying import CannotCopyError, Copier
-from dp_partition.check.reference import Outcome
-from dp_partition.check.verdict import differences
+from dp_partition.check.reference import Outcome, differences
 from ranktest import Ranks
 from torch import fx, nn
 

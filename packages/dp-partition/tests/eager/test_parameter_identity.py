@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dp_partition import PlanError
-from dp_partition.plan.settings import Style
+from dp_partition.plan.plan import Style
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -9,13 +9,12 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.capture.arguments import read_arguments
+from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import find_step_state
-from dp_partition.mesh import fake_mesh
-from dp_partition.ops import aten
+from dp_partition.nodes import aten
 from dp_partition.pipeline import build_program
-from dp_partition.plan.plan import TensorInfo, plan_placements
-from dp_partition.plan.settings import CommConfig, Settings
+from dp_partition.plan.placements import fake_mesh
+from dp_partition.plan.plan import CommConfig, Settings, TensorInfo, plan_placements
 from ranktest import Ranks
 from torch import fx, nn
 

@@ -17,16 +17,15 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_partition._torch_compat import collectives, storage_key
-from dp_partition.analysis.comms import tensors_of
-from dp_partition.capture.arguments import read_arguments
+from dp_partition.analysis import tensors_of
+from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import find_step_state
-from dp_partition.mesh import fake_mesh
-from dp_partition.ops import arguments, is_collective, is_op, is_wait, mutated_inputs
+from dp_partition.nodes import arguments, is_collective, is_op, is_wait, mutated_inputs
 from dp_partition.pipeline import build_program
-from dp_partition.plan.plan import TensorInfo, plan_placements
-from dp_partition.plan.settings import CommConfig, Settings
-from dp_partition.sharding.op_rules import table
-from dp_partition.sharding.op_rules.table import move_cost as weigh
+from dp_partition.plan.placements import fake_mesh
+from dp_partition.plan.plan import CommConfig, Settings, TensorInfo, plan_placements
+from dp_partition.sharding import rule_table
+from dp_partition.sharding.rule_table import move_cost as weigh
 from torch import fx, nn
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
@@ -156,7 +155,7 @@ def test_a_list_of_tensors_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> N
         weighed.append(args)
         return weigh(*args)
 
-    monkeypatch.setattr(table, "move_cost", counting)
+    monkeypatch.setattr(rule_table, "move_cost", counting)
     counts = []
     for layers in (3, 6, 12):
         weighed.clear()

@@ -11,9 +11,9 @@ import dp_partition as dp
 import pytest
 import rule_mutations as rules
 import torch
-from dp_partition.mesh import fake_mesh
 from dp_partition.passes import insert_collectives as insert
-from dp_partition.passes.moves import Mover
+from dp_partition.passes.insert_collectives import Mover
+from dp_partition.plan.placements import fake_mesh
 from dp_partition.sharding import propagate
 from dp_verification import verify
 from torch import fx, nn

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dp_partition.plan.placements import chunk_bounds, local_shape
 from dp_partition.plan.plan import TensorInfo, plan_placements
-from dp_partition.sharding.op_rules.views import follow_dim
+from dp_partition.sharding.op_rules import follow_dim
 from torch.distributed.tensor import Replicate, Shard
 
 PARAMS = [

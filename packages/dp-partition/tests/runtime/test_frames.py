@@ -6,7 +6,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.plan.settings import Style
+from dp_partition.plan.plan import Style
 from ranktest import Ranks, functions_entered
 
 
@@ -26,10 +26,10 @@ def test_a_steady_call_enters_few_frames(ranks: Ranks, style: Style) -> None:
 
 @pytest.mark.ranks(2)
 def test_the_first_call_enters_a_bounded_number_of_functions(ranks: Ranks) -> None:
-    """The first call plans, traces, partitions, places and checks: 450 functions in 35 files are the target."""
+    """The first call plans, traces, partitions, places and checks through few files."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     entered = functions_entered(dp, lambda: step(model, optim, torch.ones(4, 8, device=ranks.device)))
     files = {file for file, _ in entered}
-    assert len(entered) <= 475 and len(files) <= 49, (len(entered), len(files), *sorted(files))
+    assert len(entered) <= 473 and len(files) <= 34, (len(entered), len(files), *sorted(files))

@@ -17,12 +17,11 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_partition.api import runner_of
-from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.fingerprint import program_key
-from dp_partition.capture.hyperparameters import read_optimizers
+from dp_partition.capture.inputs import read_arguments, read_optimizers
 from dp_partition.capture.state import find_step_state
-from dp_partition.mesh import fake_mesh
-from dp_partition.plan.settings import Style
+from dp_partition.plan.placements import fake_mesh
+from dp_partition.plan.plan import Style
 from ranktest import Ranks
 from torch import nn
 

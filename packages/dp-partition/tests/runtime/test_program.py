@@ -11,12 +11,11 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_matrix_models import Contrast, value_step
-from dp_partition.capture.arguments import read_arguments
+from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import find_step_state
-from dp_partition.mesh import fake_mesh
 from dp_partition.pipeline import build_program
-from dp_partition.plan.plan import TensorInfo, plan_placements
-from dp_partition.plan.settings import Settings
+from dp_partition.plan.placements import fake_mesh
+from dp_partition.plan.plan import Settings, TensorInfo, plan_placements
 from ranktest import Ranks, fake_cuda
 from torch import fx, nn
 from torch.utils import _pytree as pytree

@@ -9,7 +9,7 @@ import dp_models as models
 import pytest
 import torch
 from dp_matrix_models import Contrast
-from dp_partition.analysis.comms import messages_of
+from dp_partition.analysis import messages_of
 from ranktest import Ranks
 from torch import nn
 

@@ -1,4 +1,12 @@
-"""Fakes in place of a step's tensors during a trace; the tensors are restored afterwards."""
+"""Inputs and outputs of a step's graph: fakes in place of its tensors, then its results and new tensors for old ones.
+
+The tensors are restored after the trace.
+
+Symbolic lengths: the sizes of marked dims are symbols while the step is traced, one trace for batches of other sizes.
+Arithmetic on them becomes nodes of the graph, and each decision on them, by torch or the step, a guard. Passes work on
+the sizes of the first batch: under local semantics they need sizes of parameters and gradients only. That none is left
+in the graph is not argued but checked: every length is compared with the step in the first call that has it.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +14,36 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import is_stale, mark_current, mark_stale
-from dp_partition._torch_compat import FakeTensorMode, parameter_like, storage_key, symbolic_scalar
-from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
-from dp_partition.capture.lengths import Sizes, marked_dims, symbolic_fake
+from dp_partition._torch_compat import (
+    FakeTensorMode,
+    parameter_like,
+    pytree,
+    storage_key,
+    symbolic_scalar,
+    symbolic_size,
+)
+from dp_partition.capture.fingerprint import is_dense, marked_dims
+from dp_partition.capture.inputs import SYMBOLS, Hyperparameter, read_optimizers
+from dp_partition.capture.phases import Phases
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
 
 REACHED = (
     "it is reached through a list or an attribute that the step does not get as an argument",
     "ask the module that is passed to the step: model.parameters()",
 )
+
+Sizes = dict[tuple[int, int], Any]
+"""Symbol of each marked size, by position among the tensor arguments and by dim."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +108,17 @@ def make_fakes(
     sizes: Sizes = {}
 
     def argument(index: int, tensor: torch.Tensor) -> torch.Tensor:
-        if marked_dims(tensor, marked):
-            return symbolic_fake(mode, tensor, index, marked, sizes, device or tensor.device)
-        return fake(tensor, batch_of(tensor) if batch_of else None)
+        dims = marked_dims(tensor, marked)
+        if not dims:
+            return fake(tensor, batch_of(tensor) if batch_of else None)
+        shape: list[Any] = list(tensor.shape)
+        for dim in dims:
+            shape[dim] = symbolic_size(mode, shape[dim], f"size_{index}_{dim}")
+            sizes[index, dim] = shape[dim].node.expr
+        with mode:
+            if is_dense(tensor):  # strides of symbols
+                return torch.empty(shape, dtype=tensor.dtype, device=device or tensor.device)
+            return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
 
     params = {fqn: parameter_like(fake(param), param) for fqn, param in step_state.params.items()}
     states: dict[tuple[int, str], dict[Any, Any]] = {}
@@ -212,3 +240,125 @@ def check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[
     if moved:
         reason = "the step puts other memory in place with .data ="
         raise PlanError([Problem("parameter-replaced", entry.label, found=reason, hint=hint) for entry in moved])
+
+
+def use_first_sizes(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Give ``meta["val"]`` the sizes of the traced batch, for passes that read numbers."""
+
+    def first(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return int(value.node.hint)
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return value
+        geometry = (*value.shape, *value.stride(), value.storage_offset())
+        if not any(isinstance(one, torch.SymInt) for one in geometry):
+            return value
+        with mode, torch.no_grad():
+            shape, stride = map(first, value.shape), map(first, value.stride())
+            filled = torch.empty_strided(tuple(shape), tuple(stride), dtype=value.dtype, device=value.device)
+            filled = filled.conj() if value.is_conj() else filled
+            return torch._neg_view(filled) if value.is_neg() else filled
+
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map(first, node.meta["val"])
+
+
+@dataclass(frozen=True)
+class Output:
+    """One value returned by the graph: for the user, or to install.
+
+    ``kind`` is user, buffer, state, hyper (``key`` is the `Hyperparameter`), or argument: the gradient left by backward
+    on a tensor argument.
+    """
+
+    kind: str
+    name: str = ""
+    key: Any = None
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Position in the flattened result of a value returned by the graph."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The outputs of one call, without their values.
+
+    Attributes:
+        outputs: Kind of each value returned by the graph.
+        user_leaves: The step's result, flattened; tensors and symbols are replaced by their position in the outputs.
+        user_spec: Structure of the result.
+    """
+
+    outputs: list[Output]
+    user_leaves: list[Any]
+    user_spec: Any
+
+    def result(self, values: tuple[Any, ...]) -> Any:
+        leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
+        return pytree.tree_unflatten(leaves, self.user_spec)
+
+
+def collect_outputs(
+    result: Any, step_state: StepState, fakes: Fakes, phases: Phases, written: dict[Hyperparameter, Any]
+) -> tuple[list[Any], Returned]:
+    """Return the step's result, then its new buffers, state entries, hyperparameters and gradients of arguments.
+
+    Raises:
+        PlanError: ``python-state`` for remaining gradients, ``parameter-replaced``, and ``python-state`` for
+            optimizer state with other changing Python values than numbers.
+    """
+    left = [fqn for fqn, param in fakes.params.items() if param.grad is not None]
+    if left and not phases.cleared and phases.backward:
+        reason = "gradient left for the next call"
+        hint = "call optim.zero_grad() in the step, and pass the optimizer to it as an argument"
+        raise PlanError([Problem("python-state", fqn, found=reason, hint=hint) for fqn in left])
+    leaves, spec = pytree.tree_flatten(result)
+    values: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+            leaves[position] = _Position(len(values))  # filled in after each run
+            values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    outputs = [Output("user")] * len(values)
+    hypers = [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
+    of_arguments = [(x.grad, Output("argument", str(n))) for n, x in enumerate(fakes.args) if x.is_leaf]
+    gradients = [(value, output) for value, output in of_arguments if value is not None]
+    for value, output in chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), hypers, gradients):
+        values.append(value.detach() if isinstance(value, torch.Tensor) else value)
+        outputs.append(output)
+    return values, Returned(outputs, leaves, spec)
+
+
+def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    for fqn, module, attribute, is_param in step_state.slots():
+        table: dict[str, Any] = module._parameters if is_param else module._buffers
+        name = step_state.aliases.get(fqn, fqn)
+        old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
+        if table[attribute] is old:  # unchanged, or updated in place
+            continue
+        if is_param:
+            raise PlanError(Problem("parameter-replaced", fqn, found="the step puts a new parameter in place"))
+        if table[attribute] is not None:
+            yield table[attribute], Output("buffer", fqn)
+
+
+def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[Any, Output]]:
+    for number, optimizer in enumerate(step_state.optimizers):
+        for fqn, param in fakes.params.items():
+            before = fakes.states.get((number, fqn), {})
+            for key, value in optimizer.state.get(param, {}).items():
+                old = before.get(key)
+                # A constant is right where it is the first value: the next call's graph has the number as an input.
+                is_first = type(value) in (int, float) and (old is None or isinstance(old, SYMBOLS))
+                if isinstance(value, (torch.Tensor, *SYMBOLS)) or is_first:
+                    if value is not old:  # updates in place need no output
+                        yield value, Output("state", fqn, key, number)
+                elif value != old and not (old is None and value is None):
+                    hint = "keep what changes in tensors or numbers"
+                    reason = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
+                    raise PlanError(Problem("python-state", fqn, found=reason, hint=hint))

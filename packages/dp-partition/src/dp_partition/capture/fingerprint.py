@@ -27,11 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._torch_compat import global_hooks
-from dp_partition.capture.lengths import length_key
 
 if TYPE_CHECKING:
-    from dp_partition.capture.arguments import CallArguments
-    from dp_partition.capture.hyperparameters import OptimizerReads
+    from dp_partition.capture.inputs import CallArguments, OptimizerReads
     from dp_partition.capture.state import StepState
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
@@ -315,6 +313,31 @@ class ModuleReads:
         values = [table.get(key) for table, key in self._places]
         hooks = tuple([hook.read() for hook in self._hooks]) if self._hooks else ()
         return self.structure, fingerprint(values, self._names), hooks
+
+
+def marked_dims(tensor: torch.Tensor, marked: tuple[int, ...]) -> list[int]:
+    """Return the dims of a tensor argument with symbolic sizes. Torch treats sizes 0 and 1 apart."""
+    dims = {dim % tensor.ndim for dim in marked if -tensor.ndim <= dim < tensor.ndim}
+    return sorted(dim for dim in dims if tensor.shape[dim] > 1)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if the strides follow from the shape."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def length_key(tensor: torch.Tensor, marked: tuple[int, ...]) -> Any:
+    """Return shape and strides, as far as a trace depends on them."""
+    dims = marked_dims(tensor, marked)
+    if not dims:
+        return tuple(tensor.shape), tuple(tensor.stride())
+    shape = tuple([None if dim in dims else size for dim, size in enumerate(tensor.shape)])
+    return shape, None if is_dense(tensor) else tuple(tensor.stride())
 
 
 def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:

@@ -30,15 +30,22 @@ from dp_partition._torch_compat import (
     without_modes,
     without_onednn,
 )
-from dp_partition.capture.arguments import CallArguments
-from dp_partition.capture.fakes import REACHED, Input, check_memory, flatten_inputs, installed, make_fakes
-from dp_partition.capture.hyperparameters import Hyperparameter, changes_recorded
-from dp_partition.capture.lengths import Sizes, use_first_sizes
-from dp_partition.capture.node_meta import meta_of
-from dp_partition.capture.outputs import Returned, collect_outputs
-from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
-from dp_partition.capture.random_replay import RandomReplay
+from dp_partition.capture.fakes import (
+    REACHED,
+    Input,
+    Returned,
+    Sizes,
+    check_memory,
+    collect_outputs,
+    flatten_inputs,
+    installed,
+    make_fakes,
+    use_first_sizes,
+)
+from dp_partition.capture.inputs import CallArguments, Hyperparameter, changes_recorded
+from dp_partition.capture.phases import TAG_GRAD, Phases, RandomReplay, gradients_tagging, mark_phases
 from dp_partition.capture.state import StepState, keyless_state
+from dp_partition.nodes import meta_of
 
 
 @dataclass

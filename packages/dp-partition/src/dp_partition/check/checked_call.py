@@ -27,24 +27,26 @@ from dp_partition._shared.consensus import all_gather_objects
 from dp_partition._shared.execution_check import Precision, RandomState
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, global_modes, pytree
-from dp_partition.capture.arguments import CallArguments
-from dp_partition.capture.hyperparameters import read_optimizers
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.capture.inputs import CallArguments, read_optimizers
 from dp_partition.check.copying import CannotCopyError, Transform, check_bytes
 from dp_partition.check.reference import (
+    INTEGERS,
+    Difference,
     Ended,
     Outcome,
     StepCopy,
     copy_step,
+    differences,
     is_out_of_memory,
     live_outcome,
+    measure,
+    perturbation,
     run_reference,
 )
-from dp_partition.check.verdict import INTEGERS, Difference, differences, measure, perturbation
-from dp_partition.mesh import all_groups
+from dp_partition.nodes import meta_of
+from dp_partition.plan.placements import all_groups
 from dp_partition.runtime.program import Program
-from dp_partition.runtime.rollback import Snapshot, live_tensors
-from dp_partition.runtime.state import Binding, local_tensor
+from dp_partition.runtime.state import Binding, Snapshot, live_tensors, local_tensor
 
 if TYPE_CHECKING:
     from dp_partition.runner import Runner

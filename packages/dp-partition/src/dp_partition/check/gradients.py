@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition._shared.consensus import all_gather_objects
 from dp_partition.capture.phases import hook_gradient
-from dp_partition.mesh import all_groups
 from dp_partition.passes.bucketing import division
-from dp_partition.plan.settings import CommConfig
+from dp_partition.plan.placements import all_groups
+from dp_partition.plan.plan import CommConfig
 
 RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
 

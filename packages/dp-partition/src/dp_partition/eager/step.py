@@ -35,8 +35,16 @@ from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import wrapped
 from dp_partition.eager import shards
 from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
-from dp_partition.eager.shards import ClosedTraps, Units, optimizer_reason, placement_of, plan_units, repoint, shard
-from dp_partition.eager.watch import Watch
+from dp_partition.eager.shards import (
+    ClosedTraps,
+    Units,
+    Watch,
+    optimizer_reason,
+    placement_of,
+    plan_units,
+    repoint,
+    shard,
+)
 from dp_partition.runtime import state
 from dp_partition.runtime.consensus import broadcast_from_first
 

@@ -18,12 +18,11 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dp_partition._torch_compat import collectives
-from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.ops import aten, erase_chain, mutated_inputs, root_of
-from dp_partition.passes.moves import Move, Mover
+from dp_partition.nodes import aten, copy_notes, meta_of, mutated_inputs, root_of
+from dp_partition.passes.insert_collectives import Move, Mover
 from dp_partition.plan.placements import NodeType, chunk_bounds
-from dp_partition.plan.settings import CommConfig
+from dp_partition.plan.plan import CommConfig
 from dp_partition.sharding.propagate import is_gradient
 
 
@@ -166,7 +165,11 @@ def _emit(
     for move, before, after in zip(bucket.moves, old, results, strict=True):
         copy_notes(before, after, "node_type", "phase")
         before.replace_all_uses_with(after)
-        gone |= erase_chain(graph, before, move.start)
+        while before is not move.start and not before.users:  # the single move
+            previous = before.all_input_nodes[0]
+            graph.erase_node(before)
+            gone.add(before)
+            before = previous
 
 
 StagedEmission = Generator[None, None, list[fx.Node]]

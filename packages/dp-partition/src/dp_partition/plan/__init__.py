@@ -1,4 +1,4 @@
 """Placement of parameters, gradients and state: values, decided from shapes alone.
 
-`placements` has the vocabulary, `settings` the choices of a caller of `compile`. `plan` is the decision.
+`placements` has the vocabulary and the axes of a mesh, `plan` the choices of a caller of `compile` and the decision.
 """

@@ -1,16 +1,23 @@
-"""Placements of a graph node's tensor on the ranks of one mesh axis.
+"""Placements of a graph node's tensor on the ranks of one mesh axis, and the axes of a mesh.
 
 Vocabulary: a *placement* is torch's ``Shard``, ``Replicate`` or ``Partial``. Two are added: `RankLocal`, a tensor
 computed by every rank for itself and without a global meaning (activations under local semantics), and
 ``Partial("norm<p>")``, reduced to the p-norm of the ranks' values (the partial p-norms of shards).
+
+Parameters are on the last axis of a mesh, replicas along the first of two. Messages to all ranks go over one axis after
+the other, the last one first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
+from typing import cast
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -187,3 +194,58 @@ def local_shape(shape: tuple[int, ...], placement: Placement, world: int, rank: 
         return shape
     start, end = chunk_bounds(shape[placement.dim], world, rank)
     return (*shape[: placement.dim], end - start, *shape[placement.dim + 1 :])
+
+
+def shard_world(mesh: DeviceMesh) -> int:
+    return mesh.size(mesh.ndim - 1)
+
+
+def shard_rank(mesh: DeviceMesh) -> int:
+    return mesh.get_local_rank(mesh.ndim - 1)
+
+
+def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    return mesh.get_group(mesh.ndim - 1)  # shards are on the last axis
+
+
+def num_replicas(mesh: DeviceMesh) -> int:
+    """Return the number of replicas; 1 on a mesh of one axis."""
+    return 1 if mesh.ndim == 1 else mesh.size(0)
+
+
+def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return a group for every axis, the last axis first."""
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]  # the same order on all ranks
+
+
+def on_mesh(placement: Placement, mesh: DeviceMesh) -> list[Placement]:
+    """Return placements on every axis for a placement on the last one."""
+    return [Replicate()] * (mesh.ndim - 1) + [placement]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Sizes of a mesh, and one rank of it."""
+
+    sizes: tuple[int, ...]
+    rank: int
+    device_type: str
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    def size(self, axis: int | None = None) -> int:
+        return math.prod(self.sizes) if axis is None else self.sizes[axis]
+
+    def get_local_rank(self, axis: int | None = None) -> int:
+        below = math.prod(self.sizes[(axis or 0) + 1 :])  # ranks are row-major
+        return self.rank // below % self.sizes[axis or 0]
+
+    def get_group(self, axis: int | None = None) -> SimpleNamespace:
+        return SimpleNamespace(group_name=f"fake{axis or ''}")  # only its name is used, in the graph
+
+
+def fake_mesh(world: int | tuple[int, ...], rank: int, device: str) -> DeviceMesh:
+    """Return a mesh of ``world`` ranks (or sizes by axis), as seen by ``rank``. It cannot communicate."""
+    return cast(DeviceMesh, _Ranks((world,) if isinstance(world, int) else world, rank, device))

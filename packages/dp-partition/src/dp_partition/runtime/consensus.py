@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition._shared.consensus import assert_consistent, capture_errors
 from dp_partition._torch_compat import default_store
-from dp_partition.analysis.comms import carried_names
-from dp_partition.mesh import all_groups
-from dp_partition.ops import is_collective
+from dp_partition.analysis import carried_names
+from dp_partition.nodes import is_collective
+from dp_partition.plan.placements import all_groups
 
 T = TypeVar("T")
 _PATIENCE_S = 10.0  # for ranks that enter a call later than a failed one

@@ -1,7 +1,15 @@
-"""One traced and partitioned step, ready to run."""
+"""One traced and partitioned step: its runs, their inputs and outputs, and a caller's changes between calls.
+
+A change is adopted if its meaning is clear, and refused by name if not.
+
+State from `load_state_dict` is full and plain; a parameter after thawing, or new in the optimizer
+by `add_param_group`, has no state yet; a buffer may be another tensor. A graph on any of these unchanged
+would compute on wrong memory.
+"""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,17 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
+from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import failed_node, is_gloo, pytree
-from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
-from dp_partition.backends.inductor import Lowered
+from dp_partition.backends import Lowered, reduce_scatter_as_all_to_all
 from dp_partition.capture.fakes import Input
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
+from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.capture.tracer import Capture
-from dp_partition.mesh import shard_group
-from dp_partition.ops import is_collective, is_wait
-from dp_partition.passes.local_shapes import record_local_values
+from dp_partition.nodes import is_collective, is_wait, meta_of
+from dp_partition.passes.insert_collectives import record_local_values
+from dp_partition.plan.placements import on_mesh, shard_group
+from dp_partition.runtime.state import Binding, as_dtensor
 
 
 @dataclass
@@ -150,3 +160,167 @@ class Program:
             return False
         self.guard_values = now
         return True
+
+
+def reconcile(binding: Binding) -> OptimizerReads:
+    """Convert state and buffers to the layout of the graphs; return the optimizers' contents.
+
+    Raises:
+        PlanError: ``model-changed`` for new or missing parameters and buffers, ``parameter-not-in-module`` for an
+            unplaced parameter of an optimizer, ``state-device`` for state on another mesh or with
+            other placements, ``shape-mismatch`` for state of another shape than before, ``tied-weights`` if one of two
+            names of a buffer stands for another one now.
+    """
+    step_state = binding.step_state
+    # The model's tensors are compared with the placed ones, by name. After other changes they are indexed again.
+    if step_state.reads.look() or binding.built is not step_state.reads.structure:
+        before, after = ({fqn for fqn, *_ in slots} for slots in (binding.slots, step_state.slots()))
+        if after != before:
+            hint = "call release() on the step first"
+            changes = [(name, "was not there when the step was placed") for name in sorted(after - before)]
+            changes += [(name, "is not there any more") for name in sorted(before - after)]
+            raise PlanError([Problem("model-changed", name, found=change, hint=hint) for name, change in changes])
+        binding.index_slots()
+        binding.built = step_state.reads.structure
+    for slot, module, attribute, name in binding.buffer_slots:
+        now, hint = module._buffers.get(attribute), "call release() on the step first"
+        if now is None:
+            reason = "is None, and was a tensor when the step was placed"
+            raise PlanError(Problem("model-changed", slot, found=reason, hint=hint))
+        if now is step_state.buffers[name]:
+            continue
+        if slot != name:
+            reason = f"is no longer the buffer that {name} is"
+            raise PlanError(Problem("tied-weights", slot, found=reason, hint=hint))
+        step_state.buffers[name] = now
+        if overlaps := shared_memory(step_state.buffers):
+            raise PlanError(overlaps)
+    problems: list[Problem] = []
+    index = states_by_id(binding.step_state.optimizers)
+    for number, optimizer in enumerate(binding.step_state.optimizers):
+        states = index[number]
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                fqn = binding.names.get(id(param))
+                if fqn is None:
+                    hint = "call release() on the step first, and pass the module that holds it"
+                    reason = f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter"
+                    problems.append(Problem("parameter-not-in-module", f"optimizer {number}", found=reason, hint=hint))
+                elif param.requires_grad or id(param) in states:
+                    state, seen = states.get(id(param)), binding.seen.get((number, fqn))
+                    # The same objects as at the last call still have their layout: the usual case.
+                    same = state is not None and seen is not None and len(state) == len(seen)
+                    if not same or not all(map(operator.is_, state.values(), seen)):  # type: ignore[union-attr,arg-type]
+                        problems += _reconcile_state(binding, number, group, fqn, states)
+    if problems:
+        raise PlanError(problems)
+    return read_optimizers(binding.step_state.optimizers, index)
+
+
+def _reconcile_state(
+    binding: Binding, number: int, group: dict[str, Any], fqn: str, states: dict[int, Any]
+) -> list[Problem]:
+    optimizer, param = binding.step_state.optimizers[number], binding.params[fqn]
+    state = states.get(id(param))
+    if not has_state(state):
+        states.pop(id(param), None)
+        optimizer.state.pop(param, None)
+        fresh = binding.fresh_state(optimizer, group, fqn, param)
+        if fresh:  # thawed, or in a new group
+            optimizer.state[param] = states[id(param)] = fresh
+        return []
+    shapes = binding.state_shapes.get((number, fqn), {})
+    wanted = on_mesh(binding.plan[fqn].state, binding.mesh)
+    problems = []
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            continue  # numbers and scalars need no placement
+        if isinstance(value, DTensor):
+            if value.device_mesh != binding.mesh or tuple(value.placements) != tuple(wanted):
+                reason = f"lies as {tuple(value.placements)} on {value.device_mesh}, not as {tuple(wanted)}"
+                hint = "load it into the state that is there, or load full tensors"
+                problems.append(Problem("state-device", f"{fqn} {key}", found=reason, hint=hint))
+        elif value.shape == param.shape:
+            state[key] = binding.place_state(fqn, value, full=True)
+        if key in shapes and state[key].shape != shapes[key]:
+            reason = f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}"
+            hint = "load state that was saved for this model"
+            problems.append(Problem("shape-mismatch", f"{fqn} {key}", found=reason, hint=hint))
+    if not problems:
+        binding.seen[number, fqn] = tuple(state.values())
+        binding.state_shapes[number, fqn] = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return problems
+
+
+def check_no_gradients(step_state: StepState, cleared: bool) -> None:
+    """Refuse gradients on parameters that the step would add to.
+
+    Raises:
+        PlanError: ``python-state`` for each such parameter.
+    """
+    if cleared or not step_state.optimizers:
+        return
+    reason = "holds a gradient from outside the step; backward would add to it"
+    hint = "call zero_grad() before the step"
+    problems = [
+        Problem("python-state", fqn, found=reason, hint=hint)
+        for fqn, param in step_state.params.items()
+        if param.grad is not None
+    ]
+    if problems:
+        raise PlanError(problems)
+
+
+def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizers: OptimizerReads) -> list[Any]:
+    """Return local tensors and numbers for the placeholders, in order."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    params, buffers = binding.params, binding.step_state.buffers
+    values: list[Any] = []
+    for entry in program.inputs:  # without calls for each entry: this runs at every step
+        kind = entry.kind
+        if kind == "param":
+            values.append(params[entry.name]._local_tensor)  # type: ignore[attr-defined]  # a DTensor
+        elif kind == "buffer":
+            values.append(buffers[entry.name])
+        elif kind == "state":
+            state = optimizers.states[entry.optimizer][id(params[entry.name])][entry.key]
+            values.append(state._local_tensor if isinstance(state, DTensor) else state)
+        elif kind == "hyper":
+            values.append(optimizers.values[entry.hyper])  # type: ignore[index]
+        elif kind == "number":
+            values.append(leaves[int(entry.name)])
+        else:
+            values.append(tensors[int(entry.name)])
+    return values
+
+
+def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], leaves: list[Any]) -> None:
+    """Store buffers, state, hyperparameters and gradients of arguments, and set the step's modes."""
+    for module, mode in program.capture.modes:
+        module.training = mode
+    for name, trained in program.capture.trained.items():
+        binding.params[name].requires_grad_(trained)
+    for value, entry, placement in zip(
+        values, program.capture.returned.outputs, program.output_placements, strict=True
+    ):
+        if entry.kind == "buffer":
+            for _, module, attribute, name in binding.buffer_slots:  # under all of its names
+                if name == entry.name:
+                    module._buffers[attribute] = value
+            binding.step_state.buffers[entry.name] = value
+        elif entry.kind == "state":
+            param = binding.params[entry.name]
+            new, shape = value, getattr(value, "shape", ())  # a count has none
+            if placement is not None and shape and tuple(shape) == binding.local_state_shape(entry.name):
+                new = as_dtensor(value, param, binding.mesh, placement)
+            binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
+        elif entry.kind == "hyper":
+            group = binding.step_state.optimizers[entry.key.optimizer].param_groups[entry.key.group]
+            if isinstance(group[entry.key.key], torch.Tensor):  # a learning rate on the device
+                group[entry.key.key].fill_(value)
+            else:
+                group[entry.key.key] = value
+        elif entry.kind == "argument":
+            tensor = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][int(entry.name)]
+            # Not in place: after a mismatch the check puts the old gradient back.
+            tensor.requires_grad_().grad = value if tensor.grad is None else tensor.grad + value

@@ -23,12 +23,11 @@ from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.ops import is_op, is_random, mutated_inputs, root_of, viewed_input
+from dp_partition.nodes import is_op, is_random, kind_of, meta_of, mutated_inputs, root_of, viewed_input
 from dp_partition.plan.placements import NodeType, RankLocal, describe
 from dp_partition.sharding.op_rules import find_rule
-from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
+from dp_partition.sharding.rule_table import Call, Candidate, OutputPlacement, R, cheapest
 
 AVG = Partial("avg")
 

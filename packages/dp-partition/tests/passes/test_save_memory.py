@@ -9,7 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.mesh import fake_mesh
+from dp_partition.plan.placements import fake_mesh
 from dp_verification import verify
 from ranktest import Ranks
 from torch import nn

@@ -1,15 +1,26 @@
-"""Properties of operators for graph passes, read from their schemas."""
+"""Nodes of a step's graph: what their operators do, and the notes on them beside fx's own value.
+
+Notes stay in `node.meta`, typed, and not in a table beside the graph: fx copies a node with its notes, into
+micro-batches, repeated views and the backends' graphs, and an erased node takes them along. `NodeMeta` is the one
+list of them; the type checker holds every reader and writer to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import torch
 from torch import fx
 
 from dp_partition._shared.execution_check import is_random as call_is_random
 from dp_partition._torch_compat import OpOverload, pytree
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+    from dp_partition.capture.fakes import Input
+    from dp_partition.plan.placements import NodeType
 
 aten = torch.ops.aten
 _NAMESPACES = ("_c10d_functional", "c10d_functional")
@@ -115,17 +126,6 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
                 node.update_kwarg(name, value)
 
 
-def erase_chain(graph: fx.Graph, node: fx.Node, until: fx.Node) -> set[fx.Node]:
-    """Erase a node without users and its inputs up to another node. Return the erased nodes."""
-    erased = set()
-    while node is not until and not node.users:
-        previous = node.all_input_nodes[0]
-        graph.erase_node(node)
-        erased.add(node)
-        node = previous
-    return erased
-
-
 def base_name(node: fx.Node) -> str:
     """Return the operator's name without namespace, overload and in-place underscore: ``add_.Tensor`` -> ``add``."""
     name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
@@ -161,3 +161,52 @@ def is_collective(node: fx.Node) -> bool:
 def is_wait(node: fx.Node) -> bool:
     target: Any = node.target
     return is_op(node) and target.namespace in _NAMESPACES and target._schema.name.endswith("::wait_tensor")
+
+
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+class NodeMeta(TypedDict, total=False):
+    """Notes on one node; each exists from its writing pass on.
+
+    Attributes:
+        val: The fake value, as in torch's own passes.
+        input: Source of a placeholder's value.
+        phase: Part of the step in which a node runs; packing and unpacking of buckets have none.
+        gradient: Name of the gradient's parameter, once tags are removed; empty: one without a name.
+        mean_gradient: The same, for the mean over micro-batches.
+        reads: Averaged gradients among a node's leaves, read by no node before it: place, name, placement.
+        node_type: Kind of tensor for data parallelism; the seed's functions leave it on a graph too.
+        sharding: The strategy chosen by the seed's functions.
+        gather_again: A parameter's full copy, or a view of it, is freed after forward.
+        agrees: The copy that installs rank 0's random numbers.
+        ranks: Number of a collective's ranks, if it is not on the graph's own axis.
+    """
+
+    val: Any
+    input: Input
+    phase: Phase
+    gradient: str
+    mean_gradient: str
+    reads: Sequence[tuple[int, str, Placement]]
+    node_type: NodeType
+    sharding: Any
+    gather_again: bool
+    agrees: bool
+    ranks: int
+
+
+def meta_of(node: fx.Node) -> NodeMeta:
+    """Return the node's notes, typed; the same dict as ``node.meta``."""
+    return cast("NodeMeta", node.meta)
+
+
+def kind_of(node: fx.Node) -> str:
+    """Return the kind of a placeholder's input, as `Input.kind`; empty for every other node."""
+    notes = meta_of(node)
+    return notes["input"].kind if "input" in notes else ""
+
+
+def copy_notes(source: fx.Node, target: fx.Node, *keys: Literal["node_type", "phase", "val", "gradient"]) -> None:
+    """Copy notes under these keys from one node to another, if they exist."""
+    target.meta.update({key: source.meta[key] for key in keys if key in source.meta})

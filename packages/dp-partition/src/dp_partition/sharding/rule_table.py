@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from dp_partition.ops import arguments, base_name, nodes_in
+from dp_partition.nodes import arguments, base_name, nodes_in
 from dp_partition.plan.placements import RankLocal
 
 OutputPlacement = Placement | tuple[Any, ...] | None

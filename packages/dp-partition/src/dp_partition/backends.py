@@ -1,8 +1,14 @@
-"""Inductor: compute between a graph's collectives is compiled, everything else runs as it is.
+"""Other ways to run a rank's graph: gloo's reduce-scatters, and compute compiled by inductor.
 
-Pieces stand in the order of the graph, so collectives, random numbers and writes keep theirs. Views pass from piece to
-piece: torch's standalone compile knows which of its inputs share memory. The optimizer runs as it is, and so does what
-takes Python numbers.
+Gloo's own reduce_scatter is an all_reduce of a copy, twice the bytes (torch 2.13). An all_to_all sends only the bytes
+of the operation, and the sum of a rank's rows is one read of them: about half the time, on two ranks and on four,
+from 100 KiB to 16 MiB. Rows are added in the order of the ranks, half precision in float32, and rounded once. The
+partitioned graph keeps ``reduce_scatter``, the operation of the step and of `estimate`; the all_to_all is only its
+execution.
+
+Inductor compiles compute between a graph's collectives, everything else runs as it is. Pieces stand in the order of the
+graph, so collectives, random numbers and writes keep theirs. Views pass from piece to piece: torch's standalone compile
+knows which of its inputs share memory. The optimizer runs as it is, and so does what takes Python numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +23,45 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import inductor_compile, inductor_problem
-from dp_partition.capture.node_meta import kind_of, meta_of
-from dp_partition.ops import base_name, is_collective, is_op, is_random, is_wait
+from dp_partition._torch_compat import collectives, inductor_compile, inductor_problem
+from dp_partition.nodes import base_name, is_collective, is_op, is_random, is_wait, kind_of, meta_of
+from dp_partition.passes.insert_collectives import REDUCTIONS
+
+
+def reduce_scatter_as_all_to_all(graph: fx.Graph) -> None:
+    """Replace a graph's reduce-scatters by all-to-alls and sums, in place."""
+    for node in list(graph.nodes):
+        if node.target is collectives.reduce_scatter_tensor.default and node.args[1] in REDUCTIONS:
+            users = list(node.users)
+            if len(users) != 1 or not is_wait(users[0]):
+                continue
+            wait = users[0]
+            sent, op, world, group = node.args
+            node.target, node.args = exchanged, (sent, world, group)  # its wait stays, with a sum behind it
+            with graph.inserting_after(wait):
+                total = graph.call_function(combined, (wait, sent, op, world))
+            wait.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
+            total.meta = dict(wait.meta)
+            if "val" in sent.meta:
+                node.meta["val"] = wait.meta["val"] = torch.empty_like(sent.meta["val"])
+
+
+def exchanged(tensor: torch.Tensor, world: int, group: str) -> torch.Tensor:
+    """Return all ranks' rows for this one, in the order of ranks. Not valid before the wait.
+
+    Complex numbers are sent as pairs of real ones: gloo does not support them.
+    """
+    rows = [tensor.shape[0] // world] * world
+    sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    result: torch.Tensor = collectives.all_to_all_single(sent, rows, rows, group)
+    return result
+
+
+def combined(received: torch.Tensor, sent: torch.Tensor, op: str, world: int) -> torch.Tensor:
+    """Return the sum, average, ... of the ranks' rows, each as large as the rank's own."""
+    values = torch.view_as_complex(received) if sent.is_complex() else received
+    return REDUCTIONS[op](values.view(world, sent.shape[0] // world, *sent.shape[1:]))
+
 
 LEAST = 2  # operators that a piece computes with; a smaller one is not worth compiling
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -1,23 +1,30 @@
-"""Partition a traced step, and place its model and optimizer."""
+"""Names of torch 2.1's SPMD data parallelism, over this package's own stages.
+
+The decorator of torch 2.1 calls `dp_partition.compile`, as new code does itself. The other functions partition a graph
+from elsewhere, place its model and optimizer, and follow the batch through it.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, pytree
-from dp_partition.capture.node_meta import meta_of
-from dp_partition.passes.decompose import decompose, remove_tags
-from dp_partition.passes.local_shapes import local_inputs, record_local_values
-from dp_partition.passes.moves import Mover
-from dp_partition.passes.normalize import eliminate_dead, erase_profiler, merge_aliases
+from dp_partition.api import compile as compile_step
+from dp_partition.nodes import meta_of
+from dp_partition.passes.insert_collectives import Mover, local_inputs, record_local_values
+from dp_partition.passes.normalize import decompose, eliminate_dead, erase_profiler, merge_aliases, remove_tags
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import (
     DataParallelStrategy,
@@ -29,10 +36,52 @@ from dp_partition.plan.placements import (
     StrategyType,
     TupleStrategy,
 )
-from dp_partition.plan.settings import CommConfig
+from dp_partition.plan.plan import CommConfig, Style
 from dp_partition.runtime.state import local_tensor
-from dp_partition.sharding.op_rules.table import OutputPlacement
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate
+from dp_partition.sharding.rule_table import OutputPlacement
+
+__all__ = ["compile", "DataParallel"]
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Data parallelism over all ranks: ``"replicate"``, ``"fully_shard"``, ``"default"``, or a `DataParallelStyle`."""
+
+    parallel_style: Style | DataParallelStyle = "replicate"
+
+
+def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a train step to run data-parallel, each rank with its own rows.
+
+    A decorated function takes ``last_train_step=`` as well, without effect, and has its `Step` as ``.step``.
+
+    Raises:
+        PlanError: At the first call, before ``torch.distributed`` was initialised (code ``no-process-group``).
+    """
+    mode = DataParallel() if parallel_mode is None else parallel_mode
+    if not isinstance(mode, DataParallel):
+        raise TypeError(f"parallel_mode must be a DataParallel, found {type(mode).__name__}")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("last_train_step", None)
+            if "step" not in vars(wrapper):  # at the first call torch.distributed is ready
+                if not dist.is_available() or not dist.is_initialized():
+                    hint = "call torch.distributed.init_process_group first"
+                    raise PlanError(
+                        Problem("no-process-group", found="torch.distributed is not initialised", hint=hint)
+                    )
+                modules = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)]
+                device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
+                mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks, as in torch 2.1
+                vars(wrapper)["step"] = compile_step(function, mesh=mesh, style=mode.parallel_style)
+            return vars(wrapper)["step"](*args, **kwargs)
+
+        return wrapper
+
+    return decorate
 
 
 def partition_data_parallel(
@@ -319,3 +368,67 @@ def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> Strat
     # In a partial activation the batch was summed or averaged away.
     is_reduced = kind is NodeType.ACT and isinstance(plans[0].output, Partial)
     return DataParallelStrategy(kind, strategies, is_reduced)
+
+
+NO_BATCH = -1
+REDUCED = -2
+
+
+class BatchDimAnalyzer:
+    """Follow the batch dim from the inputs through a graph's operators, never by comparing sizes.
+
+    Args:
+        batch_dim: The batch dim of the graph's inputs.
+
+    Attributes:
+        batch_dim_map: Dim of each node, ``-1`` for tensors without a batch, ``-2`` after a reduction over the batch.
+        batch_dim_size: Size of the global batch, ``-1`` before `init_batch_dim_size`.
+    """
+
+    def __init__(self, batch_dim: int = 0) -> None:
+        self.batch_dim, self.batch_dim_size = batch_dim, -1
+        self.batch_dim_map: dict[fx.Node, int] = {}
+
+    def init_batch_dim_size(self, batch_dim_size: int) -> None:
+        """Set the size of the batch; it cannot change afterwards."""
+        if self.batch_dim_size not in (-1, batch_dim_size):
+            raise RuntimeError(f"the batch size is {self.batch_dim_size} already, it cannot become {batch_dim_size}")
+        self.batch_dim_size = batch_dim_size
+
+    def set_batch_dim(self, node: fx.Node, batch_dim: int) -> None:
+        """Set a node's batch dim."""
+        self.batch_dim_map[node] = batch_dim
+
+    def get_batch_dim(self, node: fx.Node) -> int:
+        """Return the batch dim of a node that was set or computed."""
+        return self.batch_dim_map[node]
+
+    def compute_batch_dim(self, node: fx.Node, full_reduction: bool = False) -> int:
+        """Return a node's batch dim; ``full_reduction`` marks the batch as reduced away in this node."""
+        if self.batch_dim_size == -1:
+            raise RuntimeError("set the batch size first: init_batch_dim_size")
+        if full_reduction:
+            self.set_batch_dim(node, REDUCED)
+        if node not in self.batch_dim_map:
+            inputs = {one: self.batch_dim_map.get(one, NO_BATCH) for one in node.graph.nodes if one.op == "placeholder"}
+            types = {one: NodeType.PARAM if dim == NO_BATCH else NodeType.ACT for one, dim in inputs.items()}
+            homes = StoragePlacements({one: _placement_of(dim) for one, dim in inputs.items()}, types)
+            for one, plan in propagate(node.graph, homes, 1, local=False).items():  # one rank: no size matters
+                self.batch_dim_map.setdefault(one, _dim_of(plan.output))  # dims set by the caller stay
+        return self.batch_dim_map[node]
+
+    def compute_act_spec(self, node: fx.Node, mesh: DeviceMesh) -> PlacementSpec:
+        """Return an activation's placement: sharded on its batch dim, partial after its reduction, or full."""
+        return PlacementSpec(mesh, (_placement_of(self.compute_batch_dim(node)),))
+
+
+def _placement_of(dim: int) -> Placement:
+    return {NO_BATCH: Replicate(), REDUCED: Partial("sum")}.get(dim, Shard(dim))
+
+
+def _dim_of(output: OutputPlacement) -> int:
+    if isinstance(output, tuple):
+        return next((dim for dim in map(_dim_of, output) if dim != NO_BATCH), NO_BATCH)
+    if isinstance(output, Shard):
+        return output.dim
+    return REDUCED if isinstance(output, Partial) else NO_BATCH
