@@ -352,6 +352,7 @@ def install(
         hint = "keep a copy of the module to go back to"
         installed.final.append(Problem("sharder-nesting", path, found=reason, hint=hint))
     local = [each for each in installed.placed if hasattr(each.value, "_sharding_info")]
-    for path in dict.fromkeys(fqn.rpartition(".")[0] for each in local for _, _, fqn in each.places):
-        installed.register(module.get_submodule(path).register_state_dict_post_hook(InfoOnSave()), log)
+    owners = [module.get_submodule(fqn.rpartition(".")[0]) for each in local for _, _, fqn in each.places]
+    for owner in dict.fromkeys(owners):  # a module under two names gets one hook
+        installed.register(owner.register_state_dict_post_hook(InfoOnSave()), log)
     return installed
