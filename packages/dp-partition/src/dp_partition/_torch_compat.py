@@ -222,6 +222,9 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+foreach_copy_ = torch._foreach_copy_  # not of empty lists
+
+
 def hooks_after_accumulation(tensor: torch.Tensor) -> int:
     """Count the hooks to run after a leaf's gradient is accumulated."""
     return len(tensor._post_accumulate_grad_hooks or ())

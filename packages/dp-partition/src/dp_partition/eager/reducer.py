@@ -22,12 +22,10 @@ from torch import nn
 
 from dp_partition._shared.consensus import named_collective
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import after_backward, hooks_after_accumulation
+from dp_partition._torch_compat import after_backward, foreach_copy_, hooks_after_accumulation
 
 _RUNNING, _FINISHED, _FAILED = range(3)
 _FIRST_BUCKET = 1 << 20  # small, so that communication starts early
-
-
 CAUGHT = "the step has caught an error of a backward pass"
 LOCAL_HOOK = "has a hook that would see this rank's gradient before it is averaged"
 HOOK_HINT = "read gradients behind backward, or in a hook of the optimizer (register_step_pre_hook)"
@@ -262,19 +260,18 @@ class GradientReducer:
         sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
         *parts, tail = flat.split([*sizes, flat.numel() - sum(sizes)])
         flags = tail.tolist()
-        count = len(bucket.members)
         extra: set[int] = set()
-        if len(flags) > count:  # the last bucket
+        if len(flags) > len(parameters):  # the last bucket
             self._raise_if_failed(bool(flags[-1]))
-            extra = {index for index in range(len(self.parameters)) if flags[count + index]}
+            extra = {index for index in range(len(self.parameters)) if flags[len(parameters) + index]}
         # A gradient that no rank has stays missing.
         reached = [(one, part) for one, part, flag in zip(parameters, parts, flags, strict=False) if flag]
         for parameter, _ in reached:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients: Any = [parameter.grad.detach() for parameter, _ in reached if parameter.grad is not None]
+        gradients = [parameter.grad.detach() for parameter, _ in reached if parameter.grad is not None]
         targets = [torch.view_as_real(one) if one.is_complex() else one for one in gradients]
         if targets:
-            torch._foreach_copy_(targets, [part.view(x.shape) for x, (_, part) in zip(targets, reached, strict=True)])
+            foreach_copy_(targets, [part.view(x.shape) for x, (_, part) in zip(targets, reached, strict=True)])
         return extra
 
     def _raise_if_failed(self, failed: bool) -> None:
