@@ -8,8 +8,6 @@ five steps are compared with the peer's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import warnings
@@ -79,20 +77,10 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=40)
-    options = parser.parse_args()
-    result = {
-        "title": f"Steps that run eagerly on {base.WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo",
-        "command": "python packages/dp-partition/benchmarks/bench_eager.py",
-        "rows": rows_of(base.on_ranks(measure, options.rounds, timeout=1200)),
-    }
-    if options.json:
-        options.json.write_text(json.dumps(result))
-    for one in result["rows"]:
-        print(f"{one['what']:52} {one['target']:12} {one['measured']:48} {one['peer']}")
-    return 0
+    options = base.options_of(__doc__)
+    title = f"Steps that run eagerly on {base.WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo"
+    rows = rows_of(base.on_ranks(measure, options.rounds, timeout=1200))
+    return base.write_rows(title, __file__, rows, options.json)
 
 
 if __name__ == "__main__":

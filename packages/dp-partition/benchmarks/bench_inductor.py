@@ -8,8 +8,6 @@ losses are compared with those of the eager backend.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
@@ -92,20 +90,10 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=40)
-    options = parser.parse_args()
-    result = {
-        "title": f"Steps compiled by inductor on {eager.WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo",
-        "command": "python packages/dp-partition/benchmarks/bench_inductor.py",
-        "rows": rows_of(eager.on_ranks(measure, options.rounds, timeout=1200)),
-    }
-    if options.json:
-        options.json.write_text(json.dumps(result))
-    for one in result["rows"]:
-        print(f"{one['what']:48} {one['target']:12} {one['measured']:48} {one['peer']}")
-    return 0
+    options = eager.options_of(__doc__)
+    title = f"Steps compiled by inductor on {eager.WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo"
+    rows = rows_of(eager.on_ranks(measure, options.rounds, timeout=1200))
+    return eager.write_rows(title, __file__, rows, options.json)
 
 
 if __name__ == "__main__":

@@ -411,11 +411,26 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def write_rows(title: str, script: str, rows: list[dict[str, str]], file: Path | None) -> int:
+    """Print a benchmark's rows, and write them where `tools/bench.py` reads them."""
+    command = f"python packages/dp-partition/benchmarks/{Path(script).name}"
+    if file:
+        file.write_text(json.dumps({"title": title, "command": command, "rows": rows}))
+    for one in rows:
+        print(f"{one['what']:52} {one['target']:30} {one['measured']:48} {one['peer']}")
+    return 0
+
+
+def options_of(text: str | None) -> argparse.Namespace:
+    """The options that each of these scripts takes; ``text`` is its docstring."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = options_of(__doc__)
     rows = rows_of(on_ranks(measure, options.rounds)) + rows_of_small(on_ranks(measure_small, options.rounds))
     numel, elapsed, memory, exact = in_child(plan_for_1024)
     rows.append(
@@ -430,16 +445,8 @@ def main() -> int:
     rows.append(
         row("compile overhead, GPT of 2 layers, AdamW", "< 2 s", ms(overhead), f"one eager step: {ms([eager])}")
     )
-    result = {
-        "title": f"Steps on {WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo, one thread a rank",
-        "command": "python packages/dp-partition/benchmarks/bench_partition.py",
-        "rows": rows,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(result))
-    for one in rows:
-        print(f"{one['what']:48} {one['target']:30} {one['measured']:48} {one['peer']}")
-    return 0
+    title = f"Steps on {WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo, one thread a rank"
+    return write_rows(title, __file__, rows, options.json)
 
 
 if __name__ == "__main__":
