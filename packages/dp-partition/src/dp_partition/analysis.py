@@ -162,7 +162,6 @@ class Memory:
     """Live bytes on a rank while each node runs.
 
     Attributes:
-        nodes: Names of the graph's nodes, in order.
         live: For every node the bytes of each of `KINDS`: tensors alive while it runs, its result included.
         resident: Bytes of each kind alive before and after the step.
     """

@@ -68,13 +68,9 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Lowered:
-    """Runs a rank's graph with its compute compiled.
+    """Runs a rank's graph with its compute compiled: ``num_nodes`` operators in ``num_compiled`` pieces.
 
-    Args:
-        module: The graph of pieces.
-        num_compiled: Number of compiled pieces.
-        num_nodes: Number of operators in them.
-        kept: How many calls of which operators run as they are, collectives and numbers left out.
+    ``kept`` counts the operators that run as they are, collectives and numbers left out.
     """
 
     def __init__(self, module: fx.GraphModule, num_compiled: int, num_nodes: int, kept: Counter[str]) -> None:
@@ -104,12 +100,7 @@ def check_inductor(device_type: str) -> None:
 
 
 def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
-    """Lower a rank's graph, and use it up.
-
-    Args:
-        graph: The graph, with local values in ``meta["val"]``.
-        module: Holds the tensors named in it.
-        name: Name of the step, for errors.
+    """Lower a rank's graph with local values in ``meta["val"]``, and use it up. ``module`` holds its tensors.
 
     Raises:
         PlanError: Inductor cannot compile a piece (code ``compile-failed``).

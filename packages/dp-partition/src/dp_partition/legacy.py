@@ -207,11 +207,6 @@ def mark_data_parallel_shardings(
         meta_of(node)["sharding"] = strategies[index] if strategies else None
 
 
-def _placement(strategy: PlacementStrategy) -> Placement:
-    spec = strategy.output_spec
-    return spec.placement if isinstance(spec, PlacementSpec) else Replicate()
-
-
 def partitioner(graph: GraphModule) -> GraphModule:
     """Turn a marked single-device graph into this rank's graph.
 
@@ -234,7 +229,8 @@ def partitioner(graph: GraphModule) -> GraphModule:
     world, rank = mesh.size(), mesh.get_local_rank()
     mover = Mover(graph.graph, world, rank, mesh.get_group().group_name)
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]
+    homes = [strategies[node].output_spec if node in strategies else None for node in nodes]
+    placements = [spec.placement if isinstance(spec, PlacementSpec) else Replicate() for spec in homes]
     mode = _fake_mode(graph.graph)  # fakes of one graph share a mode
     inputs = local_inputs(graph.graph, placements, mode, world, rank)
     plans: dict[fx.Node, NodePlan] = {}

@@ -22,7 +22,14 @@ from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, 
 from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves
 from dp_partition.capture.tracer import asks_for_values, trace_problem
-from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule
+from dp_partition.check.checked_call import (
+    NUM_CHECKED_EAGER,
+    CheckedCall,
+    CheckedEagerCall,
+    CheckMismatch,
+    CheckSchedule,
+)
+from dp_partition.check.reference import StepCopy
 from dp_partition.eager.step import EagerStep
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import DataParallelStyle, num_replicas, shard_world
@@ -67,6 +74,7 @@ class Runner:
     Attributes:
         binding: The placed model and optimizers; None before the first call.
         eager: The step if it runs eagerly; None if it runs as a graph.
+        shadow: A full copy of an eager step, after the same calls.
         may_switch: No choice of the caller needs a graph.
         switches: The step runs eagerly where it cannot be a graph.
         before_trace: Python values from before a trace in the present call.
@@ -74,11 +82,8 @@ class Runner:
         values: Python values among the arguments of the last trace, by structure of the arguments and position.
         live: Positions of those that are inputs of later graphs; None where no trace was possible with them.
         latest: The program of the last call.
-        num_traces: How many programs were traced.
         num_compiled: How many pieces of programs were compiled.
         marked: Dims of tensor arguments whose sizes are symbols of a trace; none once that has failed.
-        schedule: Which calls are checked.
-        num_checked: How many calls were checked.
         unchecked: Why calls that were to be checked were not.
     """
 
@@ -89,6 +94,7 @@ class Runner:
         self.function = closing(function)
         self.name = getattr(self.function, "__name__", type(self.function).__name__)
         self.eager: EagerStep | None = None
+        self.shadow: StepCopy | None = None
         self.before_trace: PythonState | None = None
         self.has_agreed = False
         self.may_switch = share is None and not settings.needs_graph()
@@ -120,7 +126,7 @@ class Runner:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one step on this rank's batch, as a graph or eagerly."""
         if self.eager is not None:
-            return self.eager(args, kwargs)
+            return self.run_eagerly(self.eager, args, kwargs)
         if self.share is not None and self.share.owner.eager is not None:
             return pytree.tree_map_only(DTensor, DTensor.full_tensor, self.original(*args, **kwargs))
         if self.settings.capture == "never":
@@ -175,13 +181,21 @@ class Runner:
         if style in (DataParallelStyle.DEFAULT, DataParallelStyle.ZERO1, DataParallelStyle.ZERO2):
             reason = f"{reason} ({style.name.lower()} runs as fully_shard)"
         arguments = (self.original, self.mesh, self.name, settings.comm.bucket_bytes, reason)
-        choices: dict[str, Any] = {"is_sharded": is_sharded, "full": settings.full, "observes": settings.observe}
-        eager = EagerStep(*arguments, **choices, roots=roots)
+        eager = EagerStep(*arguments, is_sharded, settings.full, settings.observe, roots)
         try:
-            return eager(args, kwargs)
+            return self.run_eagerly(eager, args, kwargs)
         finally:
             if eager.reducer is not None:  # it has started; else nothing has changed, and the next call tries again
                 self.eager = eager
+
+    def run_eagerly(self, eager: EagerStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call; compare the first two, until one cannot be compared."""
+        if not eager.num_calls and (self.settings.check == "never" or not eager.observes):
+            eager.unchecked = "check='never'" if self.settings.check == "never" else "observe=False"
+        if eager.num_calls < NUM_CHECKED_EAGER and not eager.unchecked:
+            return CheckedEagerCall(self, eager, args, kwargs).run()
+        self.shadow = None
+        return eager(args, kwargs)
 
     def call_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_checked = self.schedule.is_due()

@@ -14,7 +14,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -90,10 +89,10 @@ def make_fakes(
     Args:
         mode: The fake mode.
         step_state: The modules and optimizers.
-        tensors: The tensors among the step's arguments.
+        tensors: Those among the step's arguments; the sizes of their ``marked`` dims are symbols.
         batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
         device: Apparent device of fakes; None: the tensors' own.
-        marked: Dims of the arguments with symbolic sizes.
+        marked: See ``tensors``.
         given: Numbers among the step's arguments that stay live, by position.
     """
 
@@ -325,29 +324,17 @@ def collect_outputs(
             leaves[position] = _Position(len(values))  # filled in after each run
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
-    hypers = [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
-    of_arguments = [(x.grad, Output("argument", str(n))) for n, x in enumerate(fakes.args) if x.is_leaf]
-    gradients = [(value, output) for value, output in of_arguments if value is not None]
-    for value, output in chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), hypers, gradients):
-        values.append(value.detach() if isinstance(value, torch.Tensor) else value)
-        outputs.append(output)
-    return values, Returned(outputs, leaves, spec)
-
-
-def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    new: list[tuple[Any, Output]] = []
     for fqn, module, attribute, is_param in step_state.slots():
         table: dict[str, Any] = module._parameters if is_param else module._buffers
         name = step_state.aliases.get(fqn, fqn)
-        old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
+        old: Any = fakes.params[name] if name in fakes.params else fakes.buffers[name]
         if table[attribute] is old:  # unchanged, or updated in place
             continue
         if is_param:
             raise PlanError(Problem("parameter-replaced", fqn, found="the step puts a new parameter in place"))
         if table[attribute] is not None:
-            yield table[attribute], Output("buffer", fqn)
-
-
-def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[Any, Output]]:
+            new.append((table[attribute], Output("buffer", fqn)))
     for number, optimizer in enumerate(step_state.optimizers):
         for fqn, param in fakes.params.items():
             before = fakes.states.get((number, fqn), {})
@@ -357,8 +344,12 @@ def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[Any, Outp
                 is_first = type(value) in (int, float) and (old is None or isinstance(old, SYMBOLS))
                 if isinstance(value, (torch.Tensor, *SYMBOLS)) or is_first:
                     if value is not old:  # updates in place need no output
-                        yield value, Output("state", fqn, key, number)
+                        new.append((value, Output("state", fqn, key, number)))
                 elif value != old and not (old is None and value is None):
                     hint = "keep what changes in tensors or numbers"
                     reason = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
                     raise PlanError(Problem("python-state", fqn, found=reason, hint=hint))
+    new += [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
+    new += [(x.grad, Output("argument", str(n))) for n, x in enumerate(fakes.args) if x.is_leaf and x.grad is not None]
+    values += [value.detach() if isinstance(value, torch.Tensor) else value for value, _ in new]
+    return values, Returned([*outputs, *(output for _, output in new)], leaves, spec)

@@ -331,20 +331,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def length_key(tensor: torch.Tensor, marked: tuple[int, ...]) -> Any:
-    """Return shape and strides, as far as a trace depends on them."""
-    dims = marked_dims(tensor, marked)
-    if not dims:
-        return tuple(tensor.shape), tuple(tensor.stride())
-    shape = tuple([None if dim in dims else size for dim, size in enumerate(tensor.shape)])
-    return shape, None if is_dense(tensor) else tuple(tensor.stride())
-
-
 def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     """Return the part of a trace's key for one leaf of the arguments."""
     if isinstance(leaf, torch.Tensor):
-        geometry = length_key(leaf, marked) if marked else (tuple(leaf.shape), tuple(leaf.stride()))
-        return *geometry, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
+        shape: Any = tuple(leaf.shape)
+        stride: Any = tuple(leaf.stride())
+        if marked and (dims := marked_dims(leaf, marked)):
+            shape = tuple([None if dim in dims else size for dim, size in enumerate(shape)])
+            stride = None if is_dense(leaf) else stride
+        return shape, stride, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)
     if type(leaf) not in PLAIN_TYPES and _counts(leaf):

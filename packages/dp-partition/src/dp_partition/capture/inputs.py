@@ -251,7 +251,7 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
                     elif isinstance(one, torch.Tensor):
                         parts += (key, element, tuple(one.shape), one.dtype, one.device)
                     else:
-                        parts += (key, element, _hashable(one))
+                        parts += (key, element, fingerprint([one]))
         parts += (type(optimizer).__qualname__, optimizer_attributes(optimizer))
     return OptimizerReads(states, values, tuple(parts))
 
@@ -259,14 +259,6 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
 @functools.lru_cache
 def _names(keys: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(sorted(map(str, keys)))
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return value
 
 
 def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:

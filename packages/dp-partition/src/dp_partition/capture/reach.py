@@ -38,9 +38,6 @@ _DEPTH = 8
 class Reach:
     """Objects within reach of a step, in the same order on all ranks.
 
-    Args:
-        roots: The step's function and its arguments.
-
     Attributes:
         modules: Modules with parameters, none inside another; wrappers without parameters of their own are entered.
         optimizers: All optimizers.
@@ -181,11 +178,7 @@ _EMPTY = object()
 
 
 class PythonState:
-    """Contents of all containers, objects, cells and globals within a step's reach.
-
-    Args:
-        roots: The step's function and its arguments.
-    """
+    """Contents of all containers, objects, cells and globals within a step's reach."""
 
     def __init__(self, *roots: Any) -> None:
         reach = Reach(*roots)
@@ -213,8 +206,11 @@ class PythonState:
                 self.globals += [(scope, name, scope[name]) for name in names_used(value) if name in scope]
             elif isinstance(value, functools._lru_cache_wrapper):
                 self.caches.append((value, value.cache_info().currsize))
-            elif (drawn := _random_state(value)) is not None:
-                self.generators.append(drawn)
+            elif isinstance(value, random.Random):
+                self.generators.append((value.setstate, value.getstate()))
+            elif hasattr(bits := getattr(value, "bit_generator", None), "state"):  # NumPy's
+                assert bits is not None
+                self.generators.append((functools.partial(setattr, bits, "state"), copy.deepcopy(bits.state)))
         for optimizer in reach.optimizers:
             self.placed |= {id(vars(optimizer)), id(optimizer.state), *map(id, optimizer.state.values())}
             self.placed |= {id(one) for group in optimizer.param_groups for one in (group, group["params"])}
@@ -284,16 +280,6 @@ class PythonState:
                 table.extend(before)
         for put_back, state in self.generators:
             put_back(state)
-
-
-def _random_state(value: Any) -> tuple[Callable[[Any], Any], Any] | None:
-    """Return the restoring function and the state of a generator of Python or NumPy. None for everything else."""
-    if isinstance(value, random.Random):
-        return value.setstate, value.getstate()
-    bits = getattr(value, "bit_generator", None)
-    if hasattr(bits, "state"):
-        return functools.partial(setattr, bits, "state"), copy.deepcopy(bits.state)  # type: ignore[union-attr]
-    return None
 
 
 def _same(one: Any, other: Any) -> bool:

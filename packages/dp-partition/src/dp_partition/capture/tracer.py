@@ -54,10 +54,8 @@ class Capture:
 
     Attributes:
         module: The graph at full parameter shapes; placeholders are in the order of ``inputs``.
-        inputs: Source of each placeholder's value.
         returned: Values returned and installed by the step, as outputs of the graph.
         guards: Conditions of the trace on hyperparameters, as sympy expressions.
-        symbols: The sympy symbol of each hyperparameter.
         mode: The fake mode of the nodes' ``meta["val"]``.
         cleared: The step clears gradients before its first backward.
         gradients: Names of parameters with gradients read by the step, and the number of backward passes to each.
@@ -86,18 +84,7 @@ class Capture:
 
 
 class _Tracing:
-    """One step on fake tensors; arguments as for `trace_step`.
-
-    Attributes:
-        mode: The fake mode.
-        inputs: Source of each input of the graph.
-        flat: The fake tensors in the order of the inputs.
-        phases: Operators of forward, backward and optimizer.
-        written: Real tensors written by the step: those from outside of its arguments.
-        returned: Values returned by the step.
-        symbols: The symbols of its hyperparameters.
-        modes: Modes of modules changed by it.
-    """
+    """One step on fake tensors; arguments and results as for `trace_step`. ``flat`` is in the order of the inputs."""
 
     returned: Returned
     symbols: dict[Hyperparameter, Any]
@@ -240,8 +227,7 @@ def trace_step(
         node._rename("".join(c if c.isalnum() else "_" for c in entry.label))
         node.target = node.name  # fx uses it as the argument's name
         meta_of(node)["input"] = entry
-    _check_numbers(tracing.name, module.graph, frozenset().union(*tracing.phases.optimizer))
-    _check_tensors(module)
+    _check_graph(tracing.name, module, frozenset().union(*tracing.phases.optimizer))
     return capture
 
 
@@ -286,21 +272,6 @@ def _no_other_draws(name: str) -> Iterator[None]:
         raise PlanError(problems, "the step draws random numbers that a graph would burn in")
 
 
-def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> None:
-    """Refuse a number read from a tensor without use in the graph. A list or a log would get it only once."""
-    hint = "return it from the step, and keep or print it outside"
-    problems = [
-        Problem("value-kept", name, found=f"a number read with {node.target} leaves the step", hint=hint)
-        for node in graph.nodes
-        if node.target is torch.ops.aten._local_scalar_dense.default
-        and not node.users
-        and node.name not in optimizer
-        and "input" not in meta_of(node.args[0])  # a hyperparameter without use in this step
-    ]
-    if problems:
-        raise PlanError(problems[:3], "the step keeps values of its own, which a graph would not renew")
-
-
 def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
     text = f"{type(error).__name__}: {error}".strip().splitlines()
     if "Multiple dispatch failed" in text[0]:  # a parameter among fakes; the trace would burn its value in
@@ -332,10 +303,17 @@ def user_line(error: BaseException) -> str:
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
 
 
-def _check_tensors(module: fx.GraphModule) -> None:
-    """Refuse gradients beyond buckets, and parameters as constants: they would never be trained."""
+def _check_graph(name: str, module: fx.GraphModule, optimizer: frozenset[str]) -> None:
+    """Refuse gradients beyond buckets, parameters as constants, which no graph trains, and numbers kept by the step."""
     problems = []
     for node in module.graph.nodes:
+        if node.target is torch.ops.aten._local_scalar_dense.default and not node.users:
+            # A list or a log would get it only once. A hyperparameter may be without use in this step.
+            if node.name not in optimizer and "input" not in meta_of(node.args[0]):
+                hint = "return it from the step, and keep or print it outside"
+                reason = f"a number read with {node.target} leaves the step"
+                problems.append(Problem("value-kept", name, found=reason, hint=hint))
+            continue
         value = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
@@ -347,4 +325,4 @@ def _check_tensors(module: fx.GraphModule) -> None:
             reason = f"a tensor of shape {tuple(value.shape)} that requires grad is reached through a closure"
             problems.append(Problem("parameter-in-closure", str(node.target), found=reason, hint=hint))
     if problems:
-        raise PlanError(problems)
+        raise PlanError(problems[:8], "the step cannot be a graph")

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +27,11 @@ import torch
 from dp_partition._shared.consensus import all_gather_objects
 from dp_partition._shared.execution_check import Precision, RandomState
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import FakeTensor, global_modes, pytree
+from dp_partition._torch_compat import FakeTensor, global_modes, has_gradient_hooks, pytree
 from dp_partition.capture.inputs import CallArguments, read_optimizers
-from dp_partition.check.copying import CannotCopyError, Transform, check_bytes
+from dp_partition.capture.reach import PythonState, Reach
+from dp_partition.capture.state import StepState, choose_foreach, index_tensors
+from dp_partition.check.copying import CannotCopyError, Copier, Transform, check_bytes
 from dp_partition.check.reference import (
     INTEGERS,
     Difference,
@@ -43,10 +46,11 @@ from dp_partition.check.reference import (
     perturbation,
     run_reference,
 )
+from dp_partition.eager.step import EagerStep
 from dp_partition.nodes import meta_of
 from dp_partition.plan.placements import all_groups
 from dp_partition.runtime.program import Program
-from dp_partition.runtime.state import Binding, Snapshot, live_tensors, local_tensor
+from dp_partition.runtime.state import Binding, Snapshot, full_tensor, live_tensors, local_tensor
 
 if TYPE_CHECKING:
     from dp_partition.runner import Runner
@@ -158,7 +162,7 @@ class CheckedCall:
         """Compare, and raise on every rank what any rank found."""
         mismatches: list[Difference] = []
         if ended.outcome is not None:
-            graph = live_outcome(self.binding, self.arguments, result, self.before.local)
+            graph = live_outcome(self.binding.step_state, self.arguments, result, local_tensor)
             graph.add_gradients(self.gradients)
             mismatches = differences(graph, ended.outcome)
             if not draws_alike:
@@ -224,28 +228,28 @@ class CheckedCall:
                     where = f"rank {rank}, " if self.communicates else ""
                     problems.append(Problem("check-mismatch", name, found=f"{where}{text}{right}", hint=hint))
         if problems:
-            self.roll_back()
-            calls = self.runner.schedule.calls
-            summary = (
-                f"call {calls} of {self.runner.name}: the graph does not do what the step does; "
-                "parameters, state, buffers and generators are as before the call"
-            )
-            raise CheckMismatch(problems[:8], summary)
+            raise CheckMismatch(problems[:8], self.roll_back())
 
-    def roll_back(self) -> None:
-        """Restore everything from before the call, and check the next call again."""
+    def roll_back(self) -> str:
+        """Restore everything from before the call, and check the next call again; return that for an error."""
         self.before.restore()
         with torch.no_grad():
             for tensor, value in self.constants:
                 tensor.copy_(value)
         self.random.restore()
         self.advance(again=True)
+        done = "parameters, state, buffers and generators are as before the call"
+        return (
+            f"call {self.runner.schedule.calls} of {self.runner.name}: the graph does not do what the step does; {done}"
+        )
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def copy(self, transform: Transform | None = None) -> StepCopy:
         """Copy the step, with gradients left by earlier calls for it to clear."""
         copied = copy_step(self.runner.function, self.arguments, self.binding, transform)
+        for optimizer in copied.step_state.optimizers:
+            choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
         if self.runner.schedule.calls > 1:
             programs = [one for same_key in self.runner.programs.values() for one in same_key]
             for name in {name for one in programs for name in one.capture.left}:
@@ -291,7 +295,7 @@ class CheckedCall:
         """Return every rank's value if ranks communicate in a step; otherwise this rank's."""
         if not self.communicates:
             return [value]
-        return all_gather_objects(self.binding.mesh, value, f"the check of {self.runner.subject}")
+        return all_gather_objects(self.runner.mesh, value, f"the check of {self.runner.subject}")
 
     def versions(self) -> list[int]:
         """Return version counters of all live tensors. They show each write of a copy to one of them."""
@@ -399,3 +403,122 @@ class CheckSchedule:
         else:
             power = max(2, done.bit_length())
             self.next = random.Random(f"{self.seed}:{power}").randrange(1 << power, 1 << (power + 1))
+
+
+# A second run of a step with one of these names in its code would be seen outside of it.
+EFFECTS = frozenset([
+    "print", "input", "open", "save", "write", "writelines", "add_scalar", "add_scalars", "log_metrics", "info", "next",
+    "all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "time", "perf_counter", "monotonic",
+])  # fmt: skip
+NUM_CHECKED_EAGER = 2
+
+
+class CheckedEagerCall(CheckedCall):
+    """One of an eager step's first calls, compared with the step on a full copy.
+
+    The copied model goes on from call to call, as modules in FSDP2's shards cannot be copied. A run is that of a copy
+    of it: the spread of right results needs several.
+    """
+
+    def __init__(self, runner: Runner, eager: EagerStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runner, self.eager, self.live_arguments = runner, eager, (args, kwargs)
+        self.roots = (runner.original, args, kwargs, eager.roots)
+        self.communicates = runner.mesh.size() > 1
+
+    def run(self) -> Any:
+        if self.eager.reducer is None:
+            self.eager.start(*self.live_arguments)  # rank 0's values everywhere, before they are copied
+        reason, ended = "", Ended()
+        try:
+            self.shadow = self.next_shadow()
+        except CannotCopyError as failure:
+            reason = str(failure)
+        if not any(self.gather(reason)):
+            state = self.shadow.step_state
+            self.binding: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
+            self.arguments = (self.shadow.args, self.shadow.kwargs)
+            python, self.random = PythonState(*self.roots), self.random_state()
+            copied = self.copy()
+            ended = self.reference(copied)
+            python.restore()
+            self.random.restore()
+            self.runner.shadow = copied
+            text = f"its copy raises {type(ended.error).__name__}: {ended.error}"[:200]
+            reason = ended.unchecked if ended.error is None else text
+        result = self.eager(*self.live_arguments)
+        reasons = [text for text in self.gather(reason) if text]
+        if reasons or ended.outcome is None:
+            self.runner.shadow, self.eager.unchecked = None, next(iter(reasons), "")
+            return result
+        live = live_outcome(state_of(*self.roots), self.live_arguments, result, full_tensor)
+        mismatches = differences(live, ended.outcome)
+        if any(self.gather(len(mismatches))):
+            self.before, python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)
+            mismatches = self.judged(mismatches, ended.outcome)
+            python.restore()
+            self.raise_mismatch(mismatches)
+        self.eager.checked.append(sum(tensor.numel() for tensor in ended.outcome.tensors.values()))
+        return result
+
+    def next_shadow(self) -> StepCopy:
+        """Return the copied model with this call's function and arguments.
+
+        Raises:
+            CannotCopyError: With the reason against a second run.
+        """
+        state, before, reach = state_of(*self.roots), self.runner.shadow, Reach(*self.roots)
+        effects = [*reach.iterators, *sorted(EFFECTS & self.runner.reads.names)]
+        if effects:
+            raise CannotCopyError(f"a second run of {effects[0]} would be seen")
+        if any(map(has_gradient_hooks, state.params.values())):
+            raise CannotCopyError("a gradient hook of a parameter is not copied")
+        if reach.identities(state.params.values(), (dict, set, frozenset)):
+            raise CannotCopyError("a container looks parameters up by identity, and a copy has others")
+        needed = 3 * sum(t.numel() * t.element_size() for *_, t in live_tensors(state, self.live_arguments))
+        if needed > free_bytes(self.runner.mesh.device_type):
+            raise CannotCopyError("full copies do not fit into free memory")
+        if before is None:
+            live: Any = SimpleNamespace(step_state=state, params=state.params)
+            return with_state(copy_step(self.runner.original, self.live_arguments, live), state)
+        # All but parameters, buffers and optimizers is copied again: callers change what a step reads between calls.
+        own, owners = before.step_state, [*(module for _, module in state.modules), *state.optimizers]
+        copier = Copier({}, owned=set(map(id, owners)))
+        for (_, one), (_, other) in zip(state.modules, own.modules, strict=True):
+            for pair in zip((*one.modules(), *one.buffers()), (*other.modules(), *other.buffers()), strict=True):
+                copier.hand(*pair)
+        originals, copies = (*state.params.values(), *state.optimizers), (*own.params.values(), *own.optimizers)
+        for original, copied in zip(originals, copies, strict=True):
+            copier.hand(original, copied)
+        function, args, kwargs = copier.copy((self.runner.original, *self.live_arguments))
+        return StepCopy(function, args, kwargs, own)
+
+    def copy(self, transform: Transform | None = None) -> StepCopy:
+        copied = copy_step(self.shadow.function, self.arguments, self.binding, transform)
+        return with_state(copied, self.shadow.step_state)
+
+    def reference(self, copied: StepCopy) -> Ended:
+        return run_reference(copied, self.binding, self.runner.settings, averages=True, is_eager=True)
+
+    def roll_back(self) -> str:
+        """Return a summary alone: a call on FSDP2's shards is not undone."""
+        calls, name = self.eager.num_calls, self.runner.name
+        return f"call {calls} of {name} does not do what the step does on full parameters; the call's values stay"
+
+
+def state_of(*roots: Any) -> StepState:
+    """Return the models and optimizers within reach; trained tensors outside of them count as parameters."""
+    reach = Reach(*roots)
+    prefixes = [""] if len(reach.modules) < 2 else [str(number) for number in range(len(reach.modules))]
+    state = StepState(list(zip(prefixes, reach.modules, strict=False)), reach.optimizers)
+    index_tensors(state)
+    inside = set(map(id, state.params.values()))
+    state.params |= {name: p for name, p in reach.parameters.items() if id(p) not in inside}
+    return state
+
+
+def with_state(copied: StepCopy, source: StepState) -> StepCopy:
+    """Return a copy with its own state, and the gradients that earlier calls left."""
+    state = state_of(copied.function, copied.args, copied.kwargs)
+    for param, original in zip(state.params.values(), source.params.values(), strict=True):
+        param.grad = None if original.grad is None else original.grad.detach().clone()
+    return replace(copied, step_state=state)

@@ -201,7 +201,7 @@ class _Pickler(pickle.Pickler):
             return weakref.ref, (_Nothing if target is None else target,)
         # These drop attributes when pickled (hooks, the scale of a running step), or refuse (parametrizations).
         if isinstance(obj, torch.nn.Module | Optimizer | torch.amp.GradScaler):
-            return object.__new__, (kind,), vars(obj), None, None, _fill_object
+            return object.__new__, (kind,), vars(obj), None, None, lambda new, own: new.__dict__.update(own)
         return NotImplemented
 
 
@@ -216,10 +216,6 @@ class _Unpickler(pickle.Unpickler):
 
 class _Nothing:
     """Target of dead weak references."""
-
-
-def _fill_object(new: Any, attributes: dict[str, Any]) -> None:
-    vars(new).update(attributes)
 
 
 def _fill_function(function: Any, state: tuple[Any, ...]) -> None:

@@ -36,22 +36,17 @@ class NotComparableError(BaseException):
 class GradientAverage:
     """Work on gradients at the end of a backward pass of the reference.
 
-    Args:
-        params: The copied parameters by name.
-        mesh: The ranks.
-        comm: Settings of the reduction.
-        averages: Average the ranks' gradients; otherwise they stay as they are.
-
     Attributes:
+        averages: Average the ranks' gradients; otherwise they stay as they are.
+        of_grad: So too what `torch.autograd.grad` returns.
         stopped: Reason against any further communication; None while all ranks run.
-        noted: Complete gradients by name, from the first backward pass with one; None if another
-            pass adds to it.
+        noted: Complete gradients by name, from the first backward pass with one; None if another pass adds to it.
     """
 
     def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, comm: CommConfig, averages: bool) -> None:
         self.params = {name: p for name, p in params.items() if p.is_floating_point() or p.is_complex()}
         self.mesh, self.comm = mesh, comm
-        self.averages = averages
+        self.averages, self.of_grad = averages, True
         self.meets = averages and (mesh.size() > 1 or comm.reduce_dtype is not None)
         self.stopped: int | None = None
         self.depth = self.passes = 0
@@ -116,7 +111,7 @@ class GradientAverage:
     ) -> Any:
         names = {id(param): name for name, param in self.params.items()}
         asked = [names.get(id(one)) for one in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
-        if not self.averages or not any(asked):
+        if not self.averages or not self.of_grad or not any(asked):
             self.fired.clear()
             return result
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(self.params)
@@ -186,17 +181,10 @@ class GradientAverage:
         return mean
 
     def meet(self, status: int, present: list[bool] | None = None) -> list[bool]:
-        """Exchange the next action of the ranks' references.
+        """Exchange the next action of the ranks' references: an average, or the reason for this one's end.
 
-        Args:
-            status: ``RUNNING`` before an average, otherwise the reason for the end of this rank's reference.
-            present: True for each parameter with a gradient here.
-
-        Returns:
-            True for each parameter with a gradient on any rank.
-
-        Raises:
-            PeerStoppedError: Another rank does something else.
+        Returns True for each parameter with a gradient on any rank; raises `PeerStoppedError` if another rank does
+        something else.
         """
         if not self.meets:
             return present or []

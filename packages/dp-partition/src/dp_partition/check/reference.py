@@ -20,7 +20,7 @@ from dp_partition._shared.execution_check import as_double, relative_error
 from dp_partition._torch_compat import FakeTensor, pytree
 from dp_partition.capture.fingerprint import ById, FunctionReads
 from dp_partition.capture.inputs import states_by_id
-from dp_partition.capture.state import StepState, choose_foreach, index_tensors
+from dp_partition.capture.state import StepState, index_tensors
 from dp_partition.check.copying import Copier, Transform
 from dp_partition.check.gradients import (
     FAILED,
@@ -32,7 +32,7 @@ from dp_partition.check.gradients import (
 )
 from dp_partition.plan.placements import chunk_bounds, shard_group, shard_world
 from dp_partition.plan.plan import Settings
-from dp_partition.runtime.state import Binding, full_tensor, live_tensors, local_tensor, state_name
+from dp_partition.runtime.state import Binding, full_tensor, live_tensors, state_name
 
 
 @dataclass
@@ -111,8 +111,6 @@ def copy_step(
     copier = Copier(replaced, transform, owned)
     parts = (function, args, kwargs, step_state.modules, step_state.optimizers)
     new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
-    for optimizer in optimizers:
-        choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
     copied_state = StepState(modules, optimizers)
     index_tensors(copied_state)  # the names of the live step
     return StepCopy(new_function, new_args, new_kwargs, copied_state)
@@ -125,19 +123,27 @@ def full_copy(placed: torch.Tensor) -> torch.Tensor:
 
 
 def run_reference(
-    copied: StepCopy, binding: Binding, settings: Settings, averages: bool, wanted: dict[str, Placement] | None = None
+    copied: StepCopy,
+    binding: Binding,
+    settings: Settings,
+    averages: bool,
+    wanted: dict[str, Placement] | None = None,
+    *,
+    is_eager: bool = False,
 ) -> Ended:
     """Run a copy to its end, on all ranks alike. Random numbers come from the generators' present state.
 
     Args:
         copied: The copy.
         binding: The placed model and optimizers.
-        settings: Settings of the reduction.
+        settings: Those of the reduction.
         averages: The graph averages gradients: some ranks alone may call a step that evaluates.
         wanted: Placement of each gradient for the outcome.
+        is_eager: As an eager step: what `torch.autograd.grad` returns is this rank's, and Python values may change.
     """
     local = settings.semantics == "local"
     average = GradientAverage(copied.step_state.params, binding.mesh, settings.comm, local and averages)
+    average.of_grad = not is_eager
     arguments = (copied.args, copied.kwargs)
     before = _locals(copied.step_state, binding, clone=True) | argument_values(arguments, torch.clone)
     constants = FunctionReads(copied.function)
@@ -166,7 +172,7 @@ def run_reference(
             return Ended(unchecked="out of memory")
         _tell(average, FAILED)
         return Ended(error=error, is_own=True)
-    if _plain(constants.read(placed)) != python_before:
+    if not is_eager and _plain(constants.read(placed)) != python_before:
         # The graph runs none of the step's Python, so the next call would find the values of this one.
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
@@ -302,14 +308,11 @@ def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.T
 
 
 def live_outcome(
-    binding: Binding, arguments: Any, result: Any, before: Callable[[torch.Tensor], torch.Tensor | None]
+    step_state: StepState, arguments: Any, result: Any, value: Callable[[torch.Tensor], torch.Tensor]
 ) -> Outcome:
-    """Return the outcome of the graph."""
-    leaves, spec = pytree.tree_flatten(result)
-    live = {name: tensor for name, _, _, tensor in live_tensors(binding.step_state, arguments)}
-    old = {name: value for name, tensor in live.items() if (value := before(tensor)) is not None}
-    tensors = {name: local_tensor(tensor.detach()) for name, tensor in live.items()}
-    outcome = Outcome(leaves, spec, tensors, old, numbers_of(binding.step_state))
+    """Return the outcome of a call, tensors as given by ``value``: this rank's, or full ones."""
+    tensors = {name: value(tensor.detach()) for name, _, _, tensor in live_tensors(step_state, arguments)}
+    outcome = Outcome(*pytree.tree_flatten(result), tensors, {}, numbers_of(step_state))
     outcome.add_gradients(argument_gradients(arguments, torch.Tensor.detach))
     return outcome
 
@@ -394,10 +397,13 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
         elif not _equal(got, want):
             mismatches.append(Difference(name, _number_error(got, want), f"{got!r:.80}, expected {want!r:.80}"))
     # Most tensors are equal to the last bit, which one kernel tells.
-    unequal = {name: want for name, want in reference.tensors.items() if not _is_same(graph.tensors.get(name), want)}
-    largest: dict[
-        str, float
-    ] = {}  # root mean square of the step's changes, by the key of a state entry; "" for parameters
+    unequal: dict[str, torch.Tensor] = {}
+    for name, want in reference.tensors.items():
+        got = graph.tensors.get(name)
+        is_like = got is not None and (got.dtype, got.device, got.shape) == (want.dtype, want.device, want.shape)
+        if got is None or not is_like or not torch.equal(got, want):
+            unequal[name] = want
+    largest: dict[str, float] = {}  # root mean square of changes, by the key of a state entry; "" for parameters
     for name, value in reference.tensors.items() if unequal else ():
         start = reference.before.get(name)
         if value.numel() and value.is_floating_point() and start is not None and start.shape == value.shape:
@@ -418,11 +424,6 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
         if name in graph.numbers and not _equal(graph.numbers[name], number):
             mismatches.append(Difference(name, math.inf, f"{graph.numbers[name]!r}, expected {number!r}"))
     return mismatches
-
-
-def _is_same(got: torch.Tensor | None, want: torch.Tensor) -> bool:
-    is_like = got is not None and (got.dtype, got.device, got.shape) == (want.dtype, want.device, want.shape)
-    return is_like and torch.equal(got, want)  # type: ignore[arg-type]
 
 
 def measure(name: str, one: Outcome, reference: Outcome) -> float:

@@ -63,11 +63,7 @@ class _Pass:
 class GradientReducer:
     """Hooks on parameters to average gradients when autograd accumulates them.
 
-    Args:
-        parameters: Name -> parameter, in one order on all ranks; frozen ones count once they are trained.
-        group: The ranks.
-        bucket_bytes: Largest size of a bucket.
-        name: The step, for errors.
+    Parameters are in one order on all ranks; frozen ones count once they are trained.
     """
 
     def __init__(

@@ -160,12 +160,9 @@ def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
 
 
 def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]], convert: Place) -> None:
-    """Replace old parameters by new ones, in groups, state, lists and dicts of a walk.
+    """Replace old parameters by new ones, in groups, state, lists and dicts of a walk; ``swap`` has both by old id.
 
-    Args:
-        reach: The walk.
-        swap: ``id`` of an old parameter -> it and the new one.
-        convert: Converts state of an old parameter's shape to the layout of the new one.
+    ``convert`` takes state of an old parameter's shape to the layout of the new one.
     """
 
     def new(value: Any) -> Any:
@@ -327,10 +324,7 @@ class ClosedTraps(TorchFunctionMode):
 class Watch(TorchFunctionMode):
     """Mode to note parameters that have to stay full, while the block runs.
 
-    Args:
-        parameters: Name -> parameter.
-        roots: The modules around them.
-        states: Tensors of optimizers; they move into shards with the parameters.
+    ``states`` are tensors of optimizers: they move into shards with the parameters.
 
     Attributes:
         reasons: Name -> reason to keep the parameter full.

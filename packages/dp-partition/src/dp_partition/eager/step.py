@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,49 +52,47 @@ from dp_partition.runtime.consensus import broadcast_from_first
 _WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
 
 
+@dataclass
 class EagerStep:
     """One step between calls.
 
-    Args:
+    Attributes:
         function: The train step.
-        mesh: The ranks, one axis.
+        mesh: The ranks.
         name: The step, for messages.
-        bucket_bytes: Greatest size of a bucket of gradients.
+        bucket_bytes: Largest size of a bucket of gradients.
         reason: Why the step runs eagerly.
         is_sharded: Parameters are in FSDP2's shards after the first call.
         full: ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise.
         observes: The first call runs on full parameters, and is watched.
         roots: Models and optimizers of earlier calls: the first eager call may lack them.
-
-    Attributes:
         parameters: Name -> parameter.
         units: Modules sharded by FSDP2; none before the end of the first call.
         num_compared: Number of comparisons of parameters between ranks.
+        checked: Compared elements of each call that was compared with the step on a full copy.
+        unchecked: Why a call was not.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        mesh: DeviceMesh,
-        name: str,
-        bucket_bytes: int,
-        reason: str,
-        *,
-        is_sharded: bool = False,
-        full: str = "keep",
-        observes: bool = True,
-        roots: tuple[Any, ...] = (),
-    ) -> None:
-        self.roots = roots
-        self.function, self.mesh, self.name, self.reason = function, mesh, name, reason
-        self.is_sharded, self.full, self.observes, self.units = is_sharded, full, observes, Units((), {})
-        self.is_placed = False
-        self.bucket_bytes, self.num_calls, self.num_compared = bucket_bytes, 0, 0
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.modules: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.handles: list[Any] = []
-        self.reducer: GradientReducer | None = None
+    function: Callable[..., Any]
+    mesh: DeviceMesh
+    name: str
+    bucket_bytes: int
+    reason: str
+    is_sharded: bool = False
+    full: str = "keep"
+    observes: bool = True
+    roots: tuple[Any, ...] = ()
+    units: Units = Units((), {})  # noqa: RUF009  # frozen
+    is_placed: bool = False
+    num_calls: int = 0
+    num_compared: int = 0
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    modules: list[nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    checked: list[int] = field(default_factory=list)
+    unchecked: str = ""
+    reducer: GradientReducer | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
@@ -227,7 +226,7 @@ class EagerStep:
             self.reducer.remove()
         else:
             text = "in FSDP2's shards after this call" if self.is_sharded else "parameters replicated"
-            warnings.warn(f"{self.name} runs eagerly, {text}: {self.reason}", stacklevel=4)
+            warnings.warn(f"{self.name} runs eagerly, {text}: {self.reason}", stacklevel=7)
         group = flat_group(self.mesh)
         ids = {id(p) for p in self.parameters.values()}
         buffers = [buffer for module in reach.modules for buffer in module.buffers()]
@@ -307,7 +306,8 @@ class EagerStep:
             f"sharded: {count - len(full)} of {count} parameters, in {len(self.units.modules)} units of FSDP2",
             *(f"full: {name}: {why}" for name, why in self.units.full.items()),
             f"{self.num_calls} calls; {compared} in {self.num_compared} comparisons",
-            "unchecked against one process: the step's own Python runs",
+            f"{len(self.checked)} calls checked against the step on a full copy, {sum(self.checked):,} elements"
+            + (f"; unchecked: {self.unchecked}" if self.unchecked else ""),
         ])  # fmt: skip
 
 

@@ -141,14 +141,8 @@ def _emit(
 ) -> None:
     """Write a bucket's collective into the graph; its results replace those of the single moves.
 
-    Args:
-        graph: The graph.
-        mover: Inserts the nodes.
-        bucket: The moves.
-        stands: Nodes to insert before: to send, to await, and to use it; an emission in several stages uses all.
-        comm: Settings of the reduction.
-        gone: Gets the erased nodes: a node inserted before one would be missed by the walk back through
-            the graph for the last use of every value.
+    It is sent, awaited and used before the nodes of ``stands``. Erased nodes go into ``gone``: a node inserted before
+    one would be missed by the walk back through the graph for the last use of every value.
     """
     old = [move.result for move in bucket.moves]
     gathers = _is_gather(bucket.moves[0])

@@ -311,9 +311,7 @@ class Mover:
         world: Size of the group.
         rank: This graph's rank in the group.
         group: Name of the process group.
-        replica_group: Name of the group of this rank's counterparts in other replicas, to average gradients
-            over as well; empty on a mesh of one axis.
-        replicas: Size of that group.
+        replica_group: That of this rank's counterparts in other replicas; empty on a mesh of one axis.
     """
 
     graph: fx.Graph

@@ -78,17 +78,8 @@ def _early_views(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
     return views
 
 
-_CASTS = (aten._to_copy.default,)
-
-
 def reshard_after_forward(graph: fx.Graph, homes: Mapping[fx.Node, Placement], mode: bool | frozenset[str]) -> int:
-    """Mark the parameters to gather twice; return their number.
-
-    Args:
-        graph: The single-device graph, with phases.
-        homes: Placements of the placeholders.
-        mode: ``True``: all used in both halves. ``False``: none. Names: those, as far as both halves use them.
-    """
+    """Mark the parameters to gather twice: all used in both halves, none, or the named of them; return their number."""
     if mode is False:
         return 0
     nodes = list(graph.nodes)
@@ -112,7 +103,7 @@ def _idle(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
     queue = [node]
     while queue:
         for user in queue.pop().users:
-            follows = user.op == "call_function" and (viewed_input(user) is not None or user.target in _CASTS)
+            follows = viewed_input(user) is not None or user.target is aten._to_copy.default
             if follows and meta_of(user).get("phase") == "forward" and user not in derived:
                 derived.append(user)
                 queue.append(user)
@@ -127,12 +118,7 @@ def _idle(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
 
 
 def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
-    """Make a graph traced for one micro-batch process ``count`` of them, in place.
-
-    Args:
-        capture: A canonical capture; its batch placeholders have ``count`` times as many rows afterwards.
-        count: Number of micro-batches.
-        dim: Batch dim of the tensor arguments.
+    """Make a canonical graph traced for one micro-batch process ``count`` of them, in place.
 
     Raises:
         PlanError: Something other than gradients and scalar results leaves the backward pass.

@@ -44,14 +44,10 @@ def collectives_digest(graph: fx.Graph) -> str:
 def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
     """Return the value of ``attempt`` if every rank has made it alike; a collective.
 
-    Args:
-        mesh: The ranks.
-        name: Name of the attempt, for errors.
-        attempt: Returns a value, and metadata to be equal on every rank. Must not communicate.
+    The attempt returns a value, and metadata to be equal on every rank; it must not communicate.
 
     Raises:
         PlanError: On every rank, if a rank's attempt failed or metadata differ.
-        RuntimeError: A peer died.
     """
     if mesh.size() == 1:  # no one to compare with
         return attempt()[0]
@@ -83,10 +79,7 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
     No collective: a rank may trace alone, unknown to the others. As a rule ranks enter a call within less time than a
     trace takes. The first verdict in the store holds for late ranks too.
 
-    Args:
-        label: The call, equal on all ranks.
-        ranks: Ranks of the step.
-        waits: Wait some time for the others: this rank has failed, and would leave them in a collective.
+    A failed rank waits some time for the others: it would leave them in a collective.
     """
     store = default_store() if label else None
     if store is None:

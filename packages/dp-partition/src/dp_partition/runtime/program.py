@@ -38,9 +38,6 @@ class Program:
 
     Attributes:
         capture: The trace; its module is the partitioned graph.
-        inputs: Source of each placeholder's value.
-        output_placements: Placement of each returned value.
-        mesh: The ranks.
         lowered: The partitioned graph with compiled compute; None if it runs as it is.
         bound: The partitioned graph as it runs otherwise; made at its first run.
         guard_values: Hyperparameters and numbers of the last guard check without a violation.

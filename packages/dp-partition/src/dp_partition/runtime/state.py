@@ -51,9 +51,7 @@ class Binding:
 
     Attributes:
         step_state: The module and optimizers; its parameters are the placed ones.
-        plan: The placements.
-        params: The placed parameters by name.
-        names: Their names by ``id``.
+        names: Those of the placed parameters by ``id``.
         owner_ids: The modules and optimizers by ``id``.
         built: Structure of the modules when their tensors were last indexed.
         seen: State of each parameter when last found in its planned layout, by optimizer and name.
@@ -322,11 +320,6 @@ class Snapshot:
         leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
         self.gradients = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
         self.buffers = (binding.step_state.buffers, dict(binding.step_state.buffers))
-        self.found = {id(tensor): copy for _, _, tensor, copy in self.entries}
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor's earlier value on this rank; None for a new one."""
-        return self.found.get(id(tensor))
 
     def restore(self) -> None:
         for table, before in (*self.states, self.buffers):
@@ -388,12 +381,9 @@ class StepInterrupted(RuntimeError):
 
 @contextmanager
 def guarded(subject: str, kept: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Run a step; if it fails, restore buffers and report all other writes.
+    """Run a step; if it fails, restore buffers, which are small, and report writes to parameters and state.
 
-    Args:
-        subject: Call and rank, for errors: a dead peer's collective names neither.
-        kept: Parameters and optimizer state by name; written at the end of a step, and not copied.
-        restored: Buffers by name; small, and copied before the step.
+    The subject is call and rank, for errors: a dead peer's collective names neither.
     """
     versions = {name: tensor._version for name, tensor in kept.items()}  # counts writes in place
     copies = {name: tensor.clone() for name, tensor in restored.items()}

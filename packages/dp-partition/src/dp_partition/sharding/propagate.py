@@ -69,12 +69,6 @@ class StoragePlacements:
 def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: bool) -> dict[fx.Node, NodePlan]:
     """Plan every node of a canonical graph.
 
-    Args:
-        graph: The captured graph, at full shapes.
-        homes: Placements of its inputs.
-        world: Number of data-parallel ranks.
-        local: Local semantics (`RankLocal` activations) instead of global ones.
-
     Raises:
         PlanError: The step would make ranks diverge, or has an operator that cannot run on shards.
     """
