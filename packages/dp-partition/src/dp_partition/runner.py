@@ -65,13 +65,8 @@ MOST_PROGRAMS = 64  # to keep
 class Runner:
     """State of a step between calls.
 
-    Args:
-        function: The train step, as written for one device.
-        mesh: The data-parallel ranks.
-        settings: The caller's choices.
-        share: Another runner, to use its placed parameters.
-
     Attributes:
+        share: Another runner; its placed parameters are used.
         binding: The placed model and optimizers; None before the first call.
         eager: The step if it runs eagerly; None if it runs as a graph.
         shadow: A full copy of an eager step, after the same calls.

@@ -10,9 +10,12 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_partition.plan.placements import chunk_bounds
+from dp_partition.runtime.consensus import full_copies
+from dp_partition.runtime.state import as_dtensor
 from ranktest import Ranks
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -109,3 +112,27 @@ def test_steps_that_are_not_the_same(ranks: Ranks) -> None:
     with pytest.raises(dp.PlanError, match=r"rank 0: collectives: .*; rank 1: collectives: "):
         step(model, optim, x, ranks.rank)
     step(model, optim, x, 0)
+
+
+@pytest.mark.ranks(3)
+def test_full_copies_of_shards_take_one_message(ranks: Ranks) -> None:
+    """Any dtype and stride, uneven and empty shards, replicated and plain tensors beside them."""
+    mesh = ranks.mesh((3,), ("dp",))
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int16, torch.uint8)
+    fulls = [(9 * torch.rand(rows, 3, generator=generator)).to(dtype) for dtype in dtypes for rows in (6, 5, 2, 0)]
+    fulls += [torch.rand(4, 5, generator=generator).T, torch.rand(4, 0)]
+    placed: list[torch.Tensor] = []
+    for index, full in enumerate(fulls):
+        start, end = chunk_bounds(full.shape[0], 3, ranks.rank)
+        placed.append(as_dtensor(full[start:end].clone(), full, mesh, Shard(0)))
+        if index < 2:
+            placed += [as_dtensor(full, full, mesh, Replicate()), full]
+    expected = [x for index, full in enumerate(fulls) for x in [full] * (3 if index < 2 else 1)]
+    with ranks.record() as log:
+        copies = full_copies(placed, mesh)
+    assert log.ops == ("all_gather",)
+    for got, full in zip(copies, expected, strict=True):
+        assert torch.equal(got, full) and got.stride() == full.stride() and type(got) is torch.Tensor
+        assert got.numel() == 0 or got.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+    assert len(copies) == 34

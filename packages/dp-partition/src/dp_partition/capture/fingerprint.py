@@ -243,9 +243,6 @@ _forward_names: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = wea
 class ModuleReads:
     """Structure of modules, and their values beside parameters and buffers.
 
-    Args:
-        roots: The step's modules.
-
     Attributes:
         modules: The roots and all modules in them.
         structure: Modules, their hooks, and the names of their tensors and attributes at the last `look`.

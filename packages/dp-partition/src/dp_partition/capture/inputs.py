@@ -66,10 +66,8 @@ class CallArguments:
     """The arguments of one call, read once.
 
     Attributes:
-        args: Positional arguments, dataclasses and mappings opened.
-        kwargs: Keyword arguments, likewise.
-        leaves: Both, flattened.
-        spec: Their structure.
+        args: Positional arguments, dataclasses and mappings opened; ``kwargs`` likewise.
+        leaves: Both, flattened; ``spec`` is their structure.
         live: Positions of numbers that are inputs of the graph.
         marked: Dims of tensors whose sizes are symbols of a trace.
     """

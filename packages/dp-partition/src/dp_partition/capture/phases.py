@@ -148,11 +148,7 @@ class _DifferentiableTag(torch.autograd.Function):
 
 
 class RandomReplay(TorchDispatchMode):
-    """Refuses draws of torch's default generators in backward, and restored states elsewhere.
-
-    Args:
-        name: Name of the step, for errors.
-    """
+    """Refuses draws of torch's default generators in backward, and restored states elsewhere."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

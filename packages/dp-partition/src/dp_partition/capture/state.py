@@ -176,16 +176,9 @@ def has_state(state: dict[Any, Any] | None) -> TypeGuard[dict[Any, Any]]:
 
 
 def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return the state at the start of the optimizer's first step, for one parameter.
+    """Return the state at the start of the first step, for a parameter or its shard, real or fake; a ``grad`` stays.
 
-    Args:
-        optimizer: A ``torch.optim`` optimizer, or one written like it.
-        group: The parameter group of ``param``.
-        param: A parameter or a shard of it; real or fake. Its ``grad`` stays unchanged.
-
-    Returns:
-        The state, or an empty dict if the optimizer makes it only from the first gradient; the first step then has
-        its own graph.
+    It is empty if the optimizer makes it only from the first gradient; the first step then has its own graph.
     """
     if isinstance(optimizer, torch.optim.SGD):
         # Its first buffer is the gradient itself; without dampening zeros give the same.

@@ -181,12 +181,12 @@ def trace_step(
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
     device: str | None = None,
 ) -> Capture:
-    """Trace ``function`` with a call's arguments.
+    """Trace ``function``; tensors and live numbers among a call's arguments become inputs, other leaves are constants.
 
     Args:
         function: The train step, as written for one device.
-        call: Tensors and live numbers among its arguments become graph inputs, other leaves are constants.
-        step_state: The modules and optimizers among the arguments.
+        call: Its arguments.
+        step_state: The modules and optimizers among them.
         batch_of: Traced shape of a tensor argument, from the given tensor; default its own.
         device: Apparent device of the tensors; default their own.
 

@@ -478,7 +478,7 @@ class CheckedEagerCall(CheckedCall):
         if needed > free_bytes(self.runner.mesh.device_type):
             raise CannotCopyError("full copies do not fit into free memory")
         if before is None:
-            live: Any = SimpleNamespace(step_state=state, params=state.params)
+            live: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
             return with_state(copy_step(self.runner.original, self.live_arguments, live), state)
         # All but parameters, buffers and optimizers is copied again: callers change what a step reads between calls.
         own, owners = before.step_state, [*(module for _, module in state.modules), *state.optimizers]

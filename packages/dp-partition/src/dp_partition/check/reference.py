@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -32,7 +33,8 @@ from dp_partition.check.gradients import (
 )
 from dp_partition.plan.placements import chunk_bounds, shard_group, shard_world
 from dp_partition.plan.plan import Settings
-from dp_partition.runtime.state import Binding, full_tensor, live_tensors, state_name
+from dp_partition.runtime.consensus import full_copies
+from dp_partition.runtime.state import Binding, live_tensors, state_name
 
 
 @dataclass
@@ -97,14 +99,15 @@ def copy_step(
     """
     change = transform or (lambda tensor: tensor)  # for the variations of a check
     replaced: dict[int, torch.Tensor] = {}
-    for param in binding.params.values():  # collectives: in one order on all ranks
-        plain = nn.Parameter(change(full_copy(param)), param.requires_grad)
+    params = list(binding.params.values())
+    states = [x for *_, state in binding.step_state.states() for x in state.values() if isinstance(x, DTensor)]
+    for index, full in enumerate(full_copies([*params, *states], binding.mesh)):  # of fused optimizers' strides too
+        if index >= len(params):
+            replaced[id(states[index - len(params)])] = change(full)
+            continue
+        plain, param = nn.Parameter(change(full), params[index].requires_grad), params[index]
         vars(plain).update({k: v for k, v in vars(param).items() if not isinstance(v, torch.Tensor)})
         replaced[id(param)] = plain
-    for _, _, state in binding.step_state.states():
-        for value in state.values():
-            if isinstance(value, DTensor):
-                replaced[id(value)] = change(full_copy(value))
     args, kwargs = arguments
     step_state = binding.step_state
     owned = {id(one) for one in (*(module for _, module in step_state.modules), *step_state.optimizers)}
@@ -114,12 +117,6 @@ def copy_step(
     copied_state = StepState(modules, optimizers)
     index_tensors(copied_state)  # the names of the live step
     return StepCopy(new_function, new_args, new_kwargs, copied_state)
-
-
-def full_copy(placed: torch.Tensor) -> torch.Tensor:
-    """Return a full tensor with its own memory and the original's strides. Fused optimizers go by memory."""
-    full = full_tensor(placed)
-    return torch.empty_strided(full.shape, placed.stride(), dtype=full.dtype, device=full.device).copy_(full)
 
 
 def run_reference(
@@ -164,13 +161,16 @@ def run_reference(
         text = "raises on another rank" if average.stopped == FAILED else "runs other backward passes on other ranks"
         return Ended(unchecked=f"the eager run {text}")
     except NotComparableError as reason:
-        _tell(average, FINISHED)  # peers may wait in an average
+        with suppress(PeerStoppedError):  # peers may wait in an average
+            average.meet(FINISHED)
         return Ended(unchecked=f"the step {reason}")
     except Exception as error:
         if is_out_of_memory(error):
-            _tell(average, OUT_OF_MEMORY)
+            with suppress(PeerStoppedError):
+                average.meet(OUT_OF_MEMORY)
             return Ended(unchecked="out of memory")
-        _tell(average, FAILED)
+        with suppress(PeerStoppedError):
+            average.meet(FAILED)
         return Ended(error=error, is_own=True)
     if not is_eager and _plain(constants.read(placed)) != python_before:
         # The graph runs none of the step's Python, so the next call would find the values of this one.
@@ -198,13 +198,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | frozenset):
         return tuple(map(_plain, value))
     return None if isinstance(value, ById) else value
-
-
-def _tell(average: GradientAverage, status: int) -> None:
-    try:
-        average.meet(status)
-    except PeerStoppedError:
-        return
 
 
 def is_out_of_memory(error: BaseException) -> bool:

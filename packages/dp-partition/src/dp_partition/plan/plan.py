@@ -297,12 +297,9 @@ def plan_placements(
     Args:
         params: The unique parameters, in registration order.
         style: Style of parameters not named by ``overrides``.
-        world: Number of data-parallel ranks.
-        semantics: Recorded in the plan.
+        world: Number of data-parallel ranks; ``semantics``, ``replicas`` and ``reduction`` are recorded alone.
         overrides: Name patterns (``fnmatch``) -> ``Replicate()`` or ``Shard(0)``; the first match counts.
         aliases: Further names of tied parameters -> their name in the plan.
-        replicas: Number of replicas of these ranks, recorded in the plan.
-        reduction: Reduction of gradients, likewise.
     """
     patterns = dict(overrides or {})  # in order: the first match counts
     used: set[str] = set()  # all matches, not only the first ones

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.consensus import assert_consistent, capture_errors
-from dp_partition._torch_compat import default_store
+from dp_partition._torch_compat import collectives, default_store
 from dp_partition.analysis import carried_names
 from dp_partition.nodes import is_collective
-from dp_partition.plan.placements import all_groups
+from dp_partition.plan.placements import all_groups, shard_group, shard_world
 
 T = TypeVar("T")
+K = TypeVar("K")
 _PATIENCE_S = 10.0  # for ranks that enter a call later than a failed one
 
 HINT = (
@@ -92,32 +94,62 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
 
 
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Return rank 0's values of all tensors, by a few large messages per dtype. The given tensors stay unchanged."""
+    """Return rank 0's values of all tensors, by few large messages. The given tensors stay unchanged."""
     result: dict[str, torch.Tensor] = {}
-    buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name, tensor in tensors.items():
-        buckets.setdefault((tensor.dtype, tensor.device), []).append(name)
     groups = all_groups(mesh)
-    backend_device = group_device(groups[0])
-    for names in buckets.values():
-        parts: list[list[str]] = [[]]
-        size = 0
-        for name in names:  # parts of at most 64 MiB and a tensor: this bounds the flat buffer
-            if size >= 64 << 20:
-                parts.append([])
-                size = 0
-            parts[-1].append(name)
-            size += tensors[name].numel() * tensors[name].element_size()
-        for part in parts:
-            flat = torch.cat([tensors[name].reshape(-1) for name in part])
-            travelling = flat.to(backend_device) if backend_device.type != flat.device.type else flat
-            for group in groups:  # as bytes: backends lack complex numbers, booleans, 16-bit integers
-                dist.broadcast(travelling.view(torch.uint8), group=group, group_src=0)
-            flat = travelling.to(flat.device)
-            pieces = torch.split(flat, [tensors[name].numel() for name in part])
-            for name, chunk in zip(part, pieces, strict=True):
-                result[name] = torch.empty_like(tensors[name]).copy_(chunk.view(tensors[name].shape))
+    for names in _parts(tensors):
+        flat = torch.cat([_bytes(tensors[name]) for name in names])
+        travelling = flat.to(group_device(groups[0])) if flat.device.type != group_device(groups[0]).type else flat
+        for group in groups:
+            dist.broadcast(travelling, group=group, group_src=0)
+        sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
+        for name, part in zip(names, travelling.to(flat.device).split(sizes), strict=True):
+            like = tensors[name]  # a copy of the part: its place in the message need not fit the dtype
+            result[name] = torch.empty_like(like).copy_(part.clone().view(like.dtype).view(like.shape))
     return result
+
+
+def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
+    """Return full plain copies of tensors, in their strides, shards on dim 0 by few large messages; a collective."""
+    result = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in placed]
+    shards: dict[int, torch.Tensor] = {}
+    for index, (one, copy) in enumerate(zip(placed, result, strict=True)):
+        local = one._local_tensor if isinstance(one, DTensor) else one.detach()
+        if not isinstance(one, DTensor) or not one.placements[-1].is_shard():
+            copy.copy_(local)
+            continue
+        rows = -(-one.shape[0] // shard_world(mesh))  # chunks of one size; the last ones are padded
+        shards[index] = local.new_zeros(rows, *one.shape[1:])
+        shards[index][: local.shape[0]] = local
+    for part in _parts(shards):
+        flat = torch.cat([_bytes(shards[index]) for index in part])
+        full = collectives.all_gather_into_tensor(flat, shard_world(mesh), shard_group(mesh).group_name)
+        full = collectives.wait_tensor(full).view(shard_world(mesh), -1)
+        sizes = [shards[index].numel() * shards[index].element_size() for index in part]
+        for index, columns in zip(part, full.split(sizes, 1), strict=True):
+            values = columns.clone(memory_format=torch.contiguous_format).view(-1).view(result[index].dtype)
+            rows, rest = shards[index].shape[0] * shard_world(mesh), result[index].shape[1:]
+            result[index].copy_(values.view(rows, *rest)[: result[index].shape[0]])
+    return result
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as bytes: backends lack complex numbers, booleans, 16-bit integers."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _parts(tensors: Mapping[K, torch.Tensor]) -> list[list[K]]:
+    """Return keys of tensors of one device in parts of at most 64 MiB and a tensor: this bounds the flat buffers."""
+    parts: list[list[K]] = []
+    open_part: dict[torch.device, tuple[list[K], int]] = {}
+    for key, tensor in tensors.items():
+        part, size = open_part.get(tensor.device, ([], 64 << 20))
+        if size >= 64 << 20:
+            parts.append(part := [])
+            size = 0
+        part.append(key)
+        open_part[tensor.device] = part, size + tensor.numel() * tensor.element_size()
+    return parts
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

@@ -37,9 +37,7 @@ class Call:
     """One operator call, the input of a rule.
 
     Attributes:
-        node: The call.
         states: Placement of every earlier node's value.
-        world: Number of ranks.
         desired: For unreduced gradients: placement of their parameter.
         may_stay_partial: Unreduced gradients may pass through linear operators (until the last backward).
     """
