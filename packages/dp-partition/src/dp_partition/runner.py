@@ -20,7 +20,7 @@ from dp_partition.backends import check_inductor, lower
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, read_arguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
-from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves
+from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves, without_data
 from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import (
     NUM_CHECKED_EAGER,
@@ -288,6 +288,8 @@ class Runner:
         step_state = find_step_state(self.function, call.args, call.kwargs)
         if base is None:
             check_traceable(step_state)
+            if empty := without_data(step_state.params):
+                raise PlanError(empty, "the model cannot be placed")
             plan = self.plan_for(step_state, shard_world(self.mesh))
         else:
             placed = {id(param) for param in base.params.values()}

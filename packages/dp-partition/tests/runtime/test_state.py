@@ -104,3 +104,15 @@ def test_eager_use_of_a_placed_model_says_what_to_do(ranks: Ranks) -> None:
     step.release()
     assert torch.equal(model(x), plain)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("capture", ["auto", "always", "never"])
+def test_a_model_without_values_is_refused_on_all_ranks(ranks: Ranks, capture: Any) -> None:
+    with torch.device("meta" if ranks.rank else "cpu"):
+        model = torch.nn.Linear(4, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), capture=capture)
+    with pytest.raises(dp.PlanError) as caught:
+        step(model, optim, torch.rand(4, 4))
+    assert {problem.code for problem in caught.value.problems} == {"no-data"}

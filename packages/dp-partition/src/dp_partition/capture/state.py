@@ -224,6 +224,11 @@ def wrapped(modules: Iterable[tuple[str, nn.Module]], params: Mapping[str, nn.Pa
     return problems + [Problem("already-applied", n, found="is a DTensor", hint=_UNWRAPPED_HINT) for n in are_placed]
 
 
+def without_data(params: Mapping[str, nn.Parameter]) -> list[Problem]:
+    hint = "materialize the model first: model.to_empty(device=...), then initialise or load it"
+    return [Problem("no-data", n, found="is on the meta device", hint=hint) for n, p in params.items() if p.is_meta]
+
+
 def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:
     hint = "remove the hook, and change p.grad in the step, between backward() and optim.step()"
     reason = "has a gradient hook, which no trace sees"

@@ -33,7 +33,7 @@ from dp_partition._torch_compat import (
     without_hooks_of,
 )
 from dp_partition.capture.reach import Reach
-from dp_partition.capture.state import wrapped
+from dp_partition.capture.state import without_data, wrapped
 from dp_partition.eager import shards
 from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
 from dp_partition.eager.shards import (
@@ -207,15 +207,13 @@ class EagerStep:
         reach = Reach(self.function, args, kwargs, self.roots)
         parameters = reach.parameters
         problems = wrapped([(type(root).__name__, root) for root in reach.modules], parameters)
+        problems += without_data(parameters)
         if not parameters:
             reason, hint = "no model in its arguments, closure or globals", "pass the model to the step"
             problems.append(Problem("wrong-type", self.name, found=reason, hint=hint))
         for fqn, parameter in parameters.items():
             if self.reducer is None and hooks_after_accumulation(parameter):
                 problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
-            if parameter.is_meta:
-                hint = "materialize the model first"
-                problems.append(Problem("no-data", fqn, found="is on the meta device", hint=hint))
         lines = [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
         error = PlanError(problems) if problems else None
         if self.mesh.size() > 1:

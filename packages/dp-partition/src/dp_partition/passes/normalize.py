@@ -119,34 +119,29 @@ def eliminate_dead(graph: fx.Graph) -> bool:
 def make_contiguous_for_fused(graph: fx.Graph) -> None:
     """Give every fused optimizer kernel of a rank's graph contiguous tensors. It goes by memory, not by strides."""
     for node in list(graph.nodes):
-        if is_op(node) and node.target._schema.name.startswith("aten::_fused_"):
-            values = [param.meta.get("val") if isinstance(param, fx.Node) else None for param in node.args[0]]
-            strided = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor) and not x.is_contiguous()]
-            if strided:
-                _use_copies(graph, node, strided)
-
-
-def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
-    written: list[tuple[fx.Node, fx.Node]] = []
-    for argument, value in list(arguments(node)):
-        if not isinstance(value, list | tuple) or not value or argument.name == "state_steps":  # scalars
+        if not is_op(node) or not node.target._schema.name.startswith("aten::_fused_"):
             continue
-        members = list(value)  # others stay as they are
-        for index in indices:
-            with graph.inserting_before(node):
-                copied = graph.call_function(
-                    aten.clone.default, (members[index],), {"memory_format": torch.contiguous_format}
-                )
-            copy_notes(members[index], copied, "node_type")
-            copy_notes(node, copied, "phase")
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
-                written.append((members[index], copied))
-            members[index] = copied
-        set_argument(node, argument.name, members)
-    with graph.inserting_after(node):
-        for original, copied in reversed(written):  # each goes right after the kernel
-            back = graph.call_function(aten.copy_.default, (original, copied))  # results, in the old strides
-            copy_notes(node, back, "phase")
+        values = [param.meta.get("val") if isinstance(param, fx.Node) else None for param in node.args[0]]
+        strided = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor) and not x.is_contiguous()]
+        written: list[tuple[fx.Node, fx.Node]] = []
+        for argument, value in list(arguments(node)) if strided else ():
+            if not isinstance(value, list | tuple) or not value or argument.name == "state_steps":  # scalars
+                continue
+            members = list(value)  # others stay as they are
+            for index in strided:
+                with graph.inserting_before(node):
+                    layout: Any = {"memory_format": torch.contiguous_format}
+                    copied = graph.call_function(aten.clone.default, (members[index],), layout)
+                copy_notes(members[index], copied, "node_type")
+                copy_notes(node, copied, "phase")
+                if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
+                    written.append((members[index], copied))
+                members[index] = copied
+            set_argument(node, argument.name, members)
+        with graph.inserting_after(node):
+            for original, copied in reversed(written):  # each goes right after the kernel
+                back = graph.call_function(aten.copy_.default, (original, copied))  # results, in the old strides
+                copy_notes(node, back, "phase")
 
 
 MEAN = 1  # torch's number for reduction="mean"
