@@ -407,7 +407,7 @@ class CheckSchedule:
 
 # A second run of a step with one of these names in its code would be seen outside of it.
 EFFECTS = frozenset([
-    "print", "input", "open", "save", "write", "writelines", "add_scalar", "add_scalars", "log_metrics", "info", "next",
+    "print", "input", "open", "save", "write", "writelines", "add_scalar", "add_scalars", "log_metrics", "info",
     "all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "time", "perf_counter", "monotonic",
 ])  # fmt: skip
 NUM_CHECKED_EAGER = 2
