@@ -22,13 +22,7 @@ from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, 
 from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves, without_data
 from dp_partition.capture.tracer import asks_for_values, trace_problem
-from dp_partition.check.checked_call import (
-    NUM_CHECKED_EAGER,
-    CheckedCall,
-    CheckedEagerCall,
-    CheckMismatch,
-    CheckSchedule,
-)
+from dp_partition.check.checked_call import CheckedCall, CheckedEagerCall, CheckMismatch, CheckSchedule
 from dp_partition.check.reference import StepCopy
 from dp_partition.eager.step import EagerStep
 from dp_partition.pipeline import build_program
@@ -106,8 +100,6 @@ class Runner:
         self.schedule = CheckSchedule(settings.check)
         self.unchecked: list[str] = []
         self.marked = settings.dynamic
-
-    # ---- choices ----------------------------------------------------------------------------------------------------
 
     def checks(self) -> str:
         """Return the checked calls as text for the plan."""
@@ -187,7 +179,7 @@ class Runner:
         """Run one call; compare the first two, until one cannot be compared."""
         if not eager.num_calls and (self.settings.check == "never" or not eager.observes):
             eager.unchecked = "check='never'" if self.settings.check == "never" else "observe=False"
-        if eager.num_calls < NUM_CHECKED_EAGER and not eager.unchecked:
+        if eager.num_calls < 2 and not eager.unchecked:
             return CheckedEagerCall(self, eager, args, kwargs).run()
         self.shadow = None
         return eager(args, kwargs)

@@ -49,6 +49,7 @@ from dp_partition.check.reference import (
 from dp_partition.eager.step import EagerStep
 from dp_partition.nodes import meta_of
 from dp_partition.plan.placements import all_groups
+from dp_partition.runtime.consensus import full_copies
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.state import Binding, Snapshot, full_tensor, live_tensors, local_tensor
 
@@ -410,7 +411,6 @@ EFFECTS = frozenset([
     "print", "input", "open", "save", "write", "writelines", "add_scalar", "add_scalars", "log_metrics", "info",
     "all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "time", "perf_counter", "monotonic",
 ])  # fmt: skip
-NUM_CHECKED_EAGER = 2
 
 
 class CheckedEagerCall(CheckedCall):
@@ -435,23 +435,26 @@ class CheckedEagerCall(CheckedCall):
             reason = str(failure)
         if not any(self.gather(reason)):
             state = self.shadow.step_state
+            if self.runner.shadow is not None:  # rounding of the call before is no difference of this one
+                live, own = (tensors_of(one) for one in (state_of(*self.roots), state))
+                with torch.no_grad():
+                    for value, copied in zip(full_copies(live, self.runner.mesh), own, strict=True):
+                        copied.copy_(value)
             self.binding: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
             self.arguments = (self.shadow.args, self.shadow.kwargs)
             python, self.random = PythonState(*self.roots), self.random_state()
-            copied = self.copy()
-            ended = self.reference(copied)
+            self.runner.shadow = self.copy()
+            ended = self.reference(self.runner.shadow)
             python.restore()
             self.random.restore()
-            self.runner.shadow = copied
-            text = f"its copy raises {type(ended.error).__name__}: {ended.error}"[:200]
-            reason = ended.unchecked if ended.error is None else text
+            reason = ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else "")
         result = self.eager(*self.live_arguments)
         reasons = [text for text in self.gather(reason) if text]
         if reasons or ended.outcome is None:
             self.runner.shadow, self.eager.unchecked = None, next(iter(reasons), "")
             return result
-        live = live_outcome(state_of(*self.roots), self.live_arguments, result, full_tensor)
-        mismatches = differences(live, ended.outcome)
+        outcome = live_outcome(state_of(*self.roots), self.live_arguments, result, full_tensor)
+        mismatches = differences(outcome, ended.outcome)
         if any(self.gather(len(mismatches))):
             self.before, python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)
             mismatches = self.judged(mismatches, ended.outcome)
@@ -514,6 +517,11 @@ def state_of(*roots: Any) -> StepState:
     inside = set(map(id, state.params.values()))
     state.params |= {name: p for name, p in reach.parameters.items() if id(p) not in inside}
     return state
+
+
+def tensors_of(state: StepState) -> list[torch.Tensor]:
+    gradients = [param.grad for param in state.params.values() if param.grad is not None]
+    return [*(tensor.detach() for *_, tensor in live_tensors(state)), *gradients]
 
 
 def with_state(copied: StepCopy, source: StepState) -> StepCopy:
