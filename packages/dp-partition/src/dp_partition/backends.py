@@ -46,6 +46,26 @@ def reduce_scatter_as_all_to_all(graph: fx.Graph) -> None:
                 node.meta["val"] = wait.meta["val"] = torch.empty_like(sent.meta["val"])
 
 
+def gather_into_buffers(graph: fx.Graph) -> None:
+    """Let a graph's all-gathers fill a buffer of ours, in place.
+
+    After each collective gloo's two worker threads write its name into one string of the group, without a lock (torch
+    2.11 to 2.15). A name of more than 15 letters is on the heap: two threads free it twice, or write it after it was
+    freed. Of all collectives here only the all-gather that makes its own output has such a name.
+    """
+    for node in graph.nodes:
+        if node.target is collectives.all_gather_into_tensor.default:
+            node.target = gathered
+
+
+def gathered(tensor: torch.Tensor, world: int, group: str) -> torch.Tensor:
+    """Return all ranks' rows. Not valid before the wait."""
+    rows = tensor.new_empty((world * tensor.shape[0], *tensor.shape[1:]))
+    sent, received = [torch.view_as_real(x) if x.is_complex() else x for x in (tensor, rows)]
+    collectives.all_gather_into_tensor_out(sent, world, group, out=received)
+    return rows  # of the memory that the wait goes by
+
+
 def exchanged(tensor: torch.Tensor, world: int, group: str) -> torch.Tensor:
     """Return all ranks' rows for this one, in the order of ranks. Not valid before the wait.
 

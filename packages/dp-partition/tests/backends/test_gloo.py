@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
 from dp_partition._torch_compat import collectives
-from dp_partition.backends import reduce_scatter_as_all_to_all
+from dp_partition.api import runner_of
+from dp_partition.backends import gather_into_buffers, gathered, reduce_scatter_as_all_to_all
 from dp_partition.passes.insert_collectives import REDUCTIONS
 from ranktest import Ranks
 from torch import fx
@@ -76,3 +78,39 @@ def test_an_operation_of_another_kind_stays() -> None:
     module = scatter("product", 2, "none")
     reduce_scatter_as_all_to_all(module.graph)
     assert [node.target for node in module.graph.nodes].count(collectives.reduce_scatter_tensor.default) == 1
+
+
+@pytest.mark.ranks(2, 3)
+def test_gathers_into_a_buffer_equal_torchs_own(ranks: Ranks) -> None:
+    """Every dtype, also empty. Names of collectives in gloo's threads have at most 15 letters then."""
+    world, compared = ranks.world_size, 0
+    group = ranks.mesh((world,), ("dp",)).get_group().group_name
+    for dtype, shape in itertools.product((*DTYPES, torch.bool, torch.uint8), SHAPES):
+        own = torch.randn(shape, generator=torch.Generator().manual_seed(ranks.rank)).mul(8).to(dtype).to(ranks.device)
+        graph = fx.Graph()
+        work = graph.call_function(collectives.all_gather_into_tensor.default, (graph.placeholder("x"), world, group))
+        graph.output(graph.call_function(collectives.wait_tensor.default, (work,)))
+        module = fx.GraphModule(torch.nn.Module(), graph)
+        gather_into_buffers(module.graph)
+        module.recompile()
+        with ranks.record() as log:
+            rows = module(own)
+        parts = [torch.randn(shape, generator=torch.Generator().manual_seed(r)).mul(8).to(dtype) for r in range(world)]
+        assert torch.equal(rows.cpu(), torch.cat(parts))
+        assert log.ops == ("all_gather",) and log.bytes_sent() == (world - 1) * own.numel() * dtype.itemsize
+        compared += rows.numel()
+    assert compared == 9 * world * 10
+
+
+@pytest.mark.ranks(2)
+def test_no_graph_on_gloo_has_a_gather_with_a_long_name(ranks: Ranks) -> None:
+    model = models.seeded(models.mlp)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step(model, optim, torch.rand(4, 8))
+    program = runner_of(step).latest
+    assert program is not None
+    counts = Counter(node.target for node in program.for_backend().nodes)
+    named = Counter(node.target for node in step.graph.graph.nodes)
+    assert counts[gathered] == named[collectives.all_gather_into_tensor.default] > 0
+    assert not counts[collectives.all_gather_into_tensor.default]

@@ -54,44 +54,29 @@ _WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
 
 @dataclass
 class EagerStep:
-    """One step between calls.
+    """One step between calls."""
 
-    Attributes:
-        function: The train step.
-        mesh: The ranks.
-        name: The step, for messages.
-        bucket_bytes: Largest size of a bucket of gradients.
-        reason: Why the step runs eagerly.
-        is_sharded: Parameters are in FSDP2's shards after the first call.
-        full: ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise.
-        observes: The first call runs on full parameters, and is watched.
-        roots: Models and optimizers of earlier calls: the first eager call may lack them.
-        parameters: Name -> parameter.
-        units: Modules sharded by FSDP2; none before the end of the first call.
-        num_compared: Number of comparisons of parameters between ranks.
-        checked: Compared elements of each call that was compared with the step on a full copy.
-        unchecked: Why a call was not.
-    """
-
-    function: Callable[..., Any]
-    mesh: DeviceMesh
-    name: str
-    bucket_bytes: int
-    reason: str
-    is_sharded: bool = False
-    full: str = "keep"
-    observes: bool = True
-    roots: tuple[Any, ...] = ()
+    function: Callable[..., Any]  # the train step
+    mesh: DeviceMesh  # the ranks
+    name: str  # the step, for messages
+    bucket_bytes: int  # largest size of a bucket of gradients
+    reason: str  # why the step runs eagerly
+    is_sharded: bool = False  # parameters are in FSDP2's shards after the first call
+    full: str = "keep"  # ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise
+    observes: bool = True  # the first call runs on full parameters, and is watched
+    roots: tuple[Any, ...] = ()  # models and optimizers of earlier calls: the first eager call may lack them
+    # modules sharded by FSDP2; none before the end of the first call
     units: Units = Units((), {})  # noqa: RUF009  # frozen
     is_placed: bool = False
     num_calls: int = 0
-    num_compared: int = 0
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    num_compared: int = 0  # number of comparisons of parameters between ranks
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # name -> parameter
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    # compared elements of each call that was compared with the step on a full copy
     checked: list[int] = field(default_factory=list)
-    unchecked: str = ""
+    unchecked: str = ""  # why a call was not
     reducer: GradientReducer | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,13 +265,11 @@ class EagerStep:
                 for key, parameter in module._parameters.items():
                     if isinstance(parameter, DTensor):
                         if id(parameter) not in swap:
-                            full: Any = parameter.detach()
-                            plain = parameter_like(full.full_tensor(), parameter)
-                            if isinstance(parameter.grad, DTensor):
-                                plain.grad = DTensor.full_tensor(parameter.grad)
+                            plain = parameter_like(state.full_tensor(parameter), parameter)
+                            plain.grad = None if parameter.grad is None else state.full_tensor(parameter.grad)
                             swap[id(parameter)] = parameter, plain  # tied parameters stay one
                         module._parameters[key] = swap[id(parameter)][1]
-            repoint(reach, swap, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+            repoint(reach, swap, state.full_tensor)
         for handle in self.handles:
             handle.remove()
         if self.reducer is not None:

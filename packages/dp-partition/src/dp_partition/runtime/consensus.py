@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from dp_partition._shared.consensus import assert_consistent, capture_errors
 from dp_partition._torch_compat import collectives, default_store
 from dp_partition.analysis import carried_names
+from dp_partition.backends import gathered
 from dp_partition.nodes import is_collective
 from dp_partition.plan.placements import all_groups, shard_group, shard_world
 
@@ -114,16 +115,16 @@ def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
     result = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in placed]
     shards: dict[int, torch.Tensor] = {}
     for index, (one, copy) in enumerate(zip(placed, result, strict=True)):
-        local = one._local_tensor if isinstance(one, DTensor) else one.detach()
-        if not isinstance(one, DTensor) or not one.placements[-1].is_shard():
-            copy.copy_(local)
+        if not isinstance(one, DTensor) or one.placements[-1] != Shard(0):
+            copy.copy_(one.full_tensor() if isinstance(one, DTensor) else one.detach())
             continue
+        local = one._local_tensor
         rows = -(-one.shape[0] // shard_world(mesh))  # chunks of one size; the last ones are padded
         shards[index] = local.new_zeros(rows, *one.shape[1:])
         shards[index][: local.shape[0]] = local
     for part in _parts(shards):
         flat = torch.cat([_bytes(shards[index]) for index in part])
-        full = collectives.all_gather_into_tensor(flat, shard_world(mesh), shard_group(mesh).group_name)
+        full = gathered(flat, shard_world(mesh), shard_group(mesh).group_name)
         full = collectives.wait_tensor(full).view(shard_world(mesh), -1)
         sizes = [shards[index].numel() * shards[index].element_size() for index in part]
         for index, columns in zip(part, full.split(sizes, 1), strict=True):

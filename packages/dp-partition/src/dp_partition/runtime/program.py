@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import failed_node, is_gloo, pytree
-from dp_partition.backends import Lowered, reduce_scatter_as_all_to_all
+from dp_partition.backends import Lowered, gather_into_buffers, reduce_scatter_as_all_to_all
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
@@ -34,34 +34,24 @@ from dp_partition.runtime.state import Binding, as_dtensor
 
 @dataclass
 class Program:
-    """A step partitioned for one rank.
+    """A step partitioned for one rank."""
 
-    Attributes:
-        capture: The trace; its module is the partitioned graph.
-        lowered: The partitioned graph with compiled compute; None if it runs as it is.
-        bound: The partitioned graph as it runs otherwise; made at its first run.
-        guard_values: Hyperparameters and numbers of the last guard check without a violation.
-        checked_numbers: Numbers of its checked calls.
-        checked_sizes: Sizes of its checked calls, with tensor and dim.
-        noting: The same graph, with copies of its gradients and their names; made at the first check.
-        is_checked: A check by execution has run it.
-        is_new: The tracing call has not run it yet.
-        labelled: Inputs by their kinds, as cached by `labels`.
-    """
-
-    capture: Capture
+    capture: Capture  # the trace; its module is the partitioned graph
     inputs: list[Input]
     output_placements: list[Placement | None]
     mesh: DeviceMesh
     local_fakes: list[Any] | None = None
-    guard_values: tuple[float, ...] = ()
-    checked_numbers: set[tuple[float, ...]] = field(default_factory=set)
+    guard_values: tuple[float, ...] = ()  # hyperparameters and numbers of the last guard check without a violation
+    checked_numbers: set[tuple[float, ...]] = field(default_factory=set)  # numbers of its checked calls
+    # sizes of its checked calls, with tensor and dim
     checked_sizes: set[tuple[tuple[int, int], int]] = field(default_factory=set)
-    is_checked: bool = False
-    is_new: bool = False
-    lowered: Lowered | None = None
-    bound: fx.GraphModule | None = None
+    is_checked: bool = False  # a check by execution has run it
+    is_new: bool = False  # the tracing call has not run it yet
+    lowered: Lowered | None = None  # the partitioned graph with compiled compute; None if it runs as it is
+    bound: fx.GraphModule | None = None  # the partitioned graph as it runs otherwise; made at its first run
+    # the same graph, with copies of its gradients and their names; made at the first check
     noting: tuple[fx.GraphModule, list[str]] | None = None
+    # inputs by their kinds, as cached by `labels`
     labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
 
     @property
@@ -115,6 +105,7 @@ class Program:
         graph.output(graph.graph_copy(self.module.graph, {}))  # a copy: rewrites leave the original
         if is_gloo(shard_group(self.mesh), self.mesh.device_type):
             reduce_scatter_as_all_to_all(graph)
+            gather_into_buffers(graph)
         return graph
 
     def labels(self, kinds: tuple[str, ...]) -> list[tuple[str, int]]:

@@ -26,7 +26,7 @@ from dp_partition._torch_compat import parameter_like, pytree, storage_keys
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
-from dp_partition.runtime.consensus import broadcast_from_first
+from dp_partition.runtime.consensus import broadcast_from_first, full_copies
 
 
 def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
@@ -208,10 +208,10 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
         for key, parameter in module._parameters.items()
         if isinstance(parameter, DTensor)
     ]
-    full: dict[int, nn.Parameter] = {}
-    for _, module, key, parameter in places:  # collectives: in one order on all ranks; tied parameters stay one
-        if id(parameter) not in full:
-            full[id(parameter)] = parameter_like(full_tensor(parameter), parameter)
+    unique = list({id(parameter): parameter for *_, parameter in places}.values())  # tied parameters stay one
+    copies = full_copies(unique, unique[0].device_mesh) if unique else []
+    full = {id(p): parameter_like(copy, p) for p, copy in zip(unique, copies, strict=True)}
+    for _, module, key, parameter in places:
         module._parameters[key] = full[id(parameter)]
     try:
         yield
@@ -261,7 +261,8 @@ def release(binding: Binding) -> None:
     """
     if binding.is_unsharded:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
-    plain = {fqn: parameter_like(full_tensor(p), p) for fqn, p in binding.params.items()}
+    copies = full_copies(list(binding.params.values()), binding.mesh)
+    plain = {fqn: parameter_like(copy, p) for (fqn, p), copy in zip(binding.params.items(), copies, strict=True)}
     states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
     for number, fqn, state in binding.step_state.states():
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
@@ -295,7 +296,7 @@ def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on every rank; a copy if it was sharded."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return full_copies([tensor], tensor.device_mesh)[0] if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class Snapshot:
