@@ -159,16 +159,12 @@ _PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer
 
 @dataclass(frozen=True)
 class Memory:
-    """Live bytes on a rank while each node runs.
-
-    Attributes:
-        live: For every node the bytes of each of `KINDS`: tensors alive while it runs, its result included.
-        resident: Bytes of each kind alive before and after the step.
-    """
+    """Live bytes on a rank while each node runs."""
 
     nodes: tuple[str, ...]
+    # for every node the bytes of each of `KINDS`: tensors alive while it runs, its result included
     live: tuple[tuple[int, ...], ...]
-    resident: tuple[int, ...]
+    resident: tuple[int, ...]  # bytes of each kind alive before and after the step
 
     @property
     def totals(self) -> tuple[int, ...]:

@@ -167,33 +167,20 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 
 class NodeMeta(TypedDict, total=False):
-    """Notes on one node; each exists from its writing pass on.
+    """Notes on one node; each exists from its writing pass on."""
 
-    Attributes:
-        val: The fake value, as in torch's own passes.
-        input: Source of a placeholder's value.
-        phase: Part of the step in which a node runs; packing and unpacking of buckets have none.
-        gradient: Name of the gradient's parameter, once tags are removed; empty: one without a name.
-        mean_gradient: The same, for the mean over micro-batches.
-        reads: Averaged gradients among a node's leaves, read by no node before it: place, name, placement.
-        node_type: Kind of tensor for data parallelism; the seed's functions leave it on a graph too.
-        sharding: The strategy chosen by the seed's functions.
-        gather_again: A parameter's full copy, or a view of it, is freed after forward.
-        agrees: The copy that installs rank 0's random numbers.
-        ranks: Number of a collective's ranks, if it is not on the graph's own axis.
-    """
-
-    val: Any
-    input: Input
-    phase: Phase
-    gradient: str
-    mean_gradient: str
+    val: Any  # the fake value, as in torch's own passes
+    input: Input  # source of a placeholder's value
+    phase: Phase  # part of the step in which a node runs; packing and unpacking of buckets have none
+    gradient: str  # name of the gradient's parameter, once tags are removed; empty: one without a name
+    mean_gradient: str  # the same, for the mean over micro-batches
+    # averaged gradients among a node's leaves, read by no node before it: place, name, placement
     reads: Sequence[tuple[int, str, Placement]]
-    node_type: NodeType
-    sharding: Any
-    gather_again: bool
-    agrees: bool
-    ranks: int
+    node_type: NodeType  # kind of tensor for data parallelism; the seed's functions leave it on a graph too
+    sharding: Any  # the strategy chosen by the seed's functions
+    gather_again: bool  # a parameter's full copy, or a view of it, is freed after forward
+    agrees: bool  # the copy that installs rank 0's random numbers
+    ranks: int  # number of a collective's ranks, if it is not on the graph's own axis
 
 
 def meta_of(node: fx.Node) -> NodeMeta:

@@ -286,17 +286,12 @@ class _Position:
 
 @dataclass(frozen=True)
 class Returned:
-    """The outputs of one call, without their values.
+    """The outputs of one call, without their values."""
 
-    Attributes:
-        outputs: Kind of each value returned by the graph.
-        user_leaves: The step's result, flattened; tensors and symbols are replaced by their position in the outputs.
-        user_spec: Structure of the result.
-    """
-
-    outputs: list[Output]
+    outputs: list[Output]  # kind of each value returned by the graph
+    # the step's result, flattened; tensors and symbols are replaced by their position in the outputs
     user_leaves: list[Any]
-    user_spec: Any
+    user_spec: Any  # structure of the result
 
     def result(self, values: tuple[Any, ...]) -> Any:
         leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]

@@ -63,21 +63,14 @@ def _put(owner: Any, key: Any, value: Any) -> None:
 
 @dataclasses.dataclass(slots=True)
 class CallArguments:
-    """The arguments of one call, read once.
+    """The arguments of one call, read once."""
 
-    Attributes:
-        args: Positional arguments, dataclasses and mappings opened; ``kwargs`` likewise.
-        leaves: Both, flattened; ``spec`` is their structure.
-        live: Positions of numbers that are inputs of the graph.
-        marked: Dims of tensors whose sizes are symbols of a trace.
-    """
-
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # positional arguments, dataclasses and mappings opened; ``kwargs`` likewise
     kwargs: dict[str, Any]
-    leaves: list[Any]
+    leaves: list[Any]  # both, flattened; ``spec`` is their structure
     spec: Any
-    live: frozenset[int] = frozenset()
-    marked: tuple[int, ...] = ()
+    live: frozenset[int] = frozenset()  # positions of numbers that are inputs of the graph
+    marked: tuple[int, ...] = ()  # dims of tensors whose sizes are symbols of a trace
 
 
 def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
@@ -190,17 +183,12 @@ class Hyperparameter(NamedTuple):
 
 @dataclasses.dataclass
 class OptimizerReads:
-    """All values read by one call from its optimizers.
+    """All values read by one call from its optimizers."""
 
-    Attributes:
-        states: For each optimizer the state of a parameter by its ``id``: hashing a tensor takes torch ten times as
-            long.
-        values: Every live number; keys equal a `Hyperparameter`.
-        key: Other dependencies of a trace: flags, names, hooks, parameters of each group, names of their state.
-    """
-
+    # for each optimizer the state of a parameter by its ``id``: hashing a tensor takes torch ten times as long
     states: list[dict[int, Any]]
-    values: dict[tuple[Any, ...], float]
+    values: dict[tuple[Any, ...], float]  # every live number; keys equal a `Hyperparameter`
+    # other dependencies of a trace: flags, names, hooks, parameters of each group, names of their state
     key: tuple[Any, ...]
 
 

@@ -26,21 +26,14 @@ from dp_partition.nodes import meta_of
 
 @dataclass
 class Phases:
-    """Names of nodes, as recorded while tracing.
+    """Names of nodes, as recorded while tracing."""
 
-    Attributes:
-        backward: The nodes of each backward pass.
-        grads: The nodes of each call of ``torch.autograd.grad``; it adds to no gradient.
-        optimizer: The nodes of each optimizer step.
-        cleared: Gradients were cleared before the first backward pass.
-        stepping: Class of the optimizer whose step is running, or has raised.
-    """
-
-    backward: list[frozenset[str]] = field(default_factory=list)
+    backward: list[frozenset[str]] = field(default_factory=list)  # the nodes of each backward pass
+    # the nodes of each call of ``torch.autograd.grad``; it adds to no gradient
     grads: list[frozenset[str]] = field(default_factory=list)
-    optimizer: list[frozenset[str]] = field(default_factory=list)
-    cleared: bool = False
-    stepping: str = ""
+    optimizer: list[frozenset[str]] = field(default_factory=list)  # the nodes of each optimizer step
+    cleared: bool = False  # gradients were cleared before the first backward pass
+    stepping: str = ""  # class of the optimizer whose step is running, or has raised
 
     @contextmanager
     def recording(self, optimizers: list[Optimizer], modules: list[torch.nn.Module]) -> Iterator[None]:

@@ -24,23 +24,16 @@ _UNWRAPPED_HINT = "pass the plain model, as it is before DDP, FSDP or tensor par
 
 @dataclass
 class StepState:
-    """The stateful arguments of a train step.
+    """The stateful arguments of a train step."""
 
-    Attributes:
-        modules: ``(prefix, module)``; the prefix is empty for a single module.
-        optimizers: The optimizers, in argument order.
-        params: Unique parameters by FQN, in registration order; a tied parameter has its first name.
-        buffers: Unique buffers by FQN.
-        aliases: Every further name of a tied tensor -> the name it stands under.
-        is_reached: Whether they are no arguments: the step's code reaches them elsewhere.
-    """
-
-    modules: list[tuple[str, nn.Module]]
-    optimizers: list[Optimizer]
+    modules: list[tuple[str, nn.Module]]  # ``(prefix, module)``; the prefix is empty for a single module
+    optimizers: list[Optimizer]  # the optimizers, in argument order
+    # unique parameters by FQN, in registration order; a tied parameter has its first name
     params: dict[str, nn.Parameter] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # unique buffers by FQN
+    # every further name of a tied tensor -> the name it stands under
     aliases: dict[str, str] = field(default_factory=dict)
-    is_reached: bool = False
+    is_reached: bool = False  # whether they are no arguments: the step's code reaches them elsewhere
 
     @functools.cached_property
     def reads(self) -> ModuleReads:

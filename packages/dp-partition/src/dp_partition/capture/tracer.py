@@ -50,36 +50,26 @@ from dp_partition.nodes import meta_of
 
 @dataclass
 class Capture:
-    """A traced train step.
+    """A traced train step."""
 
-    Attributes:
-        module: The graph at full parameter shapes; placeholders are in the order of ``inputs``.
-        returned: Values returned and installed by the step, as outputs of the graph.
-        guards: Conditions of the trace on hyperparameters, as sympy expressions.
-        mode: The fake mode of the nodes' ``meta["val"]``.
-        cleared: The step clears gradients before its first backward.
-        gradients: Names of parameters with gradients read by the step, and the number of backward passes to each.
-        sizes: The symbol of each symbolic size.
-        numbers: The symbol of each live number among the arguments, by its position.
-        modes: Modules left in another mode than before, and that mode.
-        trained: Parameters left with another `requires_grad`, and its value.
-        left: Names of parameters with gradients left for the next call to clear.
-        groups: Number of the optimizer and of the parameter group of a parameter, by its name.
-    """
-
-    module: fx.GraphModule
+    module: fx.GraphModule  # the graph at full parameter shapes; placeholders are in the order of ``inputs``
     inputs: list[Input]
-    returned: Returned
-    mode: FakeTensorMode
-    guards: list[Any] = field(default_factory=list)
+    returned: Returned  # values returned and installed by the step, as outputs of the graph
+    mode: FakeTensorMode  # the fake mode of the nodes' ``meta["val"]``
+    guards: list[Any] = field(default_factory=list)  # conditions of the trace on hyperparameters, as sympy expressions
     symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
-    cleared: bool = False
+    cleared: bool = False  # the step clears gradients before its first backward
+    # names of parameters with gradients read by the step, and the number of backward passes to each
     gradients: Counter[str] = field(default_factory=Counter)
-    sizes: Sizes = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=dict)  # the symbol of each symbolic size
+    # the symbol of each live number among the arguments, by its position
     numbers: dict[int, Any] = field(default_factory=dict)
+    # modules left in another mode than before, and that mode
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    # parameters left with another `requires_grad`, and its value
     trained: dict[str, bool] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # names of parameters with gradients left for the next call to clear
+    # number of the optimizer and of the parameter group of a parameter, by its name
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 

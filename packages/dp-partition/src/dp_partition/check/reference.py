@@ -49,21 +49,13 @@ class StepCopy:
 
 @dataclass
 class Outcome:
-    """Tensors, numbers and results of a run of the step.
+    """Tensors, numbers and results of a run of the step."""
 
-    Attributes:
-        leaves: Its result, flattened.
-        spec: Its structure.
-        tensors: Local shards of parameters, state and buffers afterwards, by name.
-        before: The same, before the run.
-        numbers: Plain values in optimizer state and parameter groups.
-    """
-
-    leaves: list[Any]
-    spec: Any
-    tensors: dict[str, torch.Tensor]
-    before: dict[str, torch.Tensor]
-    numbers: dict[str, Any]
+    leaves: list[Any]  # its result, flattened
+    spec: Any  # its structure
+    tensors: dict[str, torch.Tensor]  # local shards of parameters, state and buffers afterwards, by name
+    before: dict[str, torch.Tensor]  # the same, before the run
+    numbers: dict[str, Any]  # plain values in optimizer state and parameter groups
 
     def value(self, name: str) -> Any:
         """Return a tensor, or a leaf of the result, by name: ``result``, or ``result N``."""
@@ -356,19 +348,12 @@ _ROUNDING = {torch.float64: 2.2e-16}  # float32's otherwise: gradients are compu
 
 @dataclass(frozen=True)
 class Difference:
-    """One value with a difference.
+    """One value with a difference."""
 
-    Attributes:
-        name: Parameter, buffer, state entry or result.
-        error: Relative to the step's change; infinite for another shape, dtype or value.
-        found: The first different elements, or the values.
-        noise: Spread of right results; 0 if not measured.
-    """
-
-    name: str
-    error: float
-    found: str
-    noise: float = 0.0
+    name: str  # parameter, buffer, state entry or result
+    error: float  # relative to the step's change; infinite for another shape, dtype or value
+    found: str  # the first different elements, or the values
+    noise: float = 0.0  # spread of right results; 0 if not measured
 
     def __str__(self) -> str:
         size = "" if math.isinf(self.error) else f"by {self.error:.1e} of what the step changes: "

@@ -37,15 +37,10 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Units:
-    """Modules to shard by FSDP2, innermost first, and parameters that stay full.
+    """Modules to shard by FSDP2, innermost first, and parameters that stay full."""
 
-    Attributes:
-        modules: Each gathers its parameters for its forward.
-        full: Name -> reason to keep the parameter full.
-    """
-
-    modules: tuple[nn.Module, ...]
-    full: Mapping[str, str]
+    modules: tuple[nn.Module, ...]  # each gathers its parameters for its forward
+    full: Mapping[str, str]  # name -> reason to keep the parameter full
 
 
 def together(

@@ -304,21 +304,13 @@ class Move:
 
 @dataclass
 class Mover:
-    """Inserts moves on one mesh axis; gradients are averaged over a second one as well.
+    """Inserts moves on one mesh axis; gradients are averaged over a second one as well."""
 
-    Attributes:
-        graph: The graph; nodes are inserted at its current insertion point.
-        world: Size of the group.
-        rank: This graph's rank in the group.
-        group: Name of the process group.
-        replica_group: That of this rank's counterparts in other replicas; empty on a mesh of one axis.
-    """
-
-    graph: fx.Graph
-    world: int
-    rank: int
-    group: str
-    replica_group: str = ""
+    graph: fx.Graph  # the graph; nodes are inserted at its current insertion point
+    world: int  # size of the group
+    rank: int  # this graph's rank in the group
+    group: str  # name of the process group
+    replica_group: str = ""  # that of this rank's counterparts in other replicas; empty on a mesh of one axis
     replicas: int = 1
 
     def move(self, node: fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> fx.Node:

@@ -34,36 +34,23 @@ AVG = Partial("avg")
 
 @dataclass
 class NodePlan:
-    """Decision for one node.
+    """Decision for one node."""
 
-    Attributes:
-        output: Placement of its value.
-        inputs: Required placement of each tensor input.
-        node_type: Its role in the step.
-        reduce_whole: An unreduced gradient, wanted in full: it is all-reduced, also for users of a shard.
-    """
-
-    output: OutputPlacement
-    inputs: dict[fx.Node, Placement] = field(default_factory=dict)
-    node_type: NodeType = NodeType.NON_TENSOR
-    reduce_whole: bool = False
+    output: OutputPlacement  # placement of its value
+    inputs: dict[fx.Node, Placement] = field(default_factory=dict)  # required placement of each tensor input
+    node_type: NodeType = NodeType.NON_TENSOR  # its role in the step
+    reduce_whole: bool = False  # an unreduced gradient, wanted in full: it is all-reduced, also for users of a shard
 
 
 @dataclass
 class StoragePlacements:
-    """Placements and types of the graph's inputs.
+    """Placements and types of the graph's inputs."""
 
-    Attributes:
-        placements: Placement of every placeholder.
-        types: Node type of every placeholder.
-        grad_home: Wanted placement of a gradient, from its parameter's name and its shape.
-        keep_outputs: Return sharded values as shards, instead of gathered.
-    """
-
-    placements: dict[fx.Node, Placement]
-    types: dict[fx.Node, NodeType]
+    placements: dict[fx.Node, Placement]  # placement of every placeholder
+    types: dict[fx.Node, NodeType]  # node type of every placeholder
+    # wanted placement of a gradient, from its parameter's name and its shape
     grad_home: Callable[[str, tuple[int, ...]], Placement] = lambda name, shape: R
-    keep_outputs: bool = False
+    keep_outputs: bool = False  # return sharded values as shards, instead of gathered
 
 
 def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: bool) -> dict[fx.Node, NodePlan]:

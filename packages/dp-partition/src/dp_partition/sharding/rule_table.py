@@ -34,19 +34,13 @@ class Candidate:
 
 @dataclass
 class Call:
-    """One operator call, the input of a rule.
-
-    Attributes:
-        states: Placement of every earlier node's value.
-        desired: For unreduced gradients: placement of their parameter.
-        may_stay_partial: Unreduced gradients may pass through linear operators (until the last backward).
-    """
+    """One operator call, the input of a rule."""
 
     node: fx.Node
-    states: dict[fx.Node, OutputPlacement]
+    states: dict[fx.Node, OutputPlacement]  # placement of every earlier node's value
     world: int
-    desired: dict[fx.Node, Placement]
-    may_stay_partial: bool = True
+    desired: dict[fx.Node, Placement]  # for unreduced gradients: placement of their parameter
+    may_stay_partial: bool = True  # unreduced gradients may pass through linear operators (until the last backward)
 
     @property
     def name(self) -> str:
