@@ -28,30 +28,15 @@ from dp_partition.eager.step import EagerStep
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import DataParallelStyle, num_replicas, shard_world
 from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo, plan_placements
-from dp_partition.runtime.consensus import (
-    agree_on,
-    announce,
-    are_all_announced,
-    collectives_digest,
-    largest_of,
-)
+from dp_partition.runtime.consensus import agree_on, announce, are_all_announced, collectives_digest, largest_of
 from dp_partition.runtime.program import Program, bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.state import Binding, guarded, release
 
 # Errors of the caller's choices, or of different ranks: another way to run the step does not fix them.
 _SETTINGS = {
-    "ranks-disagree",
-    "rank-failed",
-    "missing-dependency",
-    "conflicting-arguments",
-    "invalid-argument",
-    "invalid-layout",
-    "unmatched-pattern",
-    "invalid-mesh",
-    "already-applied",
-    "model-changed",
-    "unsharded-now",
-}
+    "ranks-disagree", "rank-failed", "missing-dependency", "conflicting-arguments", "invalid-argument",
+    "invalid-layout", "unmatched-pattern", "invalid-mesh", "already-applied", "model-changed", "unsharded-now",
+}  # fmt: skip
 MANY_TRACES = 8  # after as many a step runs eagerly, as in torch.compile
 MOST_PROGRAMS = 64  # to keep
 
@@ -60,20 +45,7 @@ class Runner:
     """State of a step between calls.
 
     Attributes:
-        share: Another runner; its placed parameters are used.
-        binding: The placed model and optimizers; None before the first call.
-        eager: The step if it runs eagerly; None if it runs as a graph.
-        shadow: A full copy of an eager step, after the same calls.
-        may_switch: No choice of the caller needs a graph.
-        switches: The step runs eagerly where it cannot be a graph.
-        before_trace: Python values from before a trace in the present call.
-        has_agreed: Errors of the present call are raised on all ranks.
-        values: Python values among the arguments of the last trace, by structure of the arguments and position.
-        live: Positions of those that are inputs of later graphs; None where no trace was possible with them.
-        latest: The program of the last call.
         num_compiled: How many pieces of programs were compiled.
-        marked: Dims of tensor arguments whose sizes are symbols of a trace; none once that has failed.
-        unchecked: Why calls that were to be checked were not.
     """
 
     def __init__(
@@ -82,23 +54,27 @@ class Runner:
         self.original, self.mesh, self.settings = function, mesh, settings
         self.function = closing(function)
         self.name = getattr(self.function, "__name__", type(self.function).__name__)
-        self.eager: EagerStep | None = None
-        self.shadow: StepCopy | None = None
-        self.before_trace: PythonState | None = None
-        self.has_agreed = False
-        self.may_switch = share is None and not settings.needs_graph()
+        self.eager: EagerStep | None = None  # the step if it runs eagerly; None if it runs as a graph
+        self.shadow: StepCopy | None = None  # a full copy of an eager step, after the same calls
+        self.before_trace: PythonState | None = None  # Python values from before a trace in the present call
+        self.has_agreed = False  # errors of the present call are raised on all ranks
+        self.may_switch = share is None and not settings.needs_graph()  # no choice of the caller needs a graph
+        # the step runs eagerly where it cannot be a graph
         self.switches = self.may_switch and settings.capture == "auto"
-        self.share = share
+        self.share = share  # another runner; its placed parameters are used
         self.reads = FunctionReads(function)
-        self.binding: Binding | None = None
+        self.binding: Binding | None = None  # the placed model and optimizers; None before the first call
         self.programs: dict[Any, list[Program]] = {}
+        # Python values among the arguments of the last trace, by structure of the arguments and position
         self.values: dict[Any, dict[int, Any]] = {}
+        # positions of those that are inputs of later graphs; None where no trace was possible with them
         self.live: dict[Any, frozenset[int] | None] = {}
         self.agreed: list[Mapping[str, str]] = []
-        self.latest: Program | None = None
+        self.latest: Program | None = None  # the program of the last call
         self.num_traces = self.num_compiled = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
-        self.unchecked: list[str] = []
+        self.unchecked: list[str] = []  # why calls that were to be checked were not
+        # dims of tensor arguments whose sizes are symbols of a trace; none once that has failed
         self.marked = settings.dynamic
 
     def checks(self) -> str:

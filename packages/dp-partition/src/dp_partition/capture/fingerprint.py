@@ -142,15 +142,11 @@ class FunctionReads:
     Args:
         function: A function, method, partial or callable object.
         owner: The class of a plain function that is its method.
-
-    Attributes:
-        names: Every name that their code uses, of globals and of attributes.
-        past: Names of the closures' cells and globals among them that hold no function.
     """
 
     def __init__(self, function: Callable[..., Any], owner: type | None = None) -> None:
-        self.names: set[str] = set()
-        self.past: set[str] = set()
+        self.names: set[str] = set()  # every name that their code uses, of globals and of attributes
+        self.past: set[str] = set()  # names of the closures' cells and globals among them that hold no function
         self._cells: list[types.CellType] = []
         self._places: list[tuple[Any, str]] = []  # a dict, or the read-only view of a class's
         self._held: list[Any] = []  # defaults and bound objects: they cannot be replaced
@@ -241,16 +237,12 @@ _forward_names: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = wea
 
 
 class ModuleReads:
-    """Structure of modules, and their values beside parameters and buffers.
-
-    Attributes:
-        modules: The roots and all modules in them.
-        structure: Modules, their hooks, and the names of their tensors and attributes at the last `look`.
-    """
+    """Structure of modules, and their values beside parameters and buffers."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self.roots = list(roots)
-        self.modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []  # the roots and all modules in them
+        # modules, their hooks, and the names of their tensors and attributes at the last `look`
         self.structure: tuple[Any, ...] | None = None
         self.look()
 

@@ -36,28 +36,21 @@ _DEPTH = 8
 
 
 class Reach:
-    """Objects within reach of a step, in the same order on all ranks.
-
-    Attributes:
-        modules: Modules with parameters, none inside another; wrappers without parameters of their own are entered.
-        optimizers: All optimizers.
-        tables: Mutable containers, and ``vars`` of objects, modules and optimizers.
-        iterators: Names of types of iterators: running them twice takes two batches.
-        tensors: Tensors in containers and attributes, one or several times.
-        containers: Mappings, lists, tuples and sets; an optimizer's state, keyed by its parameters, is none.
-    """
+    """Objects within reach of a step, in the same order on all ranks."""
 
     def __init__(self, *roots: Any) -> None:
-        self.optimizers: list[Optimizer] = []
-        self.tables: list[Any] = []
-        self.iterators: list[str] = []
-        self.tensors: list[torch.Tensor] = []
+        self.optimizers: list[Optimizer] = []  # all optimizers
+        self.tables: list[Any] = []  # mutable containers, and ``vars`` of objects, modules and optimizers
+        self.iterators: list[str] = []  # names of types of iterators: running them twice takes two batches
+        self.tensors: list[torch.Tensor] = []  # tensors in containers and attributes, one or several times
+        # mappings, lists, tuples and sets; an optimizer's state, keyed by its parameters, is none
         self.containers: list[Any] = []
         self._modules: list[nn.Module] = []
         self._seen: dict[int, Any] = {}  # by id; the value keeps the id from being used again
         self._visit(list(roots), _DEPTH)
         inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
         outermost = [module for module in self._modules if id(module) not in inside]  # named through their parents
+        # modules with parameters, none inside another; wrappers without parameters of their own are entered
         self.modules = [m for module in outermost for m in _with_parameters(module)]
 
     @property

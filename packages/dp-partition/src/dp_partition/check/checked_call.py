@@ -374,14 +374,13 @@ class CheckSchedule:
 
     Attributes:
         calls: Number of calls so far, failed ones included, so that all ranks count alike.
-        next: Number of the next call to check; 0: none.
         token: Text unique to this step on these ranks; empty before a checked call with collectives.
         in_a_row: Number of consecutive checks for a graph not yet run by a check.
     """
 
     def __init__(self, mode: str) -> None:
         self.mode, self.seed, self.calls, self.token, self.in_a_row = mode, 0, 0, "", 0
-        self.next = NEVER if mode == "never" else 1
+        self.next = NEVER if mode == "never" else 1  # number of the next call to check; 0: none
 
     def is_due(self) -> bool:
         """Count a call; return True if it is due for a check. An unchecked call costs only this compare."""

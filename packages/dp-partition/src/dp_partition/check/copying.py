@@ -33,24 +33,11 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 _CALLS = (types.BuiltinFunctionType, functools._lru_cache_wrapper, types.MethodWrapperType, OpOverload)
 # Code, types and handles to unique objects; a copy of them would mean nothing.
 _SHARED = (
-    type,
-    types.ModuleType,
-    types.CodeType,
-    StaleParameter,
-    FakeTensor,
-    DeviceMesh,
-    dist.ProcessGroup,
-    torch.Stream,
+    type, types.ModuleType, types.CodeType, StaleParameter, FakeTensor, DeviceMesh, dist.ProcessGroup, torch.Stream,
     # Both runs may hold a lock, one after the other, and write to one log.
-    type(threading.Lock()),
-    type(threading.RLock()),
-    threading.Condition,
-    threading.Event,
-    threading.Semaphore,
-    io.IOBase,
-    logging.Logger,
-    logging.Handler,
-)
+    type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore,
+    io.IOBase, logging.Logger, logging.Handler,
+)  # fmt: skip
 
 
 def check_bytes(full: int, local: int) -> int:

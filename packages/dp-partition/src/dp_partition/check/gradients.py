@@ -39,8 +39,6 @@ class GradientAverage:
     Attributes:
         averages: Average the ranks' gradients; otherwise they stay as they are.
         of_grad: So too what `torch.autograd.grad` returns.
-        stopped: Reason against any further communication; None while all ranks run.
-        noted: Complete gradients by name, from the first backward pass with one; None if another pass adds to it.
     """
 
     def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, comm: CommConfig, averages: bool) -> None:
@@ -48,11 +46,12 @@ class GradientAverage:
         self.mesh, self.comm = mesh, comm
         self.averages, self.of_grad = averages, True
         self.meets = averages and (mesh.size() > 1 or comm.reduce_dtype is not None)
-        self.stopped: int | None = None
+        self.stopped: int | None = None  # reason against any further communication; None while all ranks run
         self.depth = self.passes = 0
         self.fired: set[str] = set()  # parameters with a gradient in this pass
         self.micro_batches, self.is_last = 1, True
         self.sums: list[dict[str, torch.Tensor]] = []
+        # complete gradients by name, from the first backward pass with one; None if another pass adds to it
         self.noted: dict[str, torch.Tensor | None] = {}
         self.held: frozenset[str] = frozenset()
 

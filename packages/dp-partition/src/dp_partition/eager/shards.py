@@ -320,12 +320,6 @@ class Watch(TorchFunctionMode):
     """Mode to note parameters that have to stay full, while the block runs.
 
     ``states`` are tensors of optimizers: they move into shards with the parameters.
-
-    Attributes:
-        reasons: Name -> reason to keep the parameter full.
-        users: Name -> modules running at every use of the parameter.
-        ran: Numbers of the modules that ran, in order; ranks compare them.
-        combined: Parameters used by one operation outside of forwards: all are sharded, or none.
     """
 
     def __init__(
@@ -335,15 +329,17 @@ class Watch(TorchFunctionMode):
         # Tensors that would be DTensors on shards -> parameters in their computation.
         self.origins = WeakTensorKeyDictionary(dict.fromkeys(states, frozenset[str]()))
         self.origins.update({parameter: frozenset([name]) for name, parameter in parameters.items()})
+        # parameters used by one operation outside of forwards: all are sharded, or none
         self.combined: set[frozenset[str]] = set()
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         inside = {id(p) for module in self.modules for p in module._parameters.values()}
+        # name -> reason to keep the parameter full
         self.reasons = {name: "is in no module" for name, p in parameters.items() if id(p) not in inside}
         self.reasons |= {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
         self.reasons |= {name: "has a gradient hook" for name, p in parameters.items() if has_gradient_hooks(p)}
-        self.users: dict[str, set[nn.Module]] = {}
-        self.ran: list[int] = []
+        self.users: dict[str, set[nn.Module]] = {}  # name -> modules running at every use of the parameter
+        self.ran: list[int] = []  # numbers of the modules that ran, in order; ranks compare them
         self._stack: list[nn.Module] = []
 
     def __enter__(self) -> Watch:

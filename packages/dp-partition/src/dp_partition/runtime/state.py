@@ -51,27 +51,23 @@ class Binding:
 
     Attributes:
         step_state: The module and optimizers; its parameters are the placed ones.
-        names: Those of the placed parameters by ``id``.
-        owner_ids: The modules and optimizers by ``id``.
-        built: Structure of the modules when their tensors were last indexed.
-        seen: State of each parameter when last found in its planned layout, by optimizer and name.
-        state_shapes: Its global shapes.
-        is_unsharded: Whether the modules hold full plain parameters for a while, within `unsharded`.
     """
 
     def __init__(self, step_state: StepState, plan: PartitionPlan, mesh: DeviceMesh) -> None:
         self.step_state, self.plan, self.mesh = step_state, plan, mesh
         self.world, self.rank = shard_world(mesh), shard_rank(mesh)
         self.params: dict[str, nn.Parameter] = dict(step_state.params)
-        self.names = {id(param): fqn for fqn, param in self.params.items()}
+        self.names = {id(param): fqn for fqn, param in self.params.items()}  # those of the placed parameters by ``id``
         self.storage_keys: list[int] = []
         self.slots: list[tuple[str, nn.Module, str, bool]] = []
         self.index_slots()
+        # the modules and optimizers by ``id``
         self.owner_ids = {id(one) for one in (*(module for _, module in step_state.modules), *step_state.optimizers)}
-        self.built = step_state.reads.structure
+        self.built = step_state.reads.structure  # structure of the modules when their tensors were last indexed
+        # state of each parameter when last found in its planned layout, by optimizer and name
         self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
-        self.state_shapes: dict[tuple[int, str], dict[Any, torch.Size]] = {}
-        self.is_unsharded = False
+        self.state_shapes: dict[tuple[int, str], dict[Any, torch.Size]] = {}  # its global shapes
+        self.is_unsharded = False  # whether the modules hold full plain parameters for a while, within `unsharded`
         self.hints: list[Any] = []  # handles of hooks on modules
 
     def hold_storages(self) -> None:

@@ -161,16 +161,7 @@ def nll_loss(call: Call) -> Iterator[Candidate]:
 
 
 # Reductions: over a sharded dim to a partial value, otherwise to a smaller shard.
-_REDUCTIONS = {
-    "sum": "sum",
-    "mean": "avg",
-    "amax": "max",
-    "amin": "min",
-    "max": "max",
-    "min": "min",
-    "any": "max",
-    "all": "min",
-}
+_REDUCTIONS = {"sum": "sum", "mean": "avg", "amax": "max", "amin": "min"}
 
 
 @rule("sum", "mean", "amax", "amin")
