@@ -26,6 +26,7 @@ from dp_partition.plan.placements import all_groups, shard_group, shard_world
 
 T = TypeVar("T")
 K = TypeVar("K")
+_PART = 16 << 20  # bytes
 _PATIENCE_S = 10.0  # for ranks that enter a call later than a failed one
 
 HINT = (
@@ -110,27 +111,29 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
     return result
 
 
+@torch.no_grad()
 def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
     """Return full plain copies of tensors, in their strides, shards on dim 0 by few large messages; a collective."""
     result = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in placed]
-    shards: dict[int, torch.Tensor] = {}
+    world, shards = shard_world(mesh), dict[int, torch.Tensor]()
     for index, (one, copy) in enumerate(zip(placed, result, strict=True)):
-        if not isinstance(one, DTensor) or one.placements[-1] != Shard(0):
+        if isinstance(one, DTensor) and one.placements[-1] == Shard(0):
+            shards[index] = one._local_tensor
+        else:
             copy.copy_(one.full_tensor() if isinstance(one, DTensor) else one.detach())
-            continue
-        local = one._local_tensor
-        rows = -(-one.shape[0] // shard_world(mesh))  # chunks of one size; the last ones are padded
-        shards[index] = local.new_zeros(rows, *one.shape[1:])
-        shards[index][: local.shape[0]] = local
-    for part in _parts(shards):
-        flat = torch.cat([_bytes(shards[index]) for index in part])
-        full = gathered(flat, shard_world(mesh), shard_group(mesh).group_name)
-        full = collectives.wait_tensor(full).view(shard_world(mesh), -1)
-        sizes = [shards[index].numel() * shards[index].element_size() for index in part]
+    chunks = {index: -(-result[index].shape[0] // world) for index in shards}  # one size; the last ones are padded
+    # Ranks cut parts alike: by sizes of full tensors.
+    for part in _parts({index: result[index] for index in shards}):
+        padded = [result[index].new_zeros(chunks[index], *result[index].shape[1:]) for index in part]
+        for index, rows in zip(part, padded, strict=True):
+            rows[: shards[index].shape[0]] = shards[index]
+        sizes = [rows.numel() * rows.element_size() for rows in padded]
+        full = gathered(torch.cat([_bytes(rows) for rows in padded]), world, shard_group(mesh).group_name)
+        full = collectives.wait_tensor(full).view(world, -1)
         for index, columns in zip(part, full.split(sizes, 1), strict=True):
             values = columns.clone(memory_format=torch.contiguous_format).view(-1).view(result[index].dtype)
-            rows, rest = shards[index].shape[0] * shard_world(mesh), result[index].shape[1:]
-            result[index].copy_(values.view(rows, *rest)[: result[index].shape[0]])
+            values = values.view(world * chunks[index], *result[index].shape[1:])
+            result[index].copy_(values[: result[index].shape[0]])
     return result
 
 
@@ -140,12 +143,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensors: Mapping[K, torch.Tensor]) -> list[list[K]]:
-    """Return keys of tensors of one device in parts of at most 64 MiB and a tensor: this bounds the flat buffers."""
+    """Return keys of tensors of one device in parts of at most 16 MiB and a tensor: this bounds the flat buffers."""
     parts: list[list[K]] = []
     open_part: dict[torch.device, tuple[list[K], int]] = {}
     for key, tensor in tensors.items():
-        part, size = open_part.get(tensor.device, ([], 64 << 20))
-        if size >= 64 << 20:
+        part, size = open_part.get(tensor.device, ([], _PART))
+        if size >= _PART:
             parts.append(part := [])
             size = 0
         part.append(key)
