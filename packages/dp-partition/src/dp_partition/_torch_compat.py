@@ -223,6 +223,8 @@ def is_in_backward() -> bool:
 
 
 foreach_copy_ = torch._foreach_copy_  # not of empty lists
+flatten: Any = torch._utils._flatten_dense_tensors
+unflatten: Any = torch._utils._unflatten_dense_tensors  # empty tensors lose their shape
 
 
 def hooks_after_accumulation(tensor: torch.Tensor) -> int:

@@ -42,11 +42,7 @@ MOST_PROGRAMS = 64  # to keep
 
 
 class Runner:
-    """State of a step between calls.
-
-    Attributes:
-        num_compiled: How many pieces of programs were compiled.
-    """
+    """State of a step between calls."""
 
     def __init__(
         self, function: Callable[..., Any], mesh: DeviceMesh, settings: Settings, share: Runner | None = None

@@ -62,11 +62,11 @@ def test_two_calls_of_every_pattern_are_compared(ranks: Ranks, style: Any) -> No
     assert min(count for name, count in counts.items() if name not in UNCHECKED) > 100
 
 
-def _doubled(self: Any, current: Any, bucket: Any, flat: torch.Tensor) -> set[int]:
-    return REAL_UNPACK(self, current, bucket, flat * (2 if 1 in bucket.members else 1))
+def _doubled(self: Any, bucket: Any, flat: torch.Tensor, tail: torch.Tensor) -> set[int]:
+    return REAL_UNPACK(self, bucket, flat * (2 if 1 in bucket.members else 1), tail)
 
 
-def _own(self: Any, current: Any, bucket: Any, flat: torch.Tensor) -> set[int]:
+def _own(self: Any, *message: Any) -> set[int]:
     return set()  # each rank keeps its gradients
 
 

@@ -368,18 +368,13 @@ class CheckSchedule:
     """Call numbers to check: 1, 2, then one drawn from each [2^k, 2^(k+1)), for ever.
 
     Drawn numbers instead of powers of two: those would never meet ``step % 10``.
-
-    Args:
-        mode: ``"sampled"``, ``"first"`` (calls 1 and 2) or ``"never"``.
-
-    Attributes:
-        calls: Number of calls so far, failed ones included, so that all ranks count alike.
-        token: Text unique to this step on these ranks; empty before a checked call with collectives.
-        in_a_row: Number of consecutive checks for a graph not yet run by a check.
     """
 
     def __init__(self, mode: str) -> None:
-        self.mode, self.seed, self.calls, self.token, self.in_a_row = mode, 0, 0, "", 0
+        self.mode, self.seed = mode, 0
+        self.calls = 0  # so far, failed ones included, so that all ranks count alike
+        self.token = ""  # unique to this step on these ranks; empty before a checked call with collectives
+        self.in_a_row = 0  # consecutive checks for a graph that no check has run yet
         self.next = NEVER if mode == "never" else 1  # number of the next call to check; 0: none
 
     def is_due(self) -> bool:

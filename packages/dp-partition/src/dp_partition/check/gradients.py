@@ -34,17 +34,12 @@ class NotComparableError(BaseException):
 
 
 class GradientAverage:
-    """Work on gradients at the end of a backward pass of the reference.
-
-    Attributes:
-        averages: Average the ranks' gradients; otherwise they stay as they are.
-        of_grad: So too what `torch.autograd.grad` returns.
-    """
+    """Work on gradients at the end of a backward pass of the reference."""
 
     def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, comm: CommConfig, averages: bool) -> None:
         self.params = {name: p for name, p in params.items() if p.is_floating_point() or p.is_complex()}
         self.mesh, self.comm = mesh, comm
-        self.averages, self.of_grad = averages, True
+        self.averages, self.of_grad = averages, True  # average over the ranks; also what torch.autograd.grad returns
         self.meets = averages and (mesh.size() > 1 or comm.reduce_dtype is not None)
         self.stopped: int | None = None  # reason against any further communication; None while all ranks run
         self.depth = self.passes = 0

@@ -22,7 +22,7 @@ from torch import nn
 
 from dp_partition._shared.consensus import named_collective
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import after_backward, foreach_copy_, hooks_after_accumulation
+from dp_partition._torch_compat import after_backward, flatten, foreach_copy_, hooks_after_accumulation, unflatten
 
 _RUNNING, _FINISHED, _FAILED = range(3)
 _FIRST_BUCKET = 1 << 20  # small, so that communication starts early
@@ -39,7 +39,7 @@ class _Bucket:
 
     members: list[int]
     arrived: int = 0
-    work: tuple[torch.Tensor, dist.Work] | None = None
+    work: tuple[torch.Tensor, torch.Tensor, dist.Work] | None = None  # message, its flags, and the handle
 
 
 @dataclass
@@ -74,7 +74,7 @@ class GradientReducer:
         self.group, self.world, self.bucket_bytes, self.name = group, dist.get_world_size(group), bucket_bytes, name
         self.passes: list[_Pass] = []
         self.index = self.calls = 0
-        self.has_raised = self._meets = self._runs = False
+        self.has_raised = self._meets = self._runs = self._are_in = False
         self._entry: _Message | None = None
         self._end: Callable[[], Any] = partial(self._finish)  # of the present pass
         devices = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
@@ -174,7 +174,8 @@ class GradientReducer:
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         if not self._runs:
             return  # a backward pass of one rank between two calls is its own
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
             hint = "use sparse=False in the embedding"
             raise PlanError(Problem("sparse-gradient", self.names[index], found="a sparse gradient", hint=hint))
         current = self._current()
@@ -185,11 +186,16 @@ class GradientReducer:
             self._end = weakref.ref(end)
             after_backward(end)
             self._entry = self._meet(_RUNNING) if self._meets else None
-        if index not in current.arrived and index in current.bucket_of:
-            current.bucket_of[index].arrived += 1  # a count: many small gradients would search a set for each arrival
+            self._are_in = self._entry is None
+        bucket = current.bucket_of.get(index)
+        if bucket is not None and index not in current.arrived:
+            bucket.arrived += 1  # a count: many small gradients would search a set for each arrival
         current.arrived.add(index)
-        if self._entry is not None and not (self._entry[1].is_completed() and self._entry[0].tolist() == [1, 0, 0]):
-            return  # nothing is sent before all ranks are in this pass
+        if not self._are_in:  # nothing is sent before all ranks are in this pass
+            assert self._entry is not None
+            self._are_in = self._entry[1].is_completed() and self._entry[0].tolist() == [1, 0, 0]
+            if not self._are_in:
+                return
         # Buckets are sent in order, and the last one at the end: the order is the same whatever each rank reaches.
         while current.launched < len(current.buckets) - 1:
             bucket = current.buckets[current.launched]
@@ -224,50 +230,53 @@ class GradientReducer:
         extra: set[int] = set()
         for bucket in current.buckets:
             assert bucket.work is not None
-            flat, work = bucket.work
+            flat, tail, work = bucket.work
             bucket.work = None
             with named_collective(f"{self.name}, backward pass {self.index} of call {self.calls}"):
                 work.wait()
             if not failed:
-                extra |= self._unpack(current, bucket, flat)
+                extra |= self._unpack(bucket, flat, tail)
         return extra
 
+    @torch.no_grad()  # gradients of a pass that is differentiated again have a graph
     def _launch(self, current: _Pass, bucket: _Bucket, *, is_last: bool = False, failed: bool = False) -> None:
         """Start a bucket's average: gradients, a flag for each, and in the last bucket flags of the pass."""
-        gradients = []
-        for parameter in (self.parameters[index] for index in bucket.members):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-            real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-            gradients.append(real.reshape(-1))
+        parameters = [self.parameters[index] for index in bucket.members]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        if gradients[0].is_complex():
+            gradients = [torch.view_as_real(gradient.resolve_conj()) for gradient in gradients]
         flags = [float(index in current.arrived) for index in bucket.members]
         if is_last:
             unsent = current.arrived.difference(*(one.members for one in current.buckets))
             flags += [float(index in unsent) for index in range(len(self.parameters))]
             flags += [float(failed)]  # a failing rank still sends
         tail = torch.tensor(flags, dtype=gradients[0].dtype, device=gradients[0].device)
-        flat = torch.cat([*gradients, tail])
-        flat.div_(self.world)  # before the sum, as DDP does
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        bucket.work = flat, work
+        flat = flatten([*gradients, tail]).div_(self.world)  # before the sum, as DDP does
+        bucket.work = flat, tail, dist.all_reduce(flat, group=self.group, async_op=True)
         current.launched += 1
 
-    def _unpack(self, current: _Pass, bucket: _Bucket, flat: torch.Tensor) -> set[int]:
+    @torch.no_grad()
+    def _unpack(self, bucket: _Bucket, flat: torch.Tensor, tail: torch.Tensor) -> set[int]:
         parameters = [self.parameters[index] for index in bucket.members]
-        sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
-        *parts, tail = flat.split([*sizes, flat.numel() - sum(sizes)])
+        is_complex = parameters[0].is_complex()
+        shapes = [torch.view_as_real(parameter) for parameter in parameters] if is_complex else parameters
+        *parts, tail = unflatten(flat, [*shapes, tail])  # in one call: many small gradients take long
         flags = tail.tolist()
         extra: set[int] = set()
         if len(flags) > len(parameters):  # the last bucket
             self._raise_if_failed(bool(flags[-1]))
             extra = {index for index in range(len(self.parameters)) if flags[len(parameters) + index]}
         # A gradient that no rank has stays missing.
-        reached = [(one, part) for one, part, flag in zip(parameters, parts, flags, strict=False) if flag]
-        for parameter, _ in reached:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients = [parameter.grad.detach() for parameter, _ in reached if parameter.grad is not None]
-        targets = [torch.view_as_real(one) if one.is_complex() else one for one in gradients]
+        targets: list[torch.Tensor] = []
+        averages: list[torch.Tensor] = []
+        for parameter, part, flag in zip(parameters, parts, flags, strict=False):
+            if flag and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if flag and part.numel():  # an empty one has lost its shape
+                targets.append(parameter.grad)  # type: ignore[arg-type]
+                averages.append(part)
         if targets:
-            foreach_copy_(targets, [part.view(x.shape) for x, (_, part) in zip(targets, reached, strict=True)])
+            foreach_copy_([torch.view_as_real(x) for x in targets] if is_complex else targets, averages)
         return extra
 
     def _raise_if_failed(self, failed: bool) -> None:

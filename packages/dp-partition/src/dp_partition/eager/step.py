@@ -8,7 +8,7 @@ write a rank's own values into parameters, as under DDP: full ones are compared 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,12 +81,9 @@ class EagerStep:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
-        ids = {id(p) for p in self.parameters.values()}
+        # A module may have new parameters, and a call may bring another module; mostly all are the same.
         passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
-        # A module may have new parameters, and a call may bring another module; mostly it is the same, walked once.
-        modules = dict.fromkeys([*self.modules, *passed])
-        has_new = any(id(p) not in ids for module in modules for p in module.parameters())
-        if self.reducer is None or has_new:
+        if self.reducer is None or self.has_new(dict.fromkeys([*self.modules, *passed])):
             if self.units.modules:
                 self.release()  # another model, or a grown one: all within reach are full before they are placed
             self.start(args, kwargs)
@@ -104,6 +101,15 @@ class EagerStep:
             self.place(args, kwargs, watch)
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         return self.run_placed(args, kwargs)
+
+    def has_new(self, roots: Iterable[nn.Module]) -> bool:
+        """Return True if a module has a parameter that was not there at the start; this runs in every call."""
+        ids, modules = {id(None), *map(id, self.parameters.values())}, list(roots)
+        for module in modules:  # grows
+            if not ids.issuperset(map(id, module._parameters.values())):
+                return True
+            modules += [child for child in module._modules.values() if child is not None]
+        return False
 
     def run_placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step on placed parameters."""

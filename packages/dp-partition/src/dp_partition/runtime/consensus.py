@@ -26,7 +26,6 @@ from dp_partition.plan.placements import all_groups, shard_group, shard_world
 
 T = TypeVar("T")
 K = TypeVar("K")
-_PART = 16 << 20  # bytes
 _PATIENCE_S = 10.0  # for ranks that enter a call later than a failed one
 
 HINT = (
@@ -132,8 +131,7 @@ def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
         full = collectives.wait_tensor(full).view(world, -1)
         for index, columns in zip(part, full.split(sizes, 1), strict=True):
             values = columns.clone(memory_format=torch.contiguous_format).view(-1).view(result[index].dtype)
-            values = values.view(world * chunks[index], *result[index].shape[1:])
-            result[index].copy_(values[: result[index].shape[0]])
+            result[index].copy_(values.view(world * chunks[index], *result[index].shape[1:])[: result[index].shape[0]])
     return result
 
 
@@ -142,13 +140,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _parts(tensors: Mapping[K, torch.Tensor]) -> list[list[K]]:
+def _parts(tensors: Mapping[K, torch.Tensor], limit: int = 16 << 20) -> list[list[K]]:
     """Return keys of tensors of one device in parts of at most 16 MiB and a tensor: this bounds the flat buffers."""
     parts: list[list[K]] = []
     open_part: dict[torch.device, tuple[list[K], int]] = {}
     for key, tensor in tensors.items():
-        part, size = open_part.get(tensor.device, ([], _PART))
-        if size >= _PART:
+        part, size = open_part.get(tensor.device, ([], limit))
+        if size >= limit:
             parts.append(part := [])
             size = 0
         part.append(key)

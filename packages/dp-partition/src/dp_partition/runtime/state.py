@@ -47,11 +47,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Binding:
-    """A model and its optimizers while placed on a mesh.
-
-    Attributes:
-        step_state: The module and optimizers; its parameters are the placed ones.
-    """
+    """A model and its optimizers while placed on a mesh; the parameters of `step_state` are the placed ones."""
 
     def __init__(self, step_state: StepState, plan: PartitionPlan, mesh: DeviceMesh) -> None:
         self.step_state, self.plan, self.mesh = step_state, plan, mesh
