@@ -215,3 +215,43 @@ def test_rounding_of_a_call_is_no_difference_of_the_next(ranks: Ranks, style: An
             compiled(*_batch(seed * 10 + 3 * call, ranks.rank))
         eager = runner_of(compiled).eager
         assert eager is not None and len(eager.checked) == 2 and eager.checked[0] > 300
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_a_model_that_grows_after_the_first_call_is_trained_unchecked(ranks: Ranks, style: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x: torch.Tensor, y: torch.Tensor, parts: Any = (model, optimizer)) -> float:
+        model, optimizer = parts
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    compiled = _compiled(ranks, train, style)
+    compiled(*_batch(0, ranks.rank))
+    model.append(nn.Linear(3, 3).double())
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
+    eager = runner_of(compiled).eager
+    assert eager is not None and len(eager.checked) == 1 and eager.unchecked
+    assert len(eager.parameters) == 4 and losses[-1] < losses[0]
+
+
+@pytest.mark.ranks(4)
+def test_shards_and_replicas_are_compared(ranks: Ranks) -> None:
+    warnings.simplefilter("ignore")
+    for name in ("item_kept_in_a_meter", "trainer_object"):
+        torch.manual_seed(0)
+        function, trained = PATTERNS[name]()
+        mesh = ranks.mesh((2, 2), ("replica", "shard"))
+        compiled = dp.compile(function, mesh=mesh, style="hybrid", capture="never")
+        for call in range(3):
+            compiled(*_batch(call, ranks.rank))
+        eager = runner_of(compiled).eager
+        assert eager is not None and len(eager.checked) == 2 and min(eager.checked) > 100
+        assert all(isinstance(one, DTensor) for one in trained())

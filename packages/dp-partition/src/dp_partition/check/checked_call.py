@@ -239,10 +239,10 @@ class CheckedCall:
                 tensor.copy_(value)
         self.random.restore()
         self.advance(again=True)
-        done = "parameters, state, buffers and generators are as before the call"
-        return (
-            f"call {self.runner.schedule.calls} of {self.runner.name}: the graph does not do what the step does; {done}"
+        text = (
+            "the graph does not do what the step does; parameters, state, buffers and generators are as before the call"
         )
+        return f"call {self.runner.schedule.calls} of {self.runner.name}: {text}"
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -425,12 +425,14 @@ class CheckedEagerCall(CheckedCall):
         reason, ended = "", Ended()
         try:
             self.shadow = self.next_shadow()
-        except CannotCopyError as failure:
+            state = self.shadow.step_state
+            live, own = (tensors_of(one) for one in (state_of(*self.roots), state))
+            if [one.shape for one in live] != [one.shape for one in own]:
+                raise CannotCopyError("other tensors than in the call before")
+        except (CannotCopyError, ValueError) as failure:  # a model that has grown has no pairs
             reason = str(failure)
         if not any(self.gather(reason)):
-            state = self.shadow.step_state
             if self.runner.shadow is not None:  # rounding of the call before is no difference of this one
-                live, own = (tensors_of(one) for one in (state_of(*self.roots), state))
                 with torch.no_grad():
                     for value, copied in zip(full_copies(live, self.runner.mesh), own, strict=True):
                         copied.copy_(value)
@@ -458,11 +460,7 @@ class CheckedEagerCall(CheckedCall):
         return result
 
     def next_shadow(self) -> StepCopy:
-        """Return the copied model with this call's function and arguments.
-
-        Raises:
-            CannotCopyError: With the reason against a second run.
-        """
+        """Return the copied model with this call's function and arguments; `CannotCopyError` has the reason against."""
         state, before, reach = state_of(*self.roots), self.runner.shadow, Reach(*self.roots)
         effects = [*reach.iterators, *sorted(EFFECTS & self.runner.reads.names)]
         if effects:

@@ -93,7 +93,7 @@ def copy_step(
     replaced: dict[int, torch.Tensor] = {}
     params = list(binding.params.values())
     states = [x for *_, state in binding.step_state.states() for x in state.values() if isinstance(x, DTensor)]
-    for index, full in enumerate(full_copies([*params, *states], binding.mesh)):  # of fused optimizers' strides too
+    for index, full in enumerate(full_copies([*params, *states], binding.mesh)):  # fused kernels go by memory
         if index >= len(params):
             replaced[id(states[index - len(params)])] = change(full)
             continue
