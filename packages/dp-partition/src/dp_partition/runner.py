@@ -80,8 +80,6 @@ class Runner:
         text = f"{self.num_checked} of {self.schedule.calls} calls checked against the eager step"
         return "; unchecked: ".join([text, *self.unchecked])
 
-    # ---- a call -----------------------------------------------------------------------------------------------------
-
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one step on this rank's batch, as a graph or eagerly."""
         if self.eager is not None:
@@ -242,8 +240,6 @@ class Runner:
         self.values.clear()
         self.agreed.clear()
 
-    # ---- the first call ---------------------------------------------------------------------------------------------
-
     def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; return metadata to compare between ranks too."""
         if self.settings.backend == "inductor":
@@ -376,8 +372,6 @@ class Runner:
             reason = f"running it changes Python values that it reads: {names}"
             hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
             raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
-
-    # ---- later calls ------------------------------------------------------------------------------------------------
 
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program with valid guards for these arguments; trace one if there is none."""

@@ -255,3 +255,29 @@ def test_shards_and_replicas_are_compared(ranks: Ranks) -> None:
         eager = runner_of(compiled).eager
         assert eager is not None and len(eager.checked) == 2 and min(eager.checked) > 100
         assert all(isinstance(one, DTensor) for one in trained())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_buffers_of_odd_layouts_raise_nothing(ranks: Ranks, style: Any) -> None:
+    """An adjacency matrix without its zeros, positions that share one row, an empty cache."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 3)).double()
+    model.register_buffer("adjacency", torch.eye(4, dtype=torch.float64).to_sparse())
+    model.register_buffer("positions", torch.arange(3, dtype=torch.float64).expand(4, 3))
+    model.register_buffer("cache", torch.empty(0, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x: torch.Tensor, y: torch.Tensor, parts: Any = (model, optimizer)) -> float:
+        model, optimizer = parts
+        optimizer.zero_grad()
+        loss = F.mse_loss(torch.sparse.mm(model.adjacency, model(x)) + model.positions, y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    compiled = _compiled(ranks, train, style)
+    losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
+    eager = runner_of(compiled).eager
+    assert eager is not None and losses[-1] < losses[0]
+    assert len(eager.checked) == 2, eager.unchecked

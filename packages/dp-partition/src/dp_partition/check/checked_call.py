@@ -77,8 +77,6 @@ class CheckedCall:
         # Knowledge of one rank alone must not choose the calls checked by all ranks.
         self.is_shared = self.communicates or binding.mesh.size() == 1
 
-    # ---- the recipe -------------------------------------------------------------------------------------------------
-
     def run(self) -> Any:
         reason = self.not_checkable()
         if reason:
@@ -243,8 +241,6 @@ class CheckedCall:
             "the graph does not do what the step does; parameters, state, buffers and generators are as before the call"
         )
         return f"call {self.runner.schedule.calls} of {self.runner.name}: {text}"
-
-    # ---- parts ------------------------------------------------------------------------------------------------------
 
     def copy(self, transform: Transform | None = None) -> StepCopy:
         """Copy the step, with gradients left by earlier calls for it to clear."""

@@ -275,6 +275,8 @@ def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> 
     live = {name: tensor for name, _, _, tensor in live_tensors(binding.step_state)}
     shards: dict[str, torch.Tensor] = {}
     for name, _, _, tensor in live_tensors(step_state):
+        if not _is_dense(tensor):
+            continue
         like = live.get(name)
         shard = tensor.detach()
         if isinstance(like, DTensor) and like.shape == tensor.shape:
@@ -296,7 +298,8 @@ def live_outcome(
     step_state: StepState, arguments: Any, result: Any, value: Callable[[torch.Tensor], torch.Tensor]
 ) -> Outcome:
     """Return the outcome of a call, tensors as given by ``value``: this rank's, or full ones."""
-    tensors = {name: value(tensor.detach()) for name, _, _, tensor in live_tensors(step_state, arguments)}
+    live = {name: tensor.detach() for name, _, _, tensor in live_tensors(step_state, arguments) if _is_dense(tensor)}
+    tensors = {name: value(tensor) for name, tensor in live.items()}
     outcome = Outcome(*pytree.tree_flatten(result), tensors, {}, numbers_of(step_state))
     outcome.add_gradients(argument_gradients(arguments, torch.Tensor.detach))
     return outcome

@@ -95,10 +95,10 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
 
 
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Return rank 0's values of all tensors, by few large messages. The given tensors stay unchanged."""
+    """Return rank 0's values of all tensors but sparse and expanded ones, which each rank keeps, by few messages."""
     result: dict[str, torch.Tensor] = {}
     groups = all_groups(mesh)
-    for names in _parts(tensors):
+    for names in _parts({n: t for n, t in tensors.items() if t.layout == torch.strided and is_writable(t)}):
         flat = torch.cat([_bytes(tensors[name]) for name in names])
         travelling = flat.to(group_device(groups[0])) if flat.device.type != group_device(groups[0]).type else flat
         for group in groups:
@@ -113,13 +113,13 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
 @torch.no_grad()
 def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
     """Return full plain copies of tensors, in their strides, shards on dim 0 by few large messages; a collective."""
-    result = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in placed]
-    world, shards = shard_world(mesh), dict[int, torch.Tensor]()
-    for index, (one, copy) in enumerate(zip(placed, result, strict=True)):
+    world, shards, result = shard_world(mesh), dict[int, torch.Tensor](), list[torch.Tensor]()
+    for index, one in enumerate(placed):
         if isinstance(one, DTensor) and one.placements[-1] == Shard(0):
             shards[index] = one._local_tensor
-        else:
-            copy.copy_(one.full_tensor() if isinstance(one, DTensor) else one.detach())
+            result.append(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device))
+        else:  # of any layout; expanded ones lose their overlap
+            result.append((one.full_tensor() if isinstance(one, DTensor) else one.detach()).clone())
     chunks = {index: -(-result[index].shape[0] // world) for index in shards}  # one size; the last ones are padded
     # Ranks cut parts alike: by sizes of full tensors.
     for part in _parts({index: result[index] for index in shards}):
@@ -133,6 +133,11 @@ def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
             values = columns.clone(memory_format=torch.contiguous_format).view(-1).view(result[index].dtype)
             result[index].copy_(values.view(world * chunks[index], *result[index].shape[1:])[: result[index].shape[0]])
     return result
+
+
+def is_writable(tensor: torch.Tensor) -> bool:
+    """Return True if no two elements share memory."""
+    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
