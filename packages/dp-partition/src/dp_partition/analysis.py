@@ -19,7 +19,7 @@ from torch import fx
 from dp_partition._shared.page import human_bytes
 from dp_partition._torch_compat import collectives, pytree, storage_key
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.nodes import Phase, aten, is_collective, is_op, is_wait, kind_of, meta_of, value_of
+from dp_partition.nodes import Phase, aten, is_collective, is_op, is_tensor, is_wait, kind_of, meta_of
 from dp_partition.plan.placements import NodeType
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -66,8 +66,8 @@ def messages_of(graph: fx.Graph, world: int) -> tuple[Message, ...]:
             continue
         name = node.target._schema.name.split("::")[-1]
         kind = next((kind for kind in _COLLECTIVES if name.startswith(kind)), name)  # coalesced and in-place ones too
-        payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-        mine = sum(num_bytes(tensor) for tensor in payload)
+        payload: list[torch.Tensor] = [n.meta["val"] for n in node.all_input_nodes if is_tensor(n)]
+        mine = sum(tensor.nbytes for tensor in payload)
         ranks = int(meta_of(node).get("ranks", world))
         full = mine * ranks if kind == "all_gather" else mine
         sent = {"all_gather": mine * (ranks - 1), "all_reduce": mine}.get(kind, mine * (ranks - 1) // ranks)
@@ -84,10 +84,6 @@ def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:
     waits = [user for user in users if is_wait(user)]
     waits += [inner for user in users if not is_wait(user) for inner in user.users if is_wait(inner)]  # through getitem
     return [positions[wait] for wait in waits] or [positions[node]]
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
@@ -120,7 +116,7 @@ def name_of(node: fx.Node) -> str | None:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
 def explain_sums(messages: tuple[Message, ...]) -> list[str]:
@@ -221,7 +217,7 @@ def live_memory(graph: fx.Graph, *, late: bool = False, on_cpu: bool = True) -> 
             # Packing on the CPU copies and pads rows that do not divide.
             values, world = [member.meta["val"] for member in node.args[0]], node.args[2]
             padded = [x for x in values if x.device.type == "cpu" and x.shape[0] % world]
-            temporary = sum(-(-x.shape[0] // world) * world * num_bytes(x[0]) for x in padded)
+            temporary = sum(-(-x.shape[0] // world) * world * x[0].nbytes for x in padded)
             columns[KINDS.index("collectives")][position] += temporary
     resident = [sum(b.size for b in set(blocks.values()) if b.resident and b.kind == kind) for kind in KINDS]
     live = tuple(zip(*columns, strict=True))
@@ -254,7 +250,7 @@ def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]
             sent = [x for source in node.all_input_nodes for x in tensors_of(source) if x.device.type == "cpu"]
             if on_cpu and sent and name.startswith(_GLOO_COPIES):
                 is_gather = name.startswith("all_gather")
-                copied = sum(map(num_bytes, tensors_of(node) if is_gather else sent))
+                copied = sum(x.nbytes for x in (tensors_of(node) if is_gather else sent))
                 ends = waited if late or not is_gather else position
                 blocks[node] = _Block("collectives", copied, position, ends)
     return blocks

@@ -133,17 +133,13 @@ def base_name(node: fx.Node) -> str:
     return name[:-1] if inplace else name  # type: ignore[no-any-return]
 
 
-def value_of(node: fx.Node) -> Any:
-    return node.meta.get("val")
-
-
 def is_tensor(node: fx.Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def place_of(node: fx.Node) -> Any:
     """Return shape, strides, dtype and place in memory of a node's tensor, for comparison."""
-    value = value_of(node)
+    value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
     bits = value.is_conj(), value.is_neg()  # views may differ in these alone: other values are read from them

@@ -18,7 +18,7 @@ from dp_partition.nodes import arguments, base_name, nodes_in
 from dp_partition.plan.placements import RankLocal
 
 OutputPlacement = Placement | tuple[Any, ...] | None
-"""Where a node's value lies: one tensor, several outputs, or no tensor."""
+"""Placement of a node's value: of one tensor, of several outputs, or of no tensor."""
 
 R = Replicate()
 SUM = Partial("sum")
