@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dp_partition.api import runner_of
+from dp_partition.check import checked_call
+from dp_partition.check.reference import copy_step
 from dp_partition.eager import step
 from dp_partition.eager.reducer import GradientReducer
 from dp_partition.eager.shards import shard
-from dp_step_patterns import PATTERNS, WIDTH, mlp
+from dp_step_patterns import PATTERNS, WIDTH, mlp, mse_step
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -85,7 +87,7 @@ def _without_state(reach: Any, *args: Any) -> dict[str, nn.Parameter]:
     return parameters
 
 
-REAL_UNPACK, REAL_SHARD = GradientReducer._unpack, shard
+REAL_UNPACK, REAL_SHARD, REAL_COPY = GradientReducer._unpack, shard, copy_step
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "a bucket twice as large": (GradientReducer, "_unpack", _doubled, "replicate"),
     "no average": (GradientReducer, "_unpack", _own, "replicate"),
@@ -102,14 +104,7 @@ def test_a_planted_mistake_raises_on_all_ranks(ranks: Ranks, name: str) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def train(x: torch.Tensor, y: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    compiled = _compiled(ranks, train, style, bucket_mb=0.0001)
+    compiled = _compiled(ranks, mse_step(model, optimizer), style, bucket_mb=0.0001)
     with patch.object(owner, attribute, mistake), pytest.raises(dp.PlanError) as caught:  # noqa: PT012
         for call in range(2):
             compiled(*_batch(call, ranks.rank))
@@ -224,15 +219,7 @@ def test_a_model_that_grows_after_the_first_call_is_trained_unchecked(ranks: Ran
     model = nn.Sequential(nn.Linear(WIDTH, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def train(x: torch.Tensor, y: torch.Tensor, parts: Any = (model, optimizer)) -> float:
-        model, optimizer = parts
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    compiled = _compiled(ranks, train, style)
+    compiled = _compiled(ranks, mse_step(model, optimizer), style)
     compiled(*_batch(0, ranks.rank))
     model.append(nn.Linear(3, 3).double())
     optimizer.add_param_group({"params": list(model[1].parameters())})
@@ -281,3 +268,45 @@ def test_buffers_of_odd_layouts_raise_nothing(ranks: Ranks, style: Any) -> None:
     eager = runner_of(compiled).eager
     assert eager is not None and losses[-1] < losses[0]
     assert len(eager.checked) == 2, eager.unchecked
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_copy_that_fails_on_one_rank_leaves_the_call_unchecked_on_all(ranks: Ranks, fails_at: int) -> None:
+    """The first copy is that of the live step, the second one runs: no rank waits in an average of the other's."""
+    torch.manual_seed(0)
+    model = mlp()
+    compiled = _compiled(ranks, mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), "replicate")
+    copies = 0
+
+    def copy(*args: Any) -> Any:
+        nonlocal copies
+        copies += 1
+        if copies == fails_at and ranks.rank == 1:
+            raise MemoryError("of the test")
+        return REAL_COPY(*args)
+
+    with patch.object(checked_call, "copy_step", copy):
+        losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
+    eager = runner_of(compiled).eager
+    assert eager is not None and not eager.checked and "of the test" in eager.unchecked
+    assert copies == (1 if fails_at == 1 else 2) and losses[-1] < losses[0]
+
+
+@pytest.mark.ranks(2)
+def test_expanded_buffers_get_the_first_ranks_values_and_sparse_ones_are_compared(ranks: Ranks) -> None:
+    for kind in ("expanded", "sparse alike", "sparse apart"):
+        torch.manual_seed(0)
+        model = mlp()
+        own = torch.arange(3, dtype=torch.float64) + (ranks.rank if kind != "sparse alike" else 0)
+        model.register_buffer("own", own.expand(4, 3) if kind == "expanded" else torch.diag(own).to_sparse())
+        compiled = _compiled(ranks, mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), "replicate")
+        if kind == "sparse apart":
+            with pytest.raises(dp.PlanError) as caught:
+                compiled(*_batch(0, ranks.rank))
+            assert {problem.code for problem in caught.value.problems} == {"ranks-disagree"}
+            continue
+        compiled(*_batch(0, ranks.rank))
+        values = torch.arange(3, dtype=torch.float64)
+        expected = values.expand(4, 3) if kind == "expanded" else torch.diag(values)
+        assert torch.equal(model.get_buffer("own").to_dense(), expected) and expected.numel() >= 9

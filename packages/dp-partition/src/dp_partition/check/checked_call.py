@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dp_partition._shared.consensus import all_gather_objects
+from dp_partition._shared.consensus import all_gather_objects, capture_errors
 from dp_partition._shared.execution_check import Precision, RandomState
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, global_modes, has_gradient_hooks, pytree
@@ -296,10 +296,8 @@ class CheckedCall:
 
     def versions(self) -> list[int]:
         """Return version counters of all live tensors. They show each write of a copy to one of them."""
-        return [local_tensor(tensor.detach())._version for tensor in self.live()]
-
-    def live(self) -> list[torch.Tensor]:
-        return [tensor for *_, tensor in live_tensors(self.binding.step_state, self.arguments)]
+        live = live_tensors(self.binding.step_state, self.arguments)
+        return [local_tensor(tensor.detach())._version for *_, tensor in live]
 
     def random_state(self) -> RandomState:
         return RandomState(g for g in pytree.tree_leaves(self.arguments) if isinstance(g, torch.Generator))
@@ -311,7 +309,7 @@ class CheckedCall:
 
     def not_checkable(self) -> str:
         """Return the reason not to check the call, else empty. Sets the schedule's seed as well."""
-        tensors = self.live()
+        tensors = [tensor for *_, tensor in live_tensors(self.binding.step_state, self.arguments)]
         if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
         groups = all_groups(self.binding.mesh) if self.binding.mesh.size() > 1 else []
@@ -396,7 +394,8 @@ class CheckSchedule:
             self.next = random.Random(f"{self.seed}:{power}").randrange(1 << power, 1 << (power + 1))
 
 
-# A second run of a step with one of these names in its code would be seen outside of it.
+# A second run of a step with one of these names in its code would be seen outside of it. Other effects (a request, a
+# queue) run twice in checked calls, which the README says: no hook sees them all.
 EFFECTS = frozenset([
     "print", "input", "open", "save", "write", "writelines", "add_scalar", "add_scalars", "log_metrics", "info",
     "all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "time", "perf_counter", "monotonic",
@@ -418,28 +417,26 @@ class CheckedEagerCall(CheckedCall):
     def run(self) -> Any:
         if self.eager.reducer is None:
             self.eager.start(*self.live_arguments)  # rank 0's values everywhere, before they are copied
-        reason, ended = "", Ended()
-        try:
-            self.shadow = self.next_shadow()
-            state = self.shadow.step_state
-            live, own = (tensors_of(one) for one in (state_of(*self.roots), state))
-            if [one.shape for one in live] != [one.shape for one in own]:
-                raise CannotCopyError("other tensors than in the call before")
-        except (CannotCopyError, ValueError) as failure:  # a model that has grown has no pairs
-            reason = str(failure)
-        if not any(self.gather(reason)):
+        ended = Ended()
+        shadow, failure = capture_errors(self.next_shadow)  # of any object's own copying: all ranks hear of it
+        reason = "" if failure is None else str(failure)
+        if not any(self.gather(reason)) and shadow is not None:
+            state, self.shadow = shadow.step_state, shadow
             if self.runner.shadow is not None:  # rounding of the call before is no difference of this one
+                live = full_copies(state_tensors(state_of(*self.roots)), self.runner.mesh)
                 with torch.no_grad():
-                    for value, copied in zip(full_copies(live, self.runner.mesh), own, strict=True):
+                    for value, copied in zip(live, state_tensors(state), strict=True):
                         copied.copy_(value)
             self.binding: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
-            self.arguments = (self.shadow.args, self.shadow.kwargs)
+            self.arguments = (shadow.args, shadow.kwargs)
             python, self.random = PythonState(*self.roots), self.random_state()
-            self.runner.shadow = self.copy()
-            ended = self.reference(self.runner.shadow)
-            python.restore()
-            self.random.restore()
-            reason = ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else "")
+            self.runner.shadow, failure = capture_errors(self.copy)  # memory may be short on one rank
+            reason = "" if failure is None else str(failure)
+            if not any(self.gather(reason)) and self.runner.shadow is not None:
+                ended = self.reference(self.runner.shadow)
+                python.restore()
+                self.random.restore()
+                reason = ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else "")
         result = self.eager(*self.live_arguments)
         reasons = [text for text in self.gather(reason) if text]
         if reasons or ended.outcome is None:
@@ -465,12 +462,12 @@ class CheckedEagerCall(CheckedCall):
             raise CannotCopyError("a gradient hook of a parameter is not copied")
         if reach.identities(state.params.values(), (dict, set, frozenset)):
             raise CannotCopyError("a container looks parameters up by identity, and a copy has others")
-        needed = 3 * sum(t.numel() * t.element_size() for *_, t in live_tensors(state, self.live_arguments))
+        needed = 3 * sum(t.nbytes for *_, t in live_tensors(state, self.live_arguments) if t.layout == torch.strided)
         if needed > free_bytes(self.runner.mesh.device_type):
             raise CannotCopyError("full copies do not fit into free memory")
         if before is None:
-            live: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
-            return with_state(copy_step(self.runner.original, self.live_arguments, live), state)
+            placed: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
+            return with_state(copy_step(self.runner.original, self.live_arguments, placed), state)
         # All but parameters, buffers and optimizers is copied again: callers change what a step reads between calls.
         own, owners = before.step_state, [*(module for _, module in state.modules), *state.optimizers]
         copier = Copier({}, owned=set(map(id, owners)))
@@ -478,8 +475,11 @@ class CheckedEagerCall(CheckedCall):
             for pair in zip((*one.modules(), *one.buffers()), (*other.modules(), *other.buffers()), strict=True):
                 copier.hand(*pair)
         originals, copies = (*state.params.values(), *state.optimizers), (*own.params.values(), *own.optimizers)
-        for original, copied in zip(originals, copies, strict=True):
-            copier.hand(original, copied)
+        for pair in zip(originals, copies, strict=True):
+            copier.hand(*pair)
+        live, copied = state_tensors(state), state_tensors(own)
+        if [one.shape for one in live] != [one.shape for one in copied]:
+            raise CannotCopyError("other tensors than in the call before")
         function, args, kwargs = copier.copy((self.runner.original, *self.live_arguments))
         return StepCopy(function, args, kwargs, own)
 
@@ -507,7 +507,7 @@ def state_of(*roots: Any) -> StepState:
     return state
 
 
-def tensors_of(state: StepState) -> list[torch.Tensor]:
+def state_tensors(state: StepState) -> list[torch.Tensor]:
     gradients = [param.grad for param in state.params.values() if param.grad is not None]
     return [*(tensor.detach() for *_, tensor in live_tensors(state)), *gradients]
 

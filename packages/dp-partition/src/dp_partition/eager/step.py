@@ -47,7 +47,7 @@ from dp_partition.eager.shards import (
     shard,
 )
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import broadcast_from_first
+from dp_partition.runtime.consensus import broadcast_from_first, distinct
 
 _WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
 
@@ -206,6 +206,11 @@ class EagerStep:
             if self.reducer is None and hooks_after_accumulation(parameter):
                 problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
         lines = [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
+        buffers = [buffer for module in reach.modules for buffer in module.buffers()]
+        for sparse in (buffer.to_sparse().coalesce() for buffer in buffers if buffer.layout != torch.strided):
+            lines.append(
+                f"a sparse buffer: {checksum(sparse.indices())}, {checksum(sparse.values())}"
+            )  # stays as it is
         error = PlanError(problems) if problems else None
         if self.mesh.size() > 1:
             assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
@@ -215,14 +220,13 @@ class EagerStep:
             self.reducer.remove()
         else:
             text = "in FSDP2's shards after this call" if self.is_sharded else "parameters replicated"
-            warnings.warn(f"{self.name} runs eagerly, {text}: {self.reason}", stacklevel=7)
+            warnings.warn(f"{self.name} runs eagerly, {text}: {self.reason}", stacklevel=7)  # the call of the step
         group = flat_group(self.mesh)
         ids = {id(p) for p in self.parameters.values()}
-        buffers = [buffer for module in reach.modules for buffer in module.buffers()]
-        new = {str(n): t for n, t in enumerate([*parameters.values(), *buffers]) if id(t) not in ids}
+        new = {str(n): distinct(t.detach()) for n, t in enumerate([*parameters.values(), *buffers]) if id(t) not in ids}
         if self.mesh.size() > 1:
-            for name, value in broadcast_from_first({n: t.detach() for n, t in new.items()}, self.mesh).items():
-                new[name].detach().copy_(value)
+            for name, value in broadcast_from_first(new, self.mesh).items():
+                new[name].copy_(value)
         self.parameters, self.modules = parameters, reach.modules
         self.reducer = GradientReducer(parameters, group, self.bucket_bytes, self.name)
 

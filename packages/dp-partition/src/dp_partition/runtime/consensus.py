@@ -95,15 +95,15 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
 
 
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Return rank 0's values of all tensors but sparse and expanded ones, which each rank keeps, by few messages."""
+    """Return rank 0's values of all tensors but sparse ones, which the callers compare, by few large messages."""
     result: dict[str, torch.Tensor] = {}
     groups = all_groups(mesh)
-    for names in _parts({n: t for n, t in tensors.items() if t.layout == torch.strided and is_writable(t)}):
+    for names in _parts({n: t for n, t in tensors.items() if t.layout == torch.strided}):
         flat = torch.cat([_bytes(tensors[name]) for name in names])
         travelling = flat.to(group_device(groups[0])) if flat.device.type != group_device(groups[0]).type else flat
         for group in groups:
             dist.broadcast(travelling, group=group, group_src=0)
-        sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
+        sizes = [tensors[name].nbytes for name in names]
         for name, part in zip(names, travelling.to(flat.device).split(sizes), strict=True):
             like = tensors[name]  # a copy of the part: its place in the message need not fit the dtype
             result[name] = torch.empty_like(like).copy_(part.clone().view(like.dtype).view(like.shape))
@@ -126,7 +126,7 @@ def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
         padded = [result[index].new_zeros(chunks[index], *result[index].shape[1:]) for index in part]
         for index, rows in zip(part, padded, strict=True):
             rows[: shards[index].shape[0]] = shards[index]
-        sizes = [rows.numel() * rows.element_size() for rows in padded]
+        sizes = [rows.nbytes for rows in padded]
         full = gathered(torch.cat([_bytes(rows) for rows in padded]), world, shard_group(mesh).group_name)
         full = collectives.wait_tensor(full).view(world, -1)
         for index, columns in zip(part, full.split(sizes, 1), strict=True):
@@ -135,9 +135,12 @@ def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
     return result
 
 
-def is_writable(tensor: torch.Tensor) -> bool:
-    """Return True if no two elements share memory."""
-    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the repetitions of `expand`: its view to write."""
+    for dim in range(tensor.ndim if tensor.layout == torch.strided else 0):
+        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,7 +158,7 @@ def _parts(tensors: Mapping[K, torch.Tensor], limit: int = 16 << 20) -> list[lis
             parts.append(part := [])
             size = 0
         part.append(key)
-        open_part[tensor.device] = part, size + tensor.numel() * tensor.element_size()
+        open_part[tensor.device] = part, size + tensor.nbytes
     return parts
 
 

@@ -26,7 +26,7 @@ from dp_partition._torch_compat import parameter_like, pytree, storage_keys
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
-from dp_partition.runtime.consensus import broadcast_from_first, full_copies
+from dp_partition.runtime.consensus import broadcast_from_first, distinct, full_copies
 
 
 def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Binding:
         """Make every rank's tensors equal to rank 0's, place them, and rebind the optimizers."""
         # Rank 0's values of parameters, buffers and existing state, which has names distinct from those of parameters.
         values: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
-        values |= {name: b.detach() for name, b in self.step_state.buffers.items()}
+        values |= {name: distinct(b.detach()) for name, b in self.step_state.buffers.items()}
         for number, fqn, state in self.step_state.states():
             entries = {f"{fqn}\0{number}\0{key}": value for key, value in state.items()}
             values |= {name: value.detach() for name, value in entries.items() if isinstance(value, torch.Tensor)}
@@ -106,7 +106,7 @@ class Binding:
                     states[number][fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
         for fqn, value in values.items():
             if fqn in self.step_state.buffers:
-                self.step_state.buffers[fqn].copy_(value)  # in place: graphs read them
+                distinct(self.step_state.buffers[fqn]).copy_(value)  # in place: graphs read them
         self.install(placed, states)
         for _, root in self.step_state.modules:
             self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
