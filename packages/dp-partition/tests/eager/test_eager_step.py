@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
+import dp_partition as dp
 import pytest
 import torch
 import torch.distributed as dist
 from dp_partition import PlanError
 from dp_partition.eager.step import EagerStep, checksum
-from dp_step_patterns import PATTERNS, WIDTH, mlp
+from dp_step_patterns import PATTERNS, WIDTH, mlp, mse_step
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,6 +74,42 @@ def test_a_step_trains_as_in_one_process(ranks: Ranks, name: str, style: str) ->
         torch.testing.assert_close(full.detach(), want.detach(), rtol=1e-9, atol=1e-11)
         compared += not torch.equal(want, start)
     assert compared == len(before), "some value never changed: nothing was compared there"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_a_compiled_model(ranks: Ranks, style: Any) -> None:
+    """A model under `torch.compile` is sharded as the model itself is, and runs compiled."""
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(1)
+    model, rows, rank = mlp(), 4, dist.get_rank()
+    one = copy.deepcopy(model)
+    reference = mse_step(one, torch.optim.AdamW(one.parameters(), lr=0.1))
+    optimizer, compiled = torch.optim.AdamW(model.parameters(), lr=0.1), torch.compile(model, backend=backend)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return mse_step(model, optimizer)(x, y)
+
+    step = dp.compile(train, mesh=ranks.mesh((2,), ("dp",)), style=style)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(CALLS):
+            x, y = _batch(call, 2 * rows)
+            reference(x, y)
+            mine = slice(rank * rows, (rank + 1) * rows)
+            step(compiled, optimizer, x[mine], y[mine])
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    assert len(sharded) == (6 if style == "fully_shard" else 0), step.plan.explain()
+    assert "2 calls checked" in step.plan.explain()
+    assert graphs, "nothing ran compiled"
+    step.release()
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.ranks(3)

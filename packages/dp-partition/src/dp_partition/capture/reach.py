@@ -131,12 +131,13 @@ class Reach:
         if isinstance(value, functools._lru_cache_wrapper):
             return [value.__wrapped__]
         if isinstance(value, nn.Module):
+            if (
+                "_orig_mod" in value._modules
+            ):  # `torch.compile` wraps it: the module itself is sharded, and runs compiled
+                return [value._modules["_orig_mod"]]
             self._modules.append(value)
             self.tables.append(vars(value))
-            return [
-                *(v for k, v in vars(value).items() if not k.startswith("_") or k == "_orig_mod"),
-                *value.children(),
-            ]
+            return [*(v for k, v in vars(value).items() if not k.startswith("_")), *value.children()]
         if isinstance(value, Optimizer):
             self.optimizers.append(value)
             self.tables += [vars(value), value.state, *value.state.values(), *value.param_groups]
