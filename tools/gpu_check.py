@@ -130,13 +130,13 @@ def styles_program(device: torch.device, bridged: bool = False) -> Callable[[], 
     return call
 
 
-def partitioned_step(device: torch.device, style: str, backend: Any = "eager") -> partial[torch.Tensor]:
-    """A train step made data-parallel, with its arguments."""
+def partitioned_step(device: torch.device, style: str, *, compiled: bool = False) -> partial[torch.Tensor]:
+    """A train step made data-parallel, with its arguments; its model under `torch.compile` or not."""
     import dp_partition
     from torch.distributed.device_mesh import init_device_mesh
 
     width, layers, rows = (2048, 8, 4096) if device.type == "cuda" else (32, 2, 8)
-    torch.manual_seed(0)  # the same weights and rows for every backend
+    torch.manual_seed(0)  # the same weights and rows each time
     blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
     model = nn.Sequential(*blocks).to(device)
     optimizer: torch.optim.Optimizer
@@ -154,8 +154,10 @@ def partitioned_step(device: torch.device, style: str, backend: Any = "eager") -
 
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
     kind = dp_partition.DataParallelStyle[style.upper()]
-    step = dp_partition.compile(train, mesh=mesh, style=kind, backend=backend)
-    return partial(step, model, optimizer, torch.randn(rows, width, device=device))
+    step = dp_partition.compile(train, mesh=mesh, style=kind)
+    return partial(
+        step, torch.compile(model) if compiled else model, optimizer, torch.randn(rows, width, device=device)
+    )
 
 
 PROGRAMS: dict[str, Callable[[torch.device], Callable[[], object]]] = {
@@ -181,19 +183,19 @@ def test_no_wait_for_the_device_after_the_first_calls(ranks: Ranks, name: str) -
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-@pytest.mark.filterwarnings("ignore")  # of inductor
-def test_lowering(ranks: Ranks, style: str) -> None:
-    """dp-partition's graph as it is and through inductor: five steps compared, and the times."""
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_compiled(ranks: Ranks, style: str) -> None:
+    """dp-partition's graph, and the eager way of a model under `torch.compile`: five steps compared, and the times."""
     values: dict[str, list[torch.Tensor]] = {}
     row: dict[str, Any] = {"what": style}
-    for backend in ("eager", "inductor"):
-        step = partitioned_step(ranks.device, style, backend)
-        values[backend] = [step().clone() for _ in range(5)]
-        compiled: Any = step.func
-        with compiled.unsharded():
-            values[backend] += [parameter.detach().clone() for parameter in step.args[0].parameters()]
-        row[f"{backend}_ms"] = round(1e3 * timed(step, ranks.device), 3)
-    pairs = list(zip(values["eager"], values["inductor"], strict=True))
+    for way in ("graph", "compiled"):
+        step = partitioned_step(ranks.device, style, compiled=way == "compiled")
+        values[way] = [step().clone() for _ in range(5)]
+        partitioned: Any = step.func
+        with partitioned.unsharded():
+            values[way] += [parameter.detach().clone() for parameter in step.args[0].parameters()]
+        row[f"{way}_ms"] = round(1e3 * timed(step, ranks.device), 3)
+    pairs = list(zip(values["graph"], values["compiled"], strict=True))
     error = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
     write_row(**row, compared=len(pairs), largest_difference=error)
     assert len(pairs) > 5

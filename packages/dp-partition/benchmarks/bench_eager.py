@@ -1,4 +1,4 @@
-"""dp-partition's eager way against DDP and against FSDP2 put on by hand; many small modules under replicate.
+"""dp-partition's eager way against DDP and FSDP2 put on by hand, also under `torch.compile`; many small modules.
 
     python packages/dp-partition/benchmarks/bench_eager.py [--json FILE] [--rounds 40]
 
@@ -22,10 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-PEERS = {"ddp": "DDP", "fsdp2": "FSDP2 per block"}
+PEERS = {
+    "ddp": "DDP", "fsdp2": "FSDP2 per block",
+    "ddp, compiled": "DDP, torch.compile", "fsdp2, compiled": "FSDP2 per block, torch.compile",
+}  # fmt: skip
 ROWS = [  # of the page: name, key, peer, target
     ("replicate, eager", "replicate", "ddp", "<= 1.05x"),
     ("fully_shard, eager", "fully_shard", "fsdp2", "<= 1.08x"),
+    ("replicate, torch.compile", "replicate, compiled", "ddp, compiled", "<= 1.05x"),
+    ("fully_shard, torch.compile", "fully_shard, compiled", "fsdp2, compiled", "<= 1.08x"),
     ("300 small modules, replicate, eager", "small, replicate, never", "small, ddp", "<= 1.05x"),
     ("300 small modules, replicate, graph", "small, replicate, always", "small, ddp", "<= 1.11x"),
 ]
@@ -33,6 +38,12 @@ ROWS = [  # of the page: name, key, peer, target
 
 def small(step: Any, model: torch.nn.Module, x: torch.Tensor) -> base.Run:
     return partial(step, model, base.adamw(model), x)
+
+
+def compiled(run: Any) -> base.Run:
+    """The same step with the model compiled by torch."""
+    model, *rest = run.args
+    return partial(run.func, torch.compile(model), *rest)
 
 
 def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
@@ -57,6 +68,11 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     for capture in ("never", "always"):
         step = base.dp.compile(mean_step, mesh=mesh, style="replicate", capture=capture, check="first")
         runs[f"small, replicate, {capture}"] = small(step, base.small_modules(), x)
+    for name in ("ddp", "fsdp2"):
+        make: Any = {"ddp": base.ddp, "fsdp2": partial(base.fsdp2, mesh)}[name]
+        runs[f"{name}, compiled"] = compiled(make(batch))
+    for style in ("replicate", "fully_shard"):
+        runs[f"{style}, compiled"] = compiled(base.ours(mesh, batch, style=style, capture="never", check="first"))
     losses = {name: [float(run()) for _ in range(5)] for name, run in runs.items()}
     seconds = base.interleaved(runs, rounds)
     if rank == 0:

@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
 import dp_cells  # noqa: E402 - beside the tests, which run a sample of the cells
-from dp_cells import COMPILED, OPTIMIZERS, STYLES, Cell  # noqa: E402
+from dp_cells import OPTIMIZERS, STYLES, Cell  # noqa: E402
 from dp_matrix_models import MODELS, UNDER_GLOBAL  # noqa: E402
 
 DOCS = HERE.parents[3] / "docs" / "benchmarks"
@@ -61,8 +61,7 @@ def main() -> int:
 
 def name(cell: Cell) -> str:
     """A cell in one line."""
-    compiled = f" | {cell.backend}" if cell.backend != "eager" else ""
-    return f"{cell.model} | {cell.style} | {cell.optimizer} | {cell.world} ranks{compiled}"
+    return f"{cell.model} | {cell.style} | {cell.optimizer} | {cell.world} ranks"
 
 
 def run_pool(world: int, todo: list[Cell], results: dict[str, str]) -> None:
@@ -127,7 +126,6 @@ def write_page(results: dict[str, str]) -> None:
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("bitwise", "close", "refused", "WRONG"))
     two = [result for cell, result in results.items() if cell.endswith("| 2 ranks") and "(global)" not in cell]
     share = sum(result == "bitwise" for result in two) / len(two) if two else 0
-    compiled = [(m, [Cell(m, s, "AdamW", 2, "inductor") for s in COMPILED]) for m in MODELS]
     lines = [
         "# dp-partition: training compared with DDP",
         "",
@@ -165,20 +163,12 @@ def write_page(results: dict[str, str]) -> None:
         "(style, ranks), (optimizer, style) and (optimizer, ranks) occurs.",
         "",
         *_pairs(results),
-        "",
-        "## Compiled by inductor: AdamW, two ranks, buckets of 2 KiB",
-        "",
-        "In float64, with graphs of several compiled parts; each part gets its inputs in the layout of its trace.",
-        "",
-        *_table("model", compiled, results, COMPILED),
     ]
     PAGE.write_text("\n".join(lines) + "\n")
 
 
-def _table(
-    what: str, rows: list[tuple[str, list[Cell]]], results: dict[str, str], styles: tuple[str, ...] = STYLES
-) -> list[str]:
-    lines = [f"| {what} | {' | '.join(styles)} |", f"|---|{'---|' * len(styles)}"]
+def _table(what: str, rows: list[tuple[str, list[Cell]]], results: dict[str, str]) -> list[str]:
+    lines = [f"| {what} | {' | '.join(STYLES)} |", f"|---|{'---|' * len(STYLES)}"]
     return lines + [f"| {label} | {' | '.join(_short(results.get(name(c))) for c in row)} |" for label, row in rows]
 
 

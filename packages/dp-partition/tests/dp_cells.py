@@ -29,7 +29,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
-COMPILED = ("replicate", "fully_shard")  # styles that are also compiled by inductor
 STEPS = 5
 CLOSE = 1e-5  # float32 sums in another order, after five steps
 CLOSE_IN_DOUBLE = 1e-7  # rounding of 1e-17 over 1e-8, or over Adagrad's 1e-10
@@ -44,7 +43,6 @@ class Cell:
     style: str
     optimizer: str
     world: int
-    backend: str = "eager"
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -66,11 +64,10 @@ KEEPS = {"AdamW": 2, "AdamW foreach": 2, "AdamW fused": 2, "Adam amsgrad": 3, "S
 
 
 def cells() -> list[Cell]:
-    """Models by styles, under global semantics too; optimizers by styles; pairs at 3 and 4 ranks; models compiled."""
+    """Models by styles, under global semantics too; optimizers by styles; pairs at 3 and 4 ranks."""
     all_cells = [Cell(model, style, "AdamW", 2) for model in (*MODELS, *UNDER_GLOBAL) for style in STYLES]
     all_cells += [Cell("GPT, SDPA", style, optim, 2) for optim in OPTIMIZERS if optim != "AdamW" for style in STYLES]
-    all_cells += list(pairs())
-    return all_cells + [Cell(model, style, "AdamW", 2, "inductor") for model in MODELS for style in COMPILED]
+    return all_cells + list(pairs())
 
 
 def pairs() -> Iterator[Cell]:
@@ -92,13 +89,12 @@ def run_cell(ranks: Ranks, cell: Cell) -> str:
     """
     make, function, data, semantics = (MODELS | UNDER_GLOBAL)[cell.model]
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
-    double = semantics == "global" or cell.world > 2 or cell.backend == "inductor"
+    double = semantics == "global" or cell.world > 2
     model = models.seeded(make).to(ranks.device, torch.float64 if double else torch.float32)
     reference = copy.deepcopy(model)
     own = optimizer(cell, model)
-    bucket_mb = 25 if cell.backend == "eager" else 2 / 1024  # a graph of several pieces
-    settings: dict[str, Any] = {"semantics": semantics, "backend": cell.backend, "bucket_mb": bucket_mb}
-    step = dp.compile(function, capture="always", mesh=mesh, style=parse_style(cell.style), check="first", **settings)
+    settings: dict[str, Any] = {"semantics": semantics, "check": "first", "capture": "always"}
+    step = dp.compile(function, mesh=mesh, style=parse_style(cell.style), **settings)
     generator = torch.Generator().manual_seed(3)
     batches: list[Any] = [data(generator, 4 * ranks.world_size) for _ in range(STEPS)]
     if double:
@@ -121,8 +117,7 @@ def run_cell(ranks: Ranks, cell: Cell) -> str:
     expected = train_reference(ranks, cell, reference, function, batches, semantics)
     assert step.num_traces <= 2  # an optimizer that makes its state in the first step has a graph for that
     step.release()
-    exact = double and cell.backend == "eager"  # fused kernels round where a model computes in float32 by itself
-    return compare(ranks, losses, expected, model, reference, double, CLOSE_IN_DOUBLE if exact else CLOSE)
+    return compare(ranks, losses, expected, model, reference, double, CLOSE_IN_DOUBLE if double else CLOSE)
 
 
 def optimizer(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:

@@ -7,7 +7,6 @@ import inspect
 import math
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -318,34 +317,3 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
     decompositions = get_decompositions([op])
     return decompositions.get(op)
-
-
-def inductor_problem(device_type: str) -> str | None:
-    """Return the reason against compiling for a kind of device here. None if there is none."""
-    from torch._inductor import exc
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    if device_type == "cpu":
-        try:
-            get_cpp_compiler()
-        except exc.InvalidCxxCompiler as error:
-            return str(error)
-        return None
-    from torch.utils._triton import has_triton
-
-    return None if has_triton() else f"no working Triton for {device_type}"
-
-
-def inductor_compile(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """Compile a graph of tensors for inputs laid out as the examples are.
-
-    Args:
-        module: Writes its inputs as its graph says; returns a tuple of tensors.
-        examples: Fake tensors; only their metadata is used.
-    """
-    from torch._inductor import standalone_compile
-
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of torch, about torch
-        compiled: Callable[..., Any] = standalone_compile(module, examples, dynamic_shapes="from_example_inputs")
-    return compiled

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.analysis import explain_messages, explain_sums, messages_of
 from dp_partition.plan.placements import DataParallelStyle, parse_style
-from dp_partition.plan.plan import Backend, Batch, CommConfig, PartitionPlan, Semantics, Settings, Style
+from dp_partition.plan.plan import Batch, CommConfig, PartitionPlan, Semantics, Settings, Style
 from dp_partition.runner import Runner, eager_plan
 from dp_partition.runtime.state import unsharded
 
@@ -33,7 +33,6 @@ def compile(
     reshard_after_forward: bool | Collection[str] = True,
     accumulate: int = 1,
     reduce_dtype: torch.dtype | None = None,
-    backend: Backend = "eager",
     check: str = "sampled",
     capture: Literal["auto", "always", "never"] = "auto",
     full: Literal["keep", "refuse"] = "keep",
@@ -65,7 +64,6 @@ def compile(
         accumulate: Number of micro-batches of a call's batch; one reduction per call.
         reduce_dtype: Dtype of the reduction of gradients: they are cast before they are sent, averaged by the
             collective (in float16 divided before and after the sum), and cast back; None reduces in their own.
-        backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles its compute between collectives.
         check: Calls to compare with an eager run of the step on a copy of everything it uses: ``"sampled"``:
             calls 1, 2 and one drawn from each [2^k, 2^(k+1)), ``"first"``: calls 1 and 2, ``"never"``: none;
             but for ``"never"`` also the first call of a trace made by all ranks at once. An eager step: calls 1 and 2.
@@ -116,7 +114,6 @@ def compile(
         CommConfig(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype),
         accumulate,
         reshard,
-        backend,
         check,
         (mark_dynamic,) if isinstance(mark_dynamic, int) else tuple(mark_dynamic),
         capture,
@@ -164,11 +161,6 @@ class Step:
         return self._runner.num_traces
 
     @property
-    def num_compiled(self) -> int:
-        """Number of graph pieces compiled by inductor; 0 for the eager backend."""
-        return self._runner.num_compiled
-
-    @property
     def plan(self) -> PartitionPlan:
         """Placement of parameters, gradients and state; available after the first call."""
         eager = self._runner.eager
@@ -199,8 +191,7 @@ class Step:
         lines += explain_sums(messages)
         if self._runner.reads.past:
             lines.append(f"  reads past its arguments: {', '.join(sorted(self._runner.reads.past))}")
-        program = self._runner.latest
-        return "\n".join(lines if program is None or program.lowered is None else [*lines, program.lowered.explain()])
+        return "\n".join(lines)
 
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
         """Hold full plain parameters in the block, for eager code on every rank alike.

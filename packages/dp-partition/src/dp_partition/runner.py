@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from dp_partition._shared.consensus import all_gather_objects, capture_errors, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree, without_autocast
-from dp_partition.backends import check_inductor, lower
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, read_arguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
@@ -34,7 +33,7 @@ from dp_partition.runtime.state import Binding, guarded, release
 
 # Errors of the caller's choices, or of different ranks: another way to run the step does not fix them.
 _SETTINGS = {
-    "ranks-disagree", "rank-failed", "missing-dependency", "conflicting-arguments", "invalid-argument",
+    "ranks-disagree", "rank-failed", "conflicting-arguments", "invalid-argument",
     "invalid-layout", "unmatched-pattern", "invalid-mesh", "already-applied", "model-changed", "unsharded-now",
 }  # fmt: skip
 MANY_TRACES = 8  # after as many a step runs eagerly, as in torch.compile
@@ -67,7 +66,7 @@ class Runner:
         self.live: dict[Any, frozenset[int] | None] = {}
         self.agreed: list[Mapping[str, str]] = []
         self.latest: Program | None = None  # the program of the last call
-        self.num_traces = self.num_compiled = self.num_checked = 0
+        self.num_traces = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
         self.unchecked: list[str] = []  # why calls that were to be checked were not
         # dims of tensor arguments whose sizes are symbols of a trace; none once that has failed
@@ -242,8 +241,6 @@ class Runner:
 
     def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; return metadata to compare between ranks too."""
-        if self.settings.backend == "inductor":
-            check_inductor(self.mesh.device_type)
         base = None if self.share is None else self.share.bound()
         step_state = find_step_state(self.function, call.args, call.kwargs)
         if base is None:
@@ -259,7 +256,8 @@ class Runner:
                 reason = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
                 raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
             plan = base.plan
-        program = self.build_compiled(step_state, plan, call)
+        self.note_values(call)
+        program = self.build(step_state, plan, call)
         check_no_gradients(step_state, program.capture.cleared)
         facts = self.facts(plan, program, call.leaves)
         return (Binding(step_state, plan, self.mesh), program, facts), facts
@@ -294,15 +292,6 @@ class Runner:
         if plan.problems:
             raise PlanError(plan.problems, "the placements cannot be planned")
         return plan
-
-    def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
-        self.note_values(call)
-        program = self.build(step_state, plan, call)
-        if self.settings.backend == "inductor":
-            module = program.with_local_values()
-            program.lowered = lower(program.for_backend(), module, self.name)
-            self.num_compiled += program.lowered.num_compiled
-        return program
 
     def build(
         self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
@@ -383,7 +372,8 @@ class Runner:
                 self.latest = program
                 return program
         announce(self.trace_label, dist.get_rank())
-        program = self.latest = self.build_compiled(binding.step_state, binding.plan, call)
+        self.note_values(call)
+        program = self.latest = self.build(binding.step_state, binding.plan, call)
         program.is_new = True
         # The key is computed here: a trace with symbols may have been replaced by one without.
         self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)

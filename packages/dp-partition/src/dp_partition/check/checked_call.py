@@ -112,7 +112,7 @@ class CheckedCall:
         self.random.restore()
         result = self.graph_run(self.gradients)
         with self.taken_back():
-            local = self.runner.settings.semantics == "local" and self.program.lowered is None
+            local = self.runner.settings.semantics == "local"
             self.conclude(ended, result, not local or self.random_state().equals(drawn))
             # Some rank may have traced a graph alone, which no check has run yet.
             programs = [one for same_key in self.runner.programs.values() for one in same_key]
@@ -256,7 +256,7 @@ class CheckedCall:
 
     def reference(self, copied: StepCopy) -> Ended:
         settings = self.runner.settings
-        nodes = () if self.program.lowered is not None else self.program.module.graph.nodes
+        nodes = self.program.module.graph.nodes
         wanted = {name: lies for node in nodes for _, name, lies in meta_of(node).get("reads", ())}
         averages = bool(self.program.capture.gradients)
         return run_reference(copied, self.binding, settings, averages, wanted)
@@ -277,9 +277,7 @@ class CheckedCall:
             if name in self.gradients and f"{name} gradient" in reference.tensors:
                 continue
             reason = "no node of the graph reads them"
-            if self.program.lowered is not None:
-                reason = "inductor compiles what makes them"
-            elif passes > 1:
+            if passes > 1:
                 reason = "several backward passes add to them"
             elif name in self.gradients:
                 reason = "the eager run adds to gradients that are there"

@@ -22,7 +22,6 @@ from dp_partition.plan.placements import DataParallelStyle, describe, local_shap
 
 Style = Literal["default", "replicate", "zero1", "zero2", "fully_shard", "hybrid"]
 Semantics = Literal["local", "global"]
-Backend = Literal["eager", "inductor"]
 
 _REDUCED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -65,7 +64,6 @@ class Settings:
     comm: CommConfig = field(default_factory=CommConfig)
     accumulate: int = 1
     reshard: bool | frozenset[str] = True
-    backend: str = "eager"
     check: str = "sampled"
     dynamic: tuple[int, ...] = ()
     capture: str = "auto"
@@ -74,7 +72,7 @@ class Settings:
 
     def text(self) -> str:
         """Return choices to compare between ranks beside the plan and the collectives."""
-        chosen = (self.semantics, self.accumulate, self.batch_dim, self.backend, self.check, self.capture)
+        chosen = (self.semantics, self.accumulate, self.batch_dim, self.check, self.capture)
         return ", ".join(map(str, (*chosen, self.dynamic)))
 
     def needs_graph(self) -> str:
@@ -83,7 +81,6 @@ class Settings:
             "semantics='global'": self.semantics == "global",
             f"accumulate={self.accumulate}": self.accumulate > 1,
             "placements": bool(self.placements),
-            f"backend={self.backend!r}": self.backend != "eager",
             "reduce_dtype": self.comm.reduce_dtype is not None,
         }
         return next((name for name, is_needed in needs.items() if is_needed), "")
@@ -97,7 +94,6 @@ class Settings:
         """Return the problems of the choices, by themselves and together."""
         result = [  # every choice, not only the first wrong one
             *_choice("semantics", self.semantics, ("local", "global")),
-            *_choice("backend", self.backend, ("eager", "inductor")),
             *_choice("check", self.check, ("sampled", "first", "never")),
             *_choice("capture", self.capture, ("auto", "always", "never")),
             *_choice("full", self.full, ("keep", "refuse")),
@@ -111,9 +107,9 @@ class Settings:
         if self.capture == "never" and self.needs_graph():  # no eager way to do it
             hint = "leave it out, or use capture='always'"
             result.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
-        if self.dynamic and (self.semantics, self.accumulate, self.backend) != ("local", 1, "eager"):
-            hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
-            text = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
+        if self.dynamic and (self.semantics, self.accumulate) != ("local", 1):
+            hint = "leave it out, each length takes a trace then; or use local semantics, without accumulate"
+            text = f"semantics={self.semantics!r}, accumulate={self.accumulate}"
             result.append(Problem("conflicting-arguments", "mark_dynamic", found=text, hint=hint))
         dtype: object = self.comm.reduce_dtype  # not checked yet
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED_DTYPES):

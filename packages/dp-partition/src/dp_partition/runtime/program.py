@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import failed_node, is_gloo, pytree
-from dp_partition.backends import Lowered, gather_into_buffers, reduce_scatter_as_all_to_all
+from dp_partition.backends import gather_into_buffers, reduce_scatter_as_all_to_all
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
@@ -47,8 +47,7 @@ class Program:
     checked_sizes: set[tuple[tuple[int, int], int]] = field(default_factory=set)
     is_checked: bool = False  # a check by execution has run it
     is_new: bool = False  # the tracing call has not run it yet
-    lowered: Lowered | None = None  # the partitioned graph with compiled compute; None if it runs as it is
-    bound: fx.GraphModule | None = None  # the partitioned graph as it runs otherwise; made at its first run
+    bound: fx.GraphModule | None = None  # the partitioned graph as it runs; made at its first run
     # the same graph, with copies of its gradients and their names; made at the first check
     noting: tuple[fx.GraphModule, list[str]] | None = None
     # inputs by their kinds, as cached by `labels`
@@ -59,8 +58,6 @@ class Program:
         return self.capture.module
 
     def run(self, inputs: list[Any]) -> Any:
-        if self.lowered is not None:
-            return self.lowered(*inputs)
         if self.bound is None:
             self.bound = fx.GraphModule(self.module, self.for_backend())
         return self.execute(self.bound, inputs)
@@ -77,8 +74,6 @@ class Program:
 
     def run_noting_gradients(self, inputs: list[Any]) -> tuple[Any, dict[str, Any]]:
         """Return the graph's values, and copies of gradients by name for their first reader."""
-        if self.lowered is not None:
-            return self.lowered(*inputs), {}  # values between its compiled pieces are not accessible
         if self.noting is None:  # its code takes longer to make than a checked call
             graph = self.for_backend()
             noted: dict[str, fx.Node] = {}
