@@ -10,6 +10,7 @@ import copy
 import io
 import math
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,49 @@ def _skips_not_a_number() -> tuple[Step, Values]:
             optimizer.step()
 
     return step, lambda: list(model.parameters())
+
+
+@pattern
+def _evaluates_before_the_update() -> tuple[Step, Values]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        with torch.no_grad():  # a forward without backward, between backward and update
+            loss = F.mse_loss(model(x), y).item()
+        optimizer.step()
+        return loss
+
+    return step, lambda: list(model.parameters())
+
+
+@pattern
+def _average_made_by_the_first_call() -> tuple[Step, Values]:
+    model, average = mlp(), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = mse_step(model, optimizer)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        if not average:
+            average["model"] = copy.deepcopy(model)
+        loss = train(x, y)
+        with torch.no_grad():
+            for mean, value in zip(average["model"].parameters(), model.parameters(), strict=True):
+                mean.lerp_(value, 0.1)
+        return loss  # type: ignore[no-any-return]
+
+    return step, lambda: list(model.parameters())
+
+
+@pattern
+def _torchscript_inside() -> tuple[Step, Values]:
+    model = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model[2] = torch.jit.script(model[2])
+    return mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), lambda: list(model.parameters())
 
 
 @pattern

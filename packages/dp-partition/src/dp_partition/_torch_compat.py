@@ -226,6 +226,12 @@ flatten: Any = torch._utils._flatten_dense_tensors
 unflatten: Any = torch._utils._unflatten_dense_tensors  # empty tensors lose their shape
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function within `torch.compile`, or the function itself."""
+    original: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
+    return original
+
+
 def hooks_after_accumulation(tensor: torch.Tensor) -> int:
     """Count the hooks to run after a leaf's gradient is accumulated."""
     return len(tensor._post_accumulate_grad_hooks or ())

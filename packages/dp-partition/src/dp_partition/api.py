@@ -48,7 +48,8 @@ def compile(
 
     Args:
         train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and steps
-            the optimizer. It must not depend on values of tensors, and clears gradients (``optim.zero_grad()``).
+            the optimizer. To be a graph it must not depend on values of tensors, and clears gradients
+            (``optim.zero_grad()``). Of a step under `torch.compile` the original is taken: compile the model instead.
         mesh: One-dimensional mesh of the data-parallel ranks; for ``"hybrid"`` one of two axes.
         style: Placement of parameters: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"``,
             ``"hybrid"`` (fully sharded over the mesh's second axis, replicated along its first), a `DataParallelStyle`.

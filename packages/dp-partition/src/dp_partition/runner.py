@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.consensus import all_gather_objects, capture_errors, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import pytree, without_autocast
+from dp_partition._torch_compat import pytree, uncompiled, without_autocast
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, read_arguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
@@ -46,8 +46,8 @@ class Runner:
     def __init__(
         self, function: Callable[..., Any], mesh: DeviceMesh, settings: Settings, share: Runner | None = None
     ) -> None:
-        self.original, self.mesh, self.settings = function, mesh, settings
-        self.function = closing(function)
+        self.original, self.mesh, self.settings = uncompiled(function), mesh, settings
+        self.function = closing(self.original)
         self.name = getattr(self.function, "__name__", type(self.function).__name__)
         self.eager: EagerStep | None = None  # the step if it runs eagerly; None if it runs as a graph
         self.shadow: StepCopy | None = None  # a full copy of an eager step, after the same calls
@@ -57,7 +57,7 @@ class Runner:
         # the step runs eagerly where it cannot be a graph
         self.switches = self.may_switch and settings.capture == "auto"
         self.share = share  # another runner; its placed parameters are used
-        self.reads = FunctionReads(function)
+        self.reads = FunctionReads(self.original)
         self.binding: Binding | None = None  # the placed model and optimizers; None before the first call
         self.programs: dict[Any, list[Program]] = {}
         # Python values among the arguments of the last trace, by structure of the arguments and position
@@ -244,9 +244,9 @@ class Runner:
         base = None if self.share is None else self.share.bound()
         step_state = find_step_state(self.function, call.args, call.kwargs)
         if base is None:
-            check_traceable(step_state)
             if empty := without_data(step_state.params):
                 raise PlanError(empty, "the model cannot be placed")
+            check_traceable(step_state)
             plan = self.plan_for(step_state, shard_world(self.mesh))
         else:
             placed = {id(param) for param in base.params.values()}

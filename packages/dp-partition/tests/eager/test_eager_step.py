@@ -23,6 +23,7 @@ CALLS = 7
 # Patterns that FSDP2 cannot hold, at least in part.
 FULL = {
     "adafactor",  # rows' means
+    "average_made_by_the_first_call",
     "average_of_weights",  # plain tensors beside the model
     "backward_of_inputs",
     "gradient_hook_and_saving",
@@ -30,6 +31,7 @@ FULL = {
     "lbfgs",
     "sam",
     "tied_and_complex",  # a parameter of no module
+    "torchscript_inside",
 }
 
 

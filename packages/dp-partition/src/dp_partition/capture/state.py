@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
@@ -72,8 +73,6 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     modules: list[tuple[str, nn.Module]] = []
     optimizers: list[Optimizer] = []
     for name, leaf in named_leaves(function, args, kwargs):
-        if isinstance(leaf, torch.jit.ScriptModule):
-            raise PlanError(Problem("not-traceable", name, found="is TorchScript", hint="pass the plain module"))
         if isinstance(leaf, nn.Module) and all(leaf is not seen for _, seen in modules):
             modules.append((name, leaf))
         if isinstance(leaf, Optimizer) and all(leaf is not seen for seen in optimizers):
@@ -88,6 +87,9 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         raise PlanError(
             Problem("wrong-type", getattr(function, "__name__", "train_step"), found="no nn.Module", hint=hint)
         )
+    for name, root in modules:
+        if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
+            raise PlanError(Problem("not-traceable", name, found="holds TorchScript", hint="pass the plain module"))
     if len(modules) == 1:
         modules = [("", modules[0][1])]
     step_state = StepState(modules, optimizers, is_reached=is_reached)
@@ -218,8 +220,13 @@ def wrapped(modules: Iterable[tuple[str, nn.Module]], params: Mapping[str, nn.Pa
 
 
 def without_data(params: Mapping[str, nn.Parameter]) -> list[Problem]:
-    hint = "materialize the model first: model.to_empty(device=...), then initialise or load it"
-    return [Problem("no-data", n, found="is on the meta device", hint=hint) for n, p in params.items() if p.is_meta]
+    meta = (
+        "is on the meta device",
+        "materialize the model first: model.to_empty(device=...), then initialise or load it",
+    )
+    lazy = "has no shape before a first forward", "run one forward of the model first"
+    found = {name: lazy if is_lazy(p) else meta for name, p in params.items() if is_lazy(p) or p.is_meta}
+    return [Problem("no-data", name, found=reason, hint=hint) for name, (reason, hint) in found.items()]
 
 
 def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:

@@ -114,10 +114,6 @@ class CheckedCall:
         with self.taken_back():
             local = self.runner.settings.semantics == "local"
             self.conclude(ended, result, not local or self.random_state().equals(drawn))
-            # Some rank may have traced a graph alone, which no check has run yet.
-            programs = [one for same_key in self.runner.programs.values() for one in same_key]
-            unseen = self.is_shared and any(self.gather(any(not one.is_checked for one in programs)))
-            self.advance(unseen=unseen)
         return result
 
     @contextmanager
@@ -158,7 +154,7 @@ class CheckedCall:
         return ended
 
     def conclude(self, ended: Ended, result: Any, draws_alike: bool) -> None:
-        """Compare, and raise on every rank what any rank found."""
+        """Compare; raise on every rank what any rank found, or choose the next call to check."""
         mismatches: list[Difference] = []
         if ended.outcome is not None:
             graph = live_outcome(self.binding.step_state, self.arguments, result, local_tensor)
@@ -167,18 +163,19 @@ class CheckedCall:
             if not draws_alike:
                 mismatches.append(Difference("random numbers", math.inf, "generators stand elsewhere after the graph"))
             self.count_gradients(ended.outcome)
-        rows = self.gather((ended.unchecked, len(mismatches)))
-        reason = next((text for text, _ in rows if text), "")
+        self.program.note_checked(self.call.leaves)
+        self.program.is_checked |= bool(ended.unchecked)  # another check of it would end in the same way
+        # Some rank may have traced a graph alone, which no check has run yet.
+        unseen = any(not one.is_checked for same_key in self.runner.programs.values() for one in same_key)
+        rows = self.gather((ended.unchecked, len(mismatches), unseen))
+        reason = next((text for text, *_ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
-            self.program.note_checked(self.call.leaves)
-            self.program.is_checked = True  # another check of it would end in the same way
-            return
-        if any(count for _, count in rows):
+        elif any(count for _, count, _ in rows):
             mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
             self.raise_mismatch(mismatches)
-        self.program.note_checked(self.call.leaves)
-        self.runner.num_checked += 1
+        self.runner.num_checked += not reason
+        self.advance(unseen=self.is_shared and any(flag for *_, flag in rows))
 
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
         """Leave out differences found between right results as well."""
@@ -415,13 +412,14 @@ class CheckedEagerCall(CheckedCall):
     def run(self) -> Any:
         if self.eager.reducer is None:
             self.eager.start(*self.live_arguments)  # rank 0's values everywhere, before they are copied
+        self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
         ended = Ended()
         shadow, failure = capture_errors(self.next_shadow)  # of any object's own copying: all ranks hear of it
         reason = "" if failure is None else str(failure)
         if not any(self.gather(reason)) and shadow is not None:
             state, self.shadow = shadow.step_state, shadow
             if self.runner.shadow is not None:  # rounding of the call before is no difference of this one
-                live = full_copies(state_tensors(state_of(*self.roots)), self.runner.mesh)
+                live = full_copies(state_tensors(state_of(self.reach)), self.runner.mesh)
                 with torch.no_grad():
                     for value, copied in zip(live, state_tensors(state), strict=True):
                         copied.copy_(value)
@@ -440,7 +438,7 @@ class CheckedEagerCall(CheckedCall):
         if reasons or ended.outcome is None:
             self.runner.shadow, self.eager.unchecked = None, next(iter(reasons), "")
             return result
-        outcome = live_outcome(state_of(*self.roots), self.live_arguments, result, full_tensor)
+        outcome = live_outcome(state_of(self.reach), self.live_arguments, result, full_tensor)
         mismatches = differences(outcome, ended.outcome)
         if any(self.gather(len(mismatches))):
             self.before, python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)
@@ -452,7 +450,7 @@ class CheckedEagerCall(CheckedCall):
 
     def next_shadow(self) -> StepCopy:
         """Return the copied model with this call's function and arguments; `CannotCopyError` has the reason against."""
-        state, before, reach = state_of(*self.roots), self.runner.shadow, Reach(*self.roots)
+        state, before, reach = state_of(self.reach), self.runner.shadow, self.reach
         effects = [*reach.iterators, *sorted(EFFECTS & self.runner.reads.names)]
         if effects:
             raise CannotCopyError(f"a second run of {effects[0]} would be seen")
@@ -466,6 +464,9 @@ class CheckedEagerCall(CheckedCall):
         if before is None:
             placed: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
             return with_state(copy_step(self.runner.original, self.live_arguments, placed), state)
+        live, copied = state_tensors(state), state_tensors(before.step_state)
+        if [one.shape for one in live] != [one.shape for one in copied]:
+            raise CannotCopyError("other tensors than in the call before")
         # All but parameters, buffers and optimizers is copied again: callers change what a step reads between calls.
         own, owners = before.step_state, [*(module for _, module in state.modules), *state.optimizers]
         copier = Copier({}, owned=set(map(id, owners)))
@@ -475,9 +476,6 @@ class CheckedEagerCall(CheckedCall):
         originals, copies = (*state.params.values(), *state.optimizers), (*own.params.values(), *own.optimizers)
         for pair in zip(originals, copies, strict=True):
             copier.hand(*pair)
-        live, copied = state_tensors(state), state_tensors(own)
-        if [one.shape for one in live] != [one.shape for one in copied]:
-            raise CannotCopyError("other tensors than in the call before")
         function, args, kwargs = copier.copy((self.runner.original, *self.live_arguments))
         return StepCopy(function, args, kwargs, own)
 
@@ -494,9 +492,8 @@ class CheckedEagerCall(CheckedCall):
         return f"call {calls} of {name} does not do what the step does on full parameters; the call's values stay"
 
 
-def state_of(*roots: Any) -> StepState:
-    """Return the models and optimizers within reach; trained tensors outside of them count as parameters."""
-    reach = Reach(*roots)
+def state_of(reach: Reach) -> StepState:
+    """Return present tensors of the models and optimizers of a walk; others that are trained count as parameters."""
     prefixes = [""] if len(reach.modules) < 2 else [str(number) for number in range(len(reach.modules))]
     state = StepState(list(zip(prefixes, reach.modules, strict=False)), reach.optimizers)
     index_tensors(state)
@@ -512,7 +509,7 @@ def state_tensors(state: StepState) -> list[torch.Tensor]:
 
 def with_state(copied: StepCopy, source: StepState) -> StepCopy:
     """Return a copy with its own state, and the gradients that earlier calls left."""
-    state = state_of(copied.function, copied.args, copied.kwargs)
+    state = state_of(Reach(copied.function, copied.args, copied.kwargs))
     for param, original in zip(state.params.values(), source.params.values(), strict=True):
         param.grad = None if original.grad is None else original.grad.detach().clone()
     return replace(copied, step_state=state)

@@ -190,6 +190,7 @@ def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh:
     place = placement_of(mesh)
     before = [(root, dict(root.named_parameters())) for root in reach.modules]
     for module in units.modules:
+        # The root too: by torch's default it keeps gathered values after a forward without backward, stale after a step.
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep)
         if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
             unit.set_force_sum_reduction_for_comms(True)
@@ -332,10 +333,14 @@ class Watch(TorchFunctionMode):
         # parameters used by one operation outside of forwards: all are sharded, or none
         self.combined: set[frozenset[str]] = set()
         self.names = {id(parameter): name for name, parameter in parameters.items()}
-        self.modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+        modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+        scripts = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]  # they take no hooks
+        scripted = {id(p) for module in scripts for p in module.parameters()}
+        self.modules = [module for module in modules if module not in scripts]
         inside = {id(p) for module in self.modules for p in module._parameters.values()}
         # name -> reason to keep the parameter full
         self.reasons = {name: "is in no module" for name, p in parameters.items() if id(p) not in inside}
+        self.reasons |= {name: "is in TorchScript" for name, p in parameters.items() if id(p) in scripted}
         self.reasons |= {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
         self.reasons |= {name: "has a gradient hook" for name, p in parameters.items() if has_gradient_hooks(p)}
         self.users: dict[str, set[nn.Module]] = {}  # name -> modules running at every use of the parameter

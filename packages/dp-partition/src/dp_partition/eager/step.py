@@ -142,6 +142,7 @@ class EagerStep:
             PlanError: On every rank: ``full-parameters`` if something stays full and ``full="refuse"``.
         """
         reach = Reach(self.function, args, kwargs, self.roots)
+        reach.modules = self.modules  # a module that the first call has made stays as it is
         layout = placement_of(self.mesh)
         reasons = dict(watch.reasons)
         names = {id(p): name for name, p in self.parameters.items()}
@@ -205,8 +206,8 @@ class EagerStep:
         for fqn, parameter in parameters.items():
             if self.reducer is None and hooks_after_accumulation(parameter):
                 problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
-        lines = [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
-        buffers = [buffer for module in reach.modules for buffer in module.buffers()]
+        lines = [] if problems else [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
+        buffers = [] if problems else [buffer for module in reach.modules for buffer in module.buffers()]
         for sparse in (buffer.to_sparse().coalesce() for buffer in buffers if buffer.layout != torch.strided):
             lines.append(
                 f"a sparse buffer: {checksum(sparse.indices())}, {checksum(sparse.values())}"
