@@ -95,7 +95,7 @@ def _evaluates_before_the_update() -> tuple[Step, Values]:
 
 @pattern
 def _average_made_by_the_first_call() -> tuple[Step, Values]:
-    model, average = mlp(), {}
+    model, average = mlp(), dict[str, nn.Module]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train = mse_step(model, optimizer)
 

@@ -128,22 +128,10 @@ def partition_data_parallel(
         single = isinstance(strategy, DataParallelStrategy)
         meta_of(node)["node_type"] = strategy.node_type if single else NodeType.NON_TENSOR  # type: ignore[union-attr]
     partitioned = partitioner(graph)
-    _place_tensors(model, optimizer, params_buffers, named_states, mesh, parallel_style)
-    return partitioned
-
-
-def _place_tensors(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    params_buffers: dict[str, torch.Tensor],
-    named_states: dict[str, Any],
-    mesh: DeviceMesh,
-    style: DataParallelStyle,
-) -> None:
-    """Replace the parameters, buffers and state by DTensors."""
+    # The parameters, buffers and state become DTensors.
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        own = [_home(tuple(tensor.shape), style, mesh.size())]
+        own = [_home(tuple(tensor.shape), parallel_style, mesh.size())]
         return distribute_tensor(tensor.detach(), mesh, own, src_data_rank=None)  # ranks hold equal values
 
     replaced: dict[torch.Tensor, torch.Tensor] = {}
@@ -170,6 +158,7 @@ def _place_tensors(
                 if key in known:
                     known[key] = local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
             optimizer.state[replaced[param]] = state  # type: ignore[union-attr]
+    return partitioned
 
 
 def mark_data_parallel_shardings(

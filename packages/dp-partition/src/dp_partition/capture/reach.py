@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dp_partition.capture.fingerprint import PLAIN, contents, names_used
@@ -90,7 +89,8 @@ class Reach:
 
         A copy, a fake or a shard in place of such a parameter is another object: a look-up would miss it.
         """
-        numbers = {number: id(p) for p in parameters for number in (id(p), 0 if is_lazy(p) else p.data_ptr()) if number}
+        sized = [p for p in parameters if not isinstance(p, nn.UninitializedParameter)]
+        numbers = {number: id(p) for p in sized for number in (id(p), p.data_ptr()) if number}
         ids = set(numbers.values())
         result: set[int] = set()
         for container in self.containers:

@@ -12,7 +12,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
@@ -220,13 +219,9 @@ def wrapped(modules: Iterable[tuple[str, nn.Module]], params: Mapping[str, nn.Pa
 
 
 def without_data(params: Mapping[str, nn.Parameter]) -> list[Problem]:
-    meta = (
-        "is on the meta device",
-        "materialize the model first: model.to_empty(device=...), then initialise or load it",
-    )
-    lazy = "has no shape before a first forward", "run one forward of the model first"
-    found = {name: lazy if is_lazy(p) else meta for name, p in params.items() if is_lazy(p) or p.is_meta}
-    return [Problem("no-data", name, found=reason, hint=hint) for name, (reason, hint) in found.items()]
+    hint = "model.to_empty(device=...), then initialise or load it; run one forward of a lazy module"
+    empty = [name for name, p in params.items() if p.is_meta or isinstance(p, nn.UninitializedParameter)]
+    return [Problem("no-data", name, found="is on the meta device, or lazy", hint=hint) for name in empty]
 
 
 def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:

@@ -190,7 +190,7 @@ def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh:
     place = placement_of(mesh)
     before = [(root, dict(root.named_parameters())) for root in reach.modules]
     for module in units.modules:
-        # The root too: by torch's default it keeps gathered values after a forward without backward, stale after a step.
+        # The root too: torch's default keeps its gathered values after a forward without backward, stale after a step.
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep)
         if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
             unit.set_force_sum_reduction_for_comms(True)
