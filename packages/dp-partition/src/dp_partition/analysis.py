@@ -268,16 +268,3 @@ def _kind_of_memory(node: fx.Node) -> str:
     if meta_of(node).get("node_type") is NodeType.PARAM and meta_of(node).get("phase") != "optimizer":
         return "gathered"
     return "update" if meta_of(node).get("phase") == "optimizer" else "activations"
-
-
-def bytes_by_kind(graph: fx.Graph) -> dict[str, int]:
-    """Return the bytes of the graph's inputs, by kind. Memory shared by two inputs counts once."""
-    seen: set[Any] = set()
-    sizes = dict.fromkeys(_PLACEHOLDERS.values(), 0)
-    for node in graph.nodes:
-        value: Any = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(value, torch.Tensor) or storage_key(value) in seen:
-            continue
-        seen.add(storage_key(value))
-        sizes[_kind_of_memory(node)] += value.untyped_storage().nbytes()
-    return sizes

@@ -20,7 +20,6 @@ from dp_partition.analysis import (
     KINDS,
     Memory,
     Message,
-    bytes_by_kind,
     explain_messages,
     explain_sums,
     live_memory,
@@ -219,10 +218,10 @@ def estimate(
     runner = runner_of(compile_step(train_step, mesh=mesh, style=style, **settings))
     plan = runner.plan_for(step_state, shard_world(mesh))
     program = runner.build(step_state, plan, call, traced_on)
-    full = sum(bytes_by_kind(program.module.graph).values())  # before local values replace global ones
+    full = live_memory(program.module.graph, on_cpu=False).resident_bytes  # before local values replace global ones
     graph = program.with_local_values().graph  # at this rank's shapes from here on
     memory = live_memory(graph, on_cpu=torch.device(device or kind).type == "cpu")
-    sizes = bytes_by_kind(graph)
+    sizes = dict(zip(KINDS, memory.resident, strict=True))
     trained = [param for param in plan.params if param.info.requires_grad]
     grads = sum(p.local_numel(p.grad, plan.world, shard_rank(mesh)) * p.info.dtype.itemsize for p in trained)
     held = StaticMemory(sizes["parameters"], grads, sizes["optimizer"], sizes["buffers"], sizes["batch"])

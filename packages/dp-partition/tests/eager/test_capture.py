@@ -153,12 +153,6 @@ def test_every_step_trains_as_in_one_process(ranks: Ranks, style: Any) -> None:
     assert ways == {name: is_graph for name, (_, _, is_graph) in STEPS.items()}
 
 
-def under_compile(model: Any, optim: Any) -> Any:
-    """The step itself is compiled: its original is traced."""
-    compiled: Any = torch.compile(in_a_closure(model, optim), backend="eager")
-    return compiled
-
-
 def in_a_closure(model: nn.Module, optim: Any) -> Step:
     return lambda x, y: finish(optim, (model(x) - y).square().mean())
 
@@ -188,7 +182,7 @@ def in_globals(model: nn.Module, optim: Any) -> Step:
 def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> None:
     """Copied for the check as well: the live model is not the one that the reference trains."""
     checked = 0
-    for make in (in_a_closure, in_self, in_globals, under_compile):
+    for make in (in_a_closure, in_self, in_globals):
         with models.case(make.__name__):
             reference, model = models.seeded(mlp), models.seeded(mlp)
             theirs, own = ADAMW(reference.parameters()), ADAMW(model.parameters())
@@ -196,7 +190,9 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
             plain_step = make(reference, theirs)
             for x, y in batches:
                 plain_step(x, y)
-            step = dp.compile(make(model, own), mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+            # Of a step under `torch.compile` the original is traced.
+            function: Any = make(model, own) if make is in_self else torch.compile(make(model, own), backend="eager")
+            step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
             mine = slice(4 * ranks.rank, 4 * ranks.rank + 4)
             for x, y in batches:
                 step(x[mine], y[mine])
@@ -205,7 +201,7 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
             step.release()
             for got, want in zip(model.parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
-    assert checked >= 8
+    assert checked >= 6
 
 
 @pytest.mark.ranks(2)

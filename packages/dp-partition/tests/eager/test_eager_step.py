@@ -251,6 +251,42 @@ def test_other_numbers_of_backward_passes_raise_on_all_ranks(ranks: Ranks) -> No
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_a_parameter_made_in_a_call_raises_and_one_made_before_it_trains(ranks: Ranks, style: str) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    parts: Any = model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replaced: list[int] = []
+
+    def replace() -> None:
+        parts[4] = nn.Linear(16, 3).double()
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        if len(replaced) == 3:
+            replace()
+        replaced.append(1)
+        return mse_step(model, optimizer)(x, y)  # type: ignore[no-any-return]
+
+    eager = _eager(step, is_sharded=style == "fully_shard")
+    warnings.simplefilter("ignore")
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    batches = [tuple(one[mine] for one in _batch(call, 8)) for call in range(CALLS)]
+    for batch in batches[:3]:
+        eager(batch, {})
+    with pytest.raises(PlanError, match="model-changed"):
+        eager(batches[3], {})
+    replace()
+    start = parts[4].weight.detach().clone()
+    for batch in batches[4:]:
+        eager(batch, {})
+    eager.release()
+    assert not torch.equal(parts[4].weight, start)
+    assert len(set(ranks.gather(checksum(parts[4].weight)))) == 1
+
+
+@pytest.mark.ranks(2)
 def test_full_parameters_for_a_while_and_for_good(ranks: Ranks) -> None:
     torch.manual_seed(0)
     model = mlp()

@@ -83,7 +83,7 @@ class EagerStep:
         """Run one step on this rank's batch; every rank calls it."""
         # A module may have new parameters, and a call may bring another module; mostly all are the same.
         passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
-        if self.reducer is None or self.has_new(dict.fromkeys([*self.modules, *passed])):
+        if self.reducer is None or self.new_parameters(dict.fromkeys([*self.modules, *passed])):
             if self.units.modules:
                 self.release()  # another model, or a grown one: all within reach are full before they are placed
             self.start(args, kwargs)
@@ -96,26 +96,41 @@ class EagerStep:
                 self.place(args, kwargs, watch)  # it has seen nothing: what is in a module is sharded
                 return self.run_placed(args, kwargs)
             with self.reducer.call(), torch.compiler.set_stance("force_eager"), watch:
-                result = self.function(*args, **kwargs)
+                result = self.call(args, kwargs)
             self.compare_ranks()
             self.place(args, kwargs, watch)
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         return self.run_placed(args, kwargs)
 
-    def has_new(self, roots: Iterable[nn.Module]) -> bool:
-        """Return True if a module has a parameter that was not there at the start; this runs in every call."""
+    def new_parameters(self, roots: Iterable[nn.Module]) -> list[Any]:
+        """Return what the first module with parameters that were not there at the start has of them."""
         ids, modules = {id(None), *map(id, self.parameters.values())}, list(roots)
         for module in modules:  # grows
             if not ids.issuperset(map(id, module._parameters.values())):
-                return True
+                return [parameter for parameter in module._parameters.values() if id(parameter) not in ids]
             modules += [child for child in module._modules.values() if child is not None]
-        return False
+        return []
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step's own code.
+
+        Raises:
+            PlanError: ``model-changed`` if it has made a parameter: the gradients of that are this rank's own.
+        """
+        result = self.function(*args, **kwargs)
+        if any(parameter.requires_grad for parameter in self.new_parameters(self.modules)):
+            reason, hint = (
+                "the call has made a parameter, whose gradients no rank averages",
+                "make it between two calls",
+            )
+            raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
+        return result
 
     def run_placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step on placed parameters."""
         assert self.reducer is not None
         with self.reducer.call(), self._traps():
-            result = self.function(*args, **kwargs)
+            result = self.call(args, kwargs)
         if not self.num_calls & (self.num_calls - 1):  # a power of two
             self.compare_ranks()
         return pytree.tree_map_only(DTensor, DTensor.full_tensor, result)
@@ -209,9 +224,7 @@ class EagerStep:
         lines = [] if problems else [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
         buffers = [] if problems else [buffer for module in reach.modules for buffer in module.buffers()]
         for sparse in (buffer.to_sparse().coalesce() for buffer in buffers if buffer.layout != torch.strided):
-            lines.append(
-                f"a sparse buffer: {checksum(sparse.indices())}, {checksum(sparse.values())}"
-            )  # stays as it is
+            lines.append(f"sparse buffer: {checksum(sparse.indices())}, {checksum(sparse.values())}")  # stays as it is
         error = PlanError(problems) if problems else None
         if self.mesh.size() > 1:
             assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
