@@ -292,7 +292,7 @@ class CheckedCall:
     def versions(self) -> list[int]:
         """Return version counters of all live tensors. They show each write of a copy to one of them."""
         live = live_tensors(self.binding.step_state, self.arguments)
-        return [local_tensor(tensor.detach())._version for *_, tensor in live]
+        return [local_tensor(tensor)._version for *_, tensor in live]
 
     def random_state(self) -> RandomState:
         return RandomState(g for g in pytree.tree_leaves(self.arguments) if isinstance(g, torch.Generator))
@@ -305,14 +305,14 @@ class CheckedCall:
     def not_checkable(self) -> str:
         """Return the reason not to check the call, else empty. Sets the schedule's seed as well."""
         tensors = [tensor for *_, tensor in live_tensors(self.binding.step_state, self.arguments)]
-        if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
+        if any(isinstance(local_tensor(t), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
         groups = all_groups(self.binding.mesh) if self.binding.mesh.size() > 1 else []
         backends = [group._get_backend(device).name() for group in groups for device in group._device_types]
         if any("fake" in str(name).lower() for name in backends):
             return "the process group moves no data"
         full = sum(t.numel() * t.element_size() for t in tensors)
-        local = sum(local_tensor(t.detach()).numel() * t.element_size() for t in tensors)
+        local = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
         mine = (torch.initial_seed(), free_bytes(self.binding.mesh.device_type), check_bytes(full, local))
         rows = self.gather((*mine, secrets.token_hex(8)))
         if self.is_shared:  # otherwise the seed is this rank's alone
@@ -504,7 +504,7 @@ def state_of(reach: Reach) -> StepState:
 
 def state_tensors(state: StepState) -> list[torch.Tensor]:
     gradients = [param.grad for param in state.params.values() if param.grad is not None]
-    return [*(tensor.detach() for *_, tensor in live_tensors(state)), *gradients]
+    return [*(tensor for *_, tensor in live_tensors(state)), *gradients]
 
 
 def with_state(copied: StepCopy, source: StepState) -> StepCopy:

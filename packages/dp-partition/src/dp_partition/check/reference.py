@@ -298,8 +298,8 @@ def live_outcome(
     step_state: StepState, arguments: Any, result: Any, value: Callable[[torch.Tensor], torch.Tensor]
 ) -> Outcome:
     """Return the outcome of a call, tensors as given by ``value``: this rank's, or full ones."""
-    live = {name: tensor.detach() for name, _, _, tensor in live_tensors(step_state, arguments) if _is_dense(tensor)}
-    tensors = {name: value(tensor) for name, tensor in live.items()}
+    live = {name: tensor for name, _, _, tensor in live_tensors(step_state, arguments) if _is_dense(tensor)}
+    tensors = {name: value(tensor).detach() for name, tensor in live.items()}
     outcome = Outcome(*pytree.tree_flatten(result), tensors, {}, numbers_of(step_state))
     outcome.add_gradients(argument_gradients(arguments, torch.Tensor.detach))
     return outcome

@@ -303,7 +303,7 @@ class Snapshot:
         self.entries: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
         self.states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         for _, container, key, tensor in live_tensors(binding.step_state, arguments):
-            self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
+            self.entries.append((container, key, tensor, local_tensor(tensor).detach().clone()))
         for optimizer in binding.step_state.optimizers:
             self.states += [(state, dict(state)) for state in optimizer.state.values()]
         groups = [group for optimizer in binding.step_state.optimizers for group in optimizer.param_groups]
@@ -328,7 +328,7 @@ class Snapshot:
             for container, key, tensor, value in self.entries:
                 if container is not None:
                     container[key] = tensor  # the same object, then its values
-                local_tensor(tensor.detach()).copy_(value)
+                local_tensor(tensor).detach().copy_(value)
 
 
 def live_tensors(step_state: StepState, arguments: Any = ()) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
