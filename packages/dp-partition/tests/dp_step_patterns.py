@@ -120,6 +120,35 @@ def _torchscript_inside() -> tuple[Step, Values]:
     return mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), lambda: list(model.parameters())
 
 
+class Bag(nn.Module):
+    """Rows of a table, by the numbers of a batch; gradients of the table are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(20, 8, sparse=True).double(), nn.Linear(8, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.table((x.abs() * 7).long() % 20)
+        return torch.as_tensor(self.last(hidden.relu().mean(1)))
+
+
+@pattern
+def _sparse_embedding() -> tuple[Step, Values]:
+    model = Bag()
+    rows, rest = torch.optim.SparseAdam(model.table.parameters(), lr=0.1), torch.optim.Adam(model.last.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        rows.zero_grad()
+        rest.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        rows.step()
+        rest.step()
+        return loss.item()
+
+    return step, lambda: list(model.parameters())
+
+
 @pattern
 def _grad_scaler() -> tuple[Step, Values]:
     model = mlp()

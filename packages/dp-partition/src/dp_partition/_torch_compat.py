@@ -228,8 +228,7 @@ unflatten: Any = torch._utils._unflatten_dense_tensors  # empty tensors lose the
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function within `torch.compile`, or the function itself."""
-    original: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
-    return original
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def hooks_after_accumulation(tensor: torch.Tensor) -> int:

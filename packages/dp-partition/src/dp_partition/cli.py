@@ -28,59 +28,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dp-partition", description="Look at data-parallel train steps.")
     parser.add_argument("--version", action="version", version=f"dp-partition {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    estimate = commands.add_parser(
+    command = commands.add_parser(
         "estimate",
         help="bytes, collectives and live memory of a step on ranks that do not exist",
         description="Say what a train step would hold and send on one of many ranks.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    estimate.add_argument("step", metavar="MODULE:TRAIN_STEP", help="see below")
-    estimate.add_argument("--args", metavar="FACTORY", default="step_arguments", help="see below")
-    estimate.add_argument("--world", "--world-size", type=int, required=True, help="number of data-parallel ranks")
-    estimate.add_argument("--style", default="default", help="replicate, zero1, zero2, fully_shard or default")
-    estimate.add_argument("--device", help="where tensors seem to be, for example cuda (default cpu)")
-    estimate.add_argument("--name", help="explain one parameter, by its full name")
-    estimate.add_argument("--json", action="store_true", help="machine-readable output")
-    estimate.add_argument("--svg", metavar="FILE", help="also write a picture of live memory")
+    command.add_argument("step", metavar="MODULE:TRAIN_STEP", help="see below")
+    command.add_argument("--args", metavar="FACTORY", default="step_arguments", help="see below")
+    command.add_argument("--world", "--world-size", type=int, required=True, help="number of data-parallel ranks")
+    command.add_argument("--style", default="default", help="replicate, zero1, zero2, fully_shard or default")
+    command.add_argument("--device", help="where tensors seem to be, for example cuda (default cpu)")
+    command.add_argument("--name", help="explain one parameter, by its full name")
+    command.add_argument("--json", action="store_true", help="machine-readable output")
+    command.add_argument("--svg", metavar="FILE", help="also write a picture of live memory")
     try:
-        return _estimate(parser, parser.parse_args(argv))
+        options = parser.parse_args(argv)
+        step = _load(parser, options.step)
+        where = options.args if ":" in options.args else f"{options.step.partition(':')[0]}:{options.args}"
+        factory = _load(parser, where)
+        import torch  # late: slow, and not for `--help`
+
+        from dp_partition._shared.problems import PlanError
+        from dp_partition.cost_estimate import estimate
+
+        with torch.device("meta"):
+            arguments = factory()
+        if not isinstance(arguments, tuple):
+            parser.error(f"{where} returns a {type(arguments).__name__}; it returns the step's arguments as a tuple")
+        try:
+            cost = estimate(step, *arguments, world=options.world, style=options.style, device=options.device)
+        except PlanError as error:
+            if options.json:
+                print(json.dumps({"problems": [vars(problem) for problem in error.problems]}, indent=1))
+            print(error, file=sys.stderr)  # stdout is for the JSON
+            return 1
+        try:
+            if options.svg:
+                cost.picture(options.svg)
+                print(f"wrote {options.svg}", file=sys.stderr)
+            print(cost.to_json() if options.json else cost.explain(options.name))
+        except OSError as error:
+            parser.error(f"cannot write {options.svg}: {error}")
+        except KeyError:
+            names = ", ".join(param.info.name for param in cost.plan.params[:5])
+            parser.error(f"no parameter {options.name!r}; there are {names}, ...")
+        return 0
     except SystemExit as stop:  # also of wrong usage
         return int(stop.code or 0)
-
-
-def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Estimate and print; return the exit status."""
-    step = _load(parser, options.step)
-    where = options.args if ":" in options.args else f"{options.step.partition(':')[0]}:{options.args}"
-    factory = _load(parser, where)
-    import torch  # late: slow, and not for `--help`
-
-    from dp_partition._shared.problems import PlanError
-    from dp_partition.cost_estimate import estimate
-
-    with torch.device("meta"):
-        arguments = factory()
-    if not isinstance(arguments, tuple):
-        parser.error(f"{where} returns a {type(arguments).__name__}; it returns the step's arguments as a tuple")
-    try:
-        cost = estimate(step, *arguments, world=options.world, style=options.style, device=options.device)
-    except PlanError as error:
-        if options.json:
-            print(json.dumps({"problems": [vars(problem) for problem in error.problems]}, indent=1))
-        print(error, file=sys.stderr)  # stdout is for the JSON
-        return 1
-    try:
-        if options.svg:
-            cost.picture(options.svg)
-            print(f"wrote {options.svg}", file=sys.stderr)
-        print(cost.to_json() if options.json else cost.explain(options.name))
-    except OSError as error:
-        parser.error(f"cannot write {options.svg}: {error}")
-    except KeyError:
-        names = ", ".join(param.info.name for param in cost.plan.params[:5])
-        parser.error(f"no parameter {options.name!r}; there are {names}, ...")
-    return 0
 
 
 def _load(parser: argparse.ArgumentParser, where: str) -> Any:

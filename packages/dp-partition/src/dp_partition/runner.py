@@ -341,7 +341,11 @@ class Runner:
             program = build_program(self.function, call, step_state, plan, self.mesh, self.settings, device)
             changes = contents.changes()
             contents.restore_modules()  # before the key is computed again: a cache in an attribute is no state
-            self.check_python_state(before, self.key_of(step_state, call), changes)
+            if before != self.key_of(step_state, call) or changes:  # its graph would not run what it has changed
+                names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
+                reason = f"running it changes Python values that it reads: {names}"
+                hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
+                raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
         except Exception as error:
             contents.restore()
             if isinstance(error, PlanError) or not asks_for_values(error):
@@ -353,14 +357,6 @@ class Runner:
     def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads | None = None) -> Any:
         """Return everything that a trace for this call depends on, as it is now."""
         return program_key(step_state, call, self.reads, optimizers or read_optimizers(step_state.optimizers))
-
-    def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
-        """Raise if running the step changed what it reads, or a counter of an object. Its graph would not."""
-        if before != after or changes:
-            names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
-            reason = f"running it changes Python values that it reads: {names}"
-            hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
-            raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
 
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program with valid guards for these arguments; trace one if there is none."""

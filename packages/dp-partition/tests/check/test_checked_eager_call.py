@@ -27,6 +27,7 @@ from torch.nn import functional as F
 UNCHECKED = {
     "average_made_by_the_first_call": (1, "other tensors than in the call before"),
     "gradient_hook_and_saving": (0, "a second run of save would be seen"),
+    "sparse_embedding": (0, "the step has sparse gradients"),
     "target_network": (0, "a second run of range_iterator would be seen"),
     "torchscript_inside": (0, "RuntimeError: Tried to serialize"),
 }

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from dp_partition import PlanError
 from dp_partition.eager.step import EagerStep, checksum
-from dp_step_patterns import PATTERNS, WIDTH, mlp, mse_step
+from dp_step_patterns import PATTERNS, WIDTH, Bag, mlp, mse_step
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +30,7 @@ FULL = {
     "gradient_penalty",
     "lbfgs",
     "sam",
+    "sparse_embedding",
     "tied_and_complex",  # a parameter of no module
     "torchscript_inside",
 }
@@ -284,6 +285,49 @@ def test_a_parameter_made_in_a_call_raises_and_one_made_before_it_trains(ranks: 
     eager.release()
     assert not torch.equal(parts[4].weight, start)
     assert len(set(ranks.gather(checksum(parts[4].weight)))) == 1
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_without_rows_of_a_sparse_table(ranks: Ranks) -> None:
+    """One rank leaves the table out in some calls; one raises in another. The others get the average of all."""
+    torch.manual_seed(0)
+    model, rank = Bag(), dist.get_rank()
+    one = copy.deepcopy(model)
+    chosen = {"rank": -1, "fails": -1}
+
+    def train(model: Bag, x: torch.Tensor, y: torch.Tensor, *, has_rows: bool) -> None:
+        hidden = model.table((x.abs() * 7).long() % 20).mean(1) if has_rows else torch.zeros(len(x), 8).double()
+        F.mse_loss(model.last(hidden), y).backward()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        if chosen["fails"] == rank:
+            raise ValueError("of one rank")
+        train(model, x, y, has_rows=rank != chosen["rank"])
+        for p in model.parameters():
+            gradient: Any = p.grad
+            p.data.sub_(gradient.to_dense() if gradient.is_sparse else gradient)
+            p.grad = None
+
+    eager = _eager(step)
+    warnings.simplefilter("ignore")
+    for call in range(CALLS):
+        x, y = _batch(call, 6)
+        chosen |= {"rank": call % 4 - 1 if call > 1 else -1, "fails": 1 if call == 4 else -1}
+        if call == 4:
+            with pytest.raises(ValueError if rank == 1 else PlanError):
+                eager((x[:2], y[:2]), {})
+            model.zero_grad()
+            continue
+        eager((x[2 * rank : 2 * rank + 2], y[2 * rank : 2 * rank + 2]), {})
+        one.zero_grad()
+        for other in range(3):
+            mine = slice(2 * other, 2 * other + 2)
+            train(one, x[mine], y[mine], has_rows=other != chosen["rank"])
+        for p in one.parameters():
+            total: Any = p.grad
+            p.data.sub_((total.to_dense() if total.is_sparse else total) / 3)
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.ranks(2)

@@ -46,17 +46,12 @@ class Reach:
         # mappings, lists, tuples and sets; an optimizer's state, keyed by its parameters, is none
         self.containers: list[Any] = []
         self._modules: list[nn.Module] = []
-        self._seen: dict[int, Any] = {}  # by id; the value keeps the id from being used again
+        self.seen: dict[int, Any] = {}  # everything met, in order, by id; held, so no id is used again
         self._visit(list(roots), _DEPTH)
         inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
         outermost = [module for module in self._modules if id(module) not in inside]  # named through their parents
         # modules with parameters, none inside another; wrappers without parameters of their own are entered
         self.modules = [m for module in outermost for m in _with_parameters(module)]
-
-    @property
-    def objects(self) -> list[Any]:
-        """Return everything met, in order."""
-        return list(self._seen.values())
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -105,13 +100,13 @@ class Reach:
         return result
 
     def _visit(self, value: Any, depth: int) -> None:
-        if depth < 0 or value is None or isinstance(value, _LEAVES) or id(value) in self._seen:
+        if depth < 0 or value is None or isinstance(value, _LEAVES) or id(value) in self.seen:
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
             return
         if type(value).__module__.startswith("dp_partition."):
             return  # another step, say
-        self._seen[id(value)] = value
+        self.seen[id(value)] = value
         depth = _DEPTH if isinstance(value, nn.Module) else depth  # modules nest deeply
         for inner in self._inside(value):
             self._visit(inner, depth - 1)
@@ -187,7 +182,7 @@ class PythonState:
         self.globals: list[tuple[dict[str, Any], str, Any]] = []
         self.caches: list[tuple[Any, Any]] = []  # functions under lru_cache
         self.generators: list[tuple[Callable[[Any], Any], Any]] = []  # function to restore a state, and the state
-        for value in reach.objects:
+        for value in list(reach.seen.values()):
             if isinstance(value, nn.Module):
                 self.attributes.add(id(vars(value)))
                 own = {key: table for key, table in vars(value).items() if isinstance(table, dict)}

@@ -126,6 +126,8 @@ class GradientAverage:
     def _reduced(
         self, gradients: dict[str, torch.Tensor | None], before: dict[str, torch.Tensor | None]
     ) -> dict[str, torch.Tensor]:
+        if any(one is not None and one.is_sparse for one in gradients.values()):
+            raise NotComparableError("has sparse gradients")
         if self.micro_batches > 1:
             gradients = self._over_micro_batches(gradients, before)
             if not self.is_last:

@@ -25,6 +25,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import after_backward, flatten, foreach_copy_, hooks_after_accumulation, unflatten
 
 _RUNNING, _FINISHED, _FAILED = range(3)
+_SPARSE = 2  # kind of a gradient; 1: dense
 _FIRST_BUCKET = 1 << 20  # small, so that communication starts early
 CAUGHT = "the step has caught an error of a backward pass"
 LOCAL_HOOK = "has a hook that would see this rank's gradient before it is averaged"
@@ -51,6 +52,7 @@ class _Pass:
     launched: int = 0
     arrived: set[int] = field(default_factory=set)
     bucket_of: dict[int, _Bucket] = field(default_factory=dict)
+    sparse: list[int] = field(default_factory=list)  # parameters with sparse gradients, each sent by itself
 
     def reset(self) -> None:
         """Forget what the last run of the pass reached and sent."""
@@ -174,11 +176,10 @@ class GradientReducer:
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         if not self._runs:
             return  # a backward pass of one rank between two calls is its own
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            hint = "use sparse=False in the embedding"
-            raise PlanError(Problem("sparse-gradient", self.names[index], found="a sparse gradient", hint=hint))
         current = self._current()
+        if parameter.grad.is_sparse and current.is_known and index not in current.sparse:  # type: ignore[union-attr]
+            hint = "use sparse=False in the embedding"
+            raise PlanError(Problem("sparse-gradient", self.names[index], found="dense in earlier calls", hint=hint))
         if current.arrived and self._end() is None:  # autograd drops the callback with a pass that failed
             raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.arrived:
@@ -213,13 +214,21 @@ class GradientReducer:
         if entry is not None:
             self._check(entry)
         if not current.is_known:
-            current.buckets = self._buckets(self._exchange(current.arrived))
+            reached = self._exchange(current.arrived)
+            current.sparse = [index for index, flag in reached.items() if flag == _SPARSE]
+            current.buckets = self._buckets(reached.keys() - set(current.sparse))
             current.is_known = bool(current.buckets)
         extra = self._send(current)
         if extra:  # reached on some rank in this pass for the first time
             more = _Pass(self._buckets(extra), True, 0, current.arrived)
             self._send(more)
             current.buckets = self._buckets({i for b in current.buckets for i in b.members} | extra)
+        for index in current.sparse:  # a rank that failed has been heard of by now
+            parameter = self.parameters[index]
+            mine = torch.zeros_like(parameter).to_sparse(1) if parameter.grad is None else parameter.grad  # of no row
+            with named_collective(f"{self.name}, {self.names[index]} in call {self.calls}"):
+                dist.all_reduce(total := mine.coalesce(), group=self.group)
+            parameter.grad = total / self.world
         current.reset()
 
     def _send(self, current: _Pass, *, failed: bool = False) -> set[int]:
@@ -247,7 +256,7 @@ class GradientReducer:
             gradients = [torch.view_as_real(gradient.resolve_conj()) for gradient in gradients]
         flags = [float(index in current.arrived) for index in bucket.members]
         if is_last:
-            unsent = current.arrived.difference(*(one.members for one in current.buckets))
+            unsent = current.arrived.difference(current.sparse, *(one.members for one in current.buckets))
             flags += [float(index in unsent) for index in range(len(self.parameters))]
             flags += [float(failed)]  # a failing rank still sends
         tail = torch.tensor(flags, dtype=gradients[0].dtype, device=gradients[0].device)
@@ -287,16 +296,18 @@ class GradientReducer:
 
     # ---- first runs of a pass ---------------------------------------------------------------------------------------
 
-    def _exchange(self, arrived: Set[int], *, failed: bool = False) -> set[int]:
-        """Return the parameters reached by any rank in this pass."""
-        row = [failed, *(index in arrived for index in range(len(self.parameters)))]
+    def _exchange(self, arrived: Set[int], *, failed: bool = False) -> dict[int, int]:
+        """Return the parameters reached by any rank in this pass, with the kind of their gradients."""
+        grads = [parameter.grad for parameter in self.parameters]
+        kinds = [_SPARSE if grad is not None and grad.is_sparse else 1 for grad in grads]
+        row = [failed, *(kind * (index in arrived) for index, kind in enumerate(kinds))]
         flags = torch.tensor(row, dtype=torch.uint8, device=self._message_device)
         with named_collective(f"{self.name}, call {self.calls}"):
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         some_failed, *reached = flags.tolist()
         if not failed:
             self._raise_if_failed(bool(some_failed))
-        return {index for index, flag in enumerate(reached) if flag}
+        return {index: flag for index, flag in enumerate(reached) if flag}
 
     def _buckets(self, reached: set[int]) -> list[_Bucket]:
         """Return buckets in the usual order of gradients: the last parameters first."""

@@ -163,6 +163,9 @@ class EagerStep:
         names = {id(p): name for name, p in self.parameters.items()}
         self.optimizers = reach.optimizers  # release() is given no arguments
         held = reach.identities(self.parameters.values(), (frozenset,))  # sets are filled again
+        assert self.reducer is not None
+        sparse = {self.reducer.names[index] for one in self.reducer.passes for index in one.sparse}
+        reasons |= dict.fromkeys(sorted(sparse), "has a sparse gradient")
         reasons |= {names[one]: "a container looks it up by identity" for one in sorted(held)}
         for optimizer in reach.optimizers:
             if why := optimizer_reason(optimizer, layout):
@@ -189,10 +192,9 @@ class EagerStep:
             hint = 'full="keep" trains with them full'
             rows = [(names[0], f"{len(names)}: {why}") for why, names in causes.items()]
             raise PlanError([Problem("full-parameters", name, found=row, hint=hint) for name, row in rows])
-        for why, (first, *_) in list(causes.items())[:1]:
+        for why, (first, *_) in [*causes.items()][:1]:
             text = f"{len(self.units.full)} of {len(self.parameters)} parameters stay full on every rank"
             warnings.warn(f"{self.name}: {text}: {first} {why}", stacklevel=4)
-        assert self.reducer is not None
         self.reducer.remove()  # shards are reduced by FSDP2
         self.parameters = shard(reach, self.parameters, self.units, self.mesh)
         full = {name: p for name, p in self.parameters.items() if name in self.units.full}
@@ -235,14 +237,13 @@ class EagerStep:
         else:
             text = "in FSDP2's shards after this call" if self.is_sharded else "parameters replicated"
             warnings.warn(f"{self.name} runs eagerly, {text}: {self.reason}", stacklevel=7)  # the call of the step
-        group = flat_group(self.mesh)
         ids = {id(p) for p in self.parameters.values()}
         new = {str(n): distinct(t.detach()) for n, t in enumerate([*parameters.values(), *buffers]) if id(t) not in ids}
         if self.mesh.size() > 1:
             for name, value in broadcast_from_first(new, self.mesh).items():
                 new[name].copy_(value)
         self.parameters, self.modules = parameters, reach.modules
-        self.reducer = GradientReducer(parameters, group, self.bucket_bytes, self.name)
+        self.reducer = GradientReducer(parameters, flat_group(self.mesh), self.bucket_bytes, self.name)
 
     def compare_ranks(self) -> None:
         """Raise on every rank unless all parameters are equal on all of them.
