@@ -79,11 +79,11 @@ def ddp(batch: Any) -> Run:
     return partial(models.token_step, model, adamw(model), batch)
 
 
-def fsdp2(mesh: Any, batch: Any) -> Run:
+def fsdp2(mesh: Any, batch: Any, **settings: Any) -> Run:
     model: Any = gpt()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
     return partial(models.token_step, model, adamw(model), batch)
 
 
