@@ -49,6 +49,10 @@ class Runner:
         self.original, self.mesh, self.settings = uncompiled(function), mesh, settings
         self.function = closing(self.original)
         self.name = getattr(self.function, "__name__", type(self.function).__name__)
+        if self.original is not function:
+            warnings.warn(
+                f"{self.name}: of a step under torch.compile the original runs; compile the model", stacklevel=3
+            )
         self.eager: EagerStep | None = None  # the step if it runs eagerly; None if it runs as a graph
         self.shadow: StepCopy | None = None  # a full copy of an eager step, after the same calls
         self.before_trace: PythonState | None = None  # Python values from before a trace in the present call

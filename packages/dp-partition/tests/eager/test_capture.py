@@ -192,7 +192,10 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
                 plain_step(x, y)
             # Of a step under `torch.compile` the original is traced.
             function: Any = make(model, own) if make is in_self else torch.compile(make(model, own), backend="eager")
-            step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+            assert len(caught) == (make is not in_self)
             mine = slice(4 * ranks.rank, 4 * ranks.rank + 4)
             for x, y in batches:
                 step(x[mine], y[mine])

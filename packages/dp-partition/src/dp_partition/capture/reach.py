@@ -127,9 +127,7 @@ class Reach:
         if isinstance(value, functools._lru_cache_wrapper):
             return [value.__wrapped__]
         if isinstance(value, nn.Module):
-            if (
-                "_orig_mod" in value._modules
-            ):  # `torch.compile` wraps it: the module itself is sharded, and runs compiled
+            if "_orig_mod" in value._modules:  # in `torch.compile`: the module itself is sharded, and runs compiled
                 return [value._modules["_orig_mod"]]
             self._modules.append(value)
             self.tables.append(vars(value))

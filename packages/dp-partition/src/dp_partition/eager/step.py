@@ -119,10 +119,7 @@ class EagerStep:
         """
         result = self.function(*args, **kwargs)
         if any(parameter.requires_grad for parameter in self.new_parameters(self.modules)):
-            reason, hint = (
-                "the call has made a parameter, whose gradients no rank averages",
-                "make it between two calls",
-            )
+            reason, hint = "the call has made a parameter, whose gradients nobody averages", "make it between two calls"
             raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
         return result
 
