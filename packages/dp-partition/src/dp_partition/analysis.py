@@ -123,10 +123,8 @@ def explain_sums(messages: tuple[Message, ...]) -> list[str]:
     """Return a line for each kind of collective: number and bytes sent by a rank."""
     lines = []
     for kind in dict.fromkeys(message.kind for message in messages):
-        sizes = [message.sent_bytes for message in messages if message.kind == kind]
-        lines.append(
-            f"  {len(sizes)} {kind} send {sum(sizes):,} bytes ({human_bytes(sum(sizes))}) a step from each rank"
-        )
+        sent = [message.sent_bytes for message in messages if message.kind == kind]
+        lines.append(f"  {len(sent)} {kind} send {sum(sent):,} bytes ({human_bytes(sum(sent))}) a step from each rank")
     return lines or ["  nothing is sent"]
 
 

@@ -189,9 +189,7 @@ def batch_scale(
         size = tensor.shape[dim]
         if size % parts:
             hint = "pass as many rows as accumulate divides"
-            raise PlanError(
-                Problem("uneven-shards", "batch", dim=dim, found=f"{size} rows in {parts} parts", hint=hint)
-            )
+            raise PlanError(Problem("uneven-shards", "batch", dim=dim, found=f"{size} rows, {parts} parts", hint=hint))
         return (*tensor.shape[:dim], size * times // parts, *tensor.shape[dim + 1 :])
 
     return shape_of

@@ -50,9 +50,7 @@ class Runner:
         self.function = closing(self.original)
         self.name = getattr(self.function, "__name__", type(self.function).__name__)
         if self.original is not function:
-            warnings.warn(
-                f"{self.name}: of a step under torch.compile the original runs; compile the model", stacklevel=3
-            )
+            warnings.warn(f"{self.name}: of a compiled step the original runs; compile the model", stacklevel=3)
         self.eager: EagerStep | None = None  # the step if it runs eagerly; None if it runs as a graph
         self.shadow: StepCopy | None = None  # a full copy of an eager step, after the same calls
         self.before_trace: PythonState | None = None  # Python values from before a trace in the present call
@@ -345,11 +343,7 @@ class Runner:
             program = build_program(self.function, call, step_state, plan, self.mesh, self.settings, device)
             changes = contents.changes()
             contents.restore_modules()  # before the key is computed again: a cache in an attribute is no state
-            if before != self.key_of(step_state, call) or changes:  # its graph would not run what it has changed
-                names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
-                reason = f"running it changes Python values that it reads: {names}"
-                hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
-                raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
+            self.check_python_state(before, self.key_of(step_state, call), changes)
         except Exception as error:
             contents.restore()
             if isinstance(error, PlanError) or not asks_for_values(error):
@@ -361,6 +355,14 @@ class Runner:
     def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads | None = None) -> Any:
         """Return everything that a trace for this call depends on, as it is now."""
         return program_key(step_state, call, self.reads, optimizers or read_optimizers(step_state.optimizers))
+
+    def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
+        """Raise if running the step changed what it reads, or a counter of an object. Its graph would not."""
+        if before != after or changes:
+            names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
+            reason = f"running it changes Python values that it reads: {names}"
+            hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
+            raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
 
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program with valid guards for these arguments; trace one if there is none."""
@@ -401,9 +403,7 @@ class Runner:
             old, new = before[texts[0]], values[texts[0]]
             leaves = named_leaves(self.original, call.args, call.kwargs)  # in the order of the signature
             name = next((name for name, leaf in leaves if leaf is new), "")
-            text = (
-                f"{self.name} is traced again for argument {name}, {old!r} and then {new!r}; each value takes a trace"
-            )
+            text = f"{self.name} is traced again for argument {name}, {old!r} and then {new!r}; each takes a trace"
             warnings.warn(f"{text}: keep a text that no line reads outside of the step", stacklevel=5)
 
     def later_call(

@@ -348,9 +348,7 @@ def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads
     # Attributes set by users (`p.no_decay`): a step may branch on them. A DTensor has one of torch's.
     marks = [own for own in map(vars, params) if len(own) > ("_is_param" in own)]
     attributes = fingerprint(marks) if marks else ()
-    autocast = tuple(
-        [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
-    )
+    autocast = tuple([torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) for on in ("cpu", "cuda")])
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
     placed = {id(module) for _, module in step_state.modules} if step_state.is_reached else ()
     constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers, attributes)

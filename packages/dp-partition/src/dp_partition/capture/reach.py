@@ -170,9 +170,7 @@ class PythonState:
 
     def __init__(self, *roots: Any) -> None:
         reach = Reach(*roots)
-        tables: list[Any] = [
-            table for table in reach.tables if isinstance(table, dict | list | set | collections.deque)
-        ]
+        tables: list[Any] = [x for x in reach.tables if isinstance(x, dict | list | set | collections.deque)]
         self.placed: set[int] = set()  # ids of the tables changed by placing a model
         self.hooks: set[int] = set()  # ids of modules' tables of hooks
         self.attributes: set[int] = set()  # ids of modules' own tables

@@ -82,10 +82,8 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         modules = [(f"{type(module).__name__}{number}", module) for number, module in enumerate(reach.modules)]
         optimizers += [one for one in reach.optimizers if all(one is not seen for seen in optimizers)]
     if not modules:
-        hint = "pass the model as an argument of the train step"
-        raise PlanError(
-            Problem("wrong-type", getattr(function, "__name__", "train_step"), found="no nn.Module", hint=hint)
-        )
+        name, hint = getattr(function, "__name__", "train_step"), "pass the model as an argument of the train step"
+        raise PlanError(Problem("wrong-type", name, found="no nn.Module", hint=hint))
     for name, root in modules:
         if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
             raise PlanError(Problem("not-traceable", name, found="holds TorchScript", hint="pass the plain module"))

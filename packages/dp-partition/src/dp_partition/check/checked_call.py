@@ -234,9 +234,7 @@ class CheckedCall:
                 tensor.copy_(value)
         self.random.restore()
         self.advance(again=True)
-        text = (
-            "the graph does not do what the step does; parameters, state, buffers and generators are as before the call"
-        )
+        text = "the graph does not do what the step does; parameters, state, buffers, generators are as before the call"
         return f"call {self.runner.schedule.calls} of {self.runner.name}: {text}"
 
     def copy(self, transform: Transform | None = None) -> StepCopy:

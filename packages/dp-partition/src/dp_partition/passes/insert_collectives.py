@@ -342,9 +342,8 @@ class Mover:
         """Average over the replicas as well, after this axis."""
         if not self.replica_group or kind.reduce_op != "avg":
             return node
-        return self.wait(
-            self.issue(collectives.all_reduce.default, node, "avg", self.replica_group, ranks=self.replicas)
-        )
+        work = self.issue(collectives.all_reduce.default, node, "avg", self.replica_group, ranks=self.replicas)
+        return self.wait(work)
 
     def wait(self, node: fx.Node) -> fx.Node:
         return self.call(collectives.wait_tensor.default, node)
@@ -390,10 +389,8 @@ class Mover:
         step = -(-size // self.world)  # rows of a full chunk
         front = self.call(aten.transpose.int, node, 0, dim) if dim else node
         start, end = chunk_bounds(size, self.world, self.rank)
-        if end - start != step:
-            front = self.call(
-                aten.constant_pad_nd.default, front, [0, 0] * (len(shape) - 1) + [0, step - (end - start)]
-            )
+        if missing := step - (end - start):
+            front = self.call(aten.constant_pad_nd.default, front, [0, 0] * (len(shape) - 1) + [0, missing])
         front = self.call(aten.contiguous.default, front)
         full = self.wait(self.issue(collectives.all_gather_into_tensor.default, front, self.world, self.group))
         if step * self.world != size:

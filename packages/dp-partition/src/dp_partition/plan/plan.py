@@ -116,9 +116,7 @@ class Settings:
             hint = f"use one of {', '.join(map(str, _REDUCED_DTYPES))}"
             result.append(Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint))
         if self.accumulate < 1 or self.comm.prefetch < 0 or self.comm.bucket_bytes < 0:
-            result.append(
-                Problem("invalid-argument", "accumulate, prefetch or bucket_mb", found="a number below its least")
-            )
+            result.append(Problem("invalid-argument", "accumulate, prefetch or bucket_mb", found="a number too small"))
         return result
 
 

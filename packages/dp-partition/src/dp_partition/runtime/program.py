@@ -283,9 +283,8 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
         module.training = mode
     for name, trained in program.capture.trained.items():
         binding.params[name].requires_grad_(trained)
-    for value, entry, placement in zip(
-        values, program.capture.returned.outputs, program.output_placements, strict=True
-    ):
+    outputs, placements = program.capture.returned.outputs, program.output_placements
+    for value, entry, placement in zip(values, outputs, placements, strict=True):
         if entry.kind == "buffer":
             for _, module, attribute, name in binding.buffer_slots:  # under all of its names
                 if name == entry.name:

@@ -170,9 +170,7 @@ class Binding:
         keys = storage_keys(params.values())
         if keys != self.storage_keys:
             # A DTensor keeps its shard, in torch too: the assignment had no effect.
-            hint = (
-                "write in place under torch.no_grad(), for example p.mul_(0.5), or within unsharded(); then call again"
-            )
+            hint = "write in place under torch.no_grad(), as p.mul_(0.5) does, or within unsharded(); then call again"
             reason = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
             problems += [
                 Problem("parameter-replaced", fqn, found=reason, hint=hint)

@@ -38,9 +38,7 @@ def _product_ways(
 
 def _is_worth_it(call: Call, nodes: list[fx.Node], wanted: list[Placement]) -> bool:
     """Return True for strategies with an existing shard or partial value. New splits save no bytes."""
-    return any(
-        call.placement_of(node) == placement and placement != R for node, placement in zip(nodes, wanted, strict=True)
-    )
+    return any(call.placement_of(node) == way and way != R for node, way in zip(nodes, wanted, strict=True))
 
 
 @rule("mm", "bmm")

@@ -171,10 +171,9 @@ class _Walk:
             if isinstance(state, Partial) and source not in self.from_gradient:
                 self.states[source] = state = R  # the unreduced sum of a parameter's shards
             if isinstance(state, Partial):
+                reason = f"uses the gradient {source.name} with a rank's own values"
                 hint = "under local semantics gradients are averaged over the ranks before anything else uses them"
-                self.complain(
-                    "gradient-meets-activation", node, f"uses the gradient {source.name} with a rank's own values", hint
-                )
+                self.complain("gradient-meets-activation", node, reason, hint)
             inputs[source] = RankLocal() if isinstance(state, RankLocal) else R
             if source in written and not isinstance(state, RankLocal):
                 self.write_per_rank(node, source, inputs)
@@ -189,10 +188,8 @@ class _Walk:
             self.states[target] = inputs[target] = RankLocal()
             self.states[root] = RankLocal()
         elif root.op == "placeholder" and self.homes.types.get(root) in (NodeType.PARAM, NodeType.STATE):
-            hint = "update parameters and optimizer state from gradients only"
-            self.complain(
-                "ranks-diverge", node, f"writes a rank's own value into {root.name}, which all ranks share", hint
-            )
+            reason = f"writes a rank's own value into {root.name}, which all ranks share"
+            self.complain("ranks-diverge", node, reason, "update parameters and optimizer state from gradients only")
         else:
             self.states[target] = self.states[root] = RankLocal()
             inputs[target] = R
