@@ -115,7 +115,7 @@ def _average_made_by_the_first_call() -> tuple[Step, Values]:
 def _torchscript_inside() -> tuple[Step, Values]:
     model = mlp()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # deprecated, under another class in each torch
         model[2] = torch.jit.script(model[2])
     return mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), lambda: list(model.parameters())
 
