@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "a counter in a closure": (counting, "python-state", ""),
     "weights that alternate": (alternating, "python-state", ""),
     "`random.random()`": (lambda: python_draw, "random-replay", "Python"),
-    "a `random.Random` of one's own": (own_draw, "check-mismatch", ""),
+    "a `random.Random` of one's own": (own_draw, "python-state", ""),
     "`numpy.random`": (lambda: numpy_draw, "random-replay", "NumPy"),
     "a tensor made of another number each time": (constant_tensor, "check-mismatch", ""),
     "`torch.manual_seed`": (lambda: seeded, "random-replay", "seed of torch"),

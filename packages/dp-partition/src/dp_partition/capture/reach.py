@@ -16,7 +16,7 @@ import itertools
 import logging
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ class PythonState:
         self.cells: list[tuple[str, types.CellType, Any]] = []
         self.globals: list[tuple[dict[str, Any], str, Any]] = []
         self.caches: list[tuple[Any, Any]] = []  # functions under lru_cache
-        self.generators: list[tuple[Callable[[Any], Any], Any]] = []  # function to restore a state, and the state
+        self.generators: list[tuple[Any, Any, Any]] = []  # functions to read and to restore a state, and the state
         for value in list(reach.seen.values()):
             if isinstance(value, nn.Module):
                 self.attributes.add(id(vars(value)))
@@ -193,10 +193,11 @@ class PythonState:
             elif isinstance(value, functools._lru_cache_wrapper):
                 self.caches.append((value, value.cache_info().currsize))
             elif isinstance(value, random.Random):
-                self.generators.append((value.setstate, value.getstate()))
+                self.generators.append((value.getstate, value.setstate, value.getstate()))
             elif hasattr(bits := getattr(value, "bit_generator", None), "state"):  # NumPy's
                 assert bits is not None
-                self.generators.append((functools.partial(setattr, bits, "state"), copy.deepcopy(bits.state)))
+                access = functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
+                self.generators.append((*access, copy.deepcopy(bits.state)))
         for optimizer in reach.optimizers:
             self.placed |= {id(vars(optimizer)), id(optimizer.state), *map(id, optimizer.state.values())}
             self.placed |= {id(one) for group in optimizer.param_groups for one in (group, group["params"])}
@@ -218,6 +219,7 @@ class PythonState:
             if id(table) in self.attributes:
                 replaced = [k for k, old in before.items() if isinstance(old, torch.Tensor) and table.get(k) is not old]
                 names += [f"{key} (another tensor)" for key in replaced]
+        names += ["a random generator" for read, _, state in self.generators if repr(read()) != repr(state)]  # it drew
         return names[:5]
 
     def restore_modules(self) -> None:
@@ -264,7 +266,7 @@ class PythonState:
             elif not _same(table, before):
                 table.clear()
                 table.extend(before)
-        for put_back, state in self.generators:
+        for _, put_back, state in self.generators:
             put_back(state)
 
 

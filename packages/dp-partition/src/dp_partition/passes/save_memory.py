@@ -167,9 +167,7 @@ def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
         elif node.op != "get_attr":
             hint = "return scalar results only, and use nothing but gradients after backward"
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            problems.append(
-                Problem("cannot-accumulate", node.name, found=f"{shape} leaves the backward pass", hint=hint)
-            )
+            problems.append(Problem("cannot-accumulate", node.name, found=f"{shape} leaves the backward", hint=hint))
     if problems:
         raise PlanError(problems, "the step cannot be run on micro-batches")
     return crossing
