@@ -401,6 +401,23 @@ def test_tensors_in_slots_are_never_constants(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["Random", "RandomState", "default_rng"])
+def test_a_draw_of_ones_own_is_python_state_whatever_comes_of_it(ranks: Ranks, kind: str) -> None:
+    """Two checked calls may take the same branch by chance; the generator tells."""
+    numpy = pytest.importorskip("numpy")
+    own: Any = random.Random(0) if kind == "Random" else getattr(numpy.random, kind)(0)
+
+    def step(model: nn.Module, optim: Any, x: torch.Tensor) -> torch.Tensor:
+        wide = own.random_sample() if kind == "RandomState" else own.random()
+        return torch.as_tensor(finish(optim, model(x * 2 if wide < 2 else x).square().mean()))
+
+    model = models.seeded(mlp)
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", capture="always")
+    with pytest.raises(dp.PlanError, match="a random generator"):
+        compiled(model, ADAMW(model.parameters()), batch(0, 8)[0])
+
+
+@pytest.mark.ranks(2)
 def test_a_second_text_is_named_at_its_trace(ranks: Ranks) -> None:
     def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor, *, tag: str) -> Any:
         return finish(optim, (model(x) - y).square().mean())

@@ -194,8 +194,8 @@ class PythonState:
                 self.caches.append((value, value.cache_info().currsize))
             elif isinstance(value, random.Random):
                 self.generators.append((value.getstate, value.setstate, value.getstate()))
-            elif hasattr(bits := getattr(value, "bit_generator", None), "state"):  # NumPy's
-                assert bits is not None
+            elif hasattr(bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None)), "state"):
+                assert bits is not None  # NumPy's; an old `RandomState` has a private one
                 access = functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
                 self.generators.append((*access, copy.deepcopy(bits.state)))
         for optimizer in reach.optimizers:
