@@ -85,8 +85,8 @@ def compile(
     base = None if share is None else runner_of(share)
     if base is not None:
         if mesh is not None or placements is not None or reduce_dtype is not None:
-            hint, found = "leave them out", "mesh, placements or reduce_dtype beside share"
-            problems.append(Problem("conflicting-arguments", "share", found=found, hint=hint))
+            text = "mesh, placements or reduce_dtype beside share"
+            problems.append(Problem("conflicting-arguments", "share", found=text, hint="leave them out"))
         mesh, style = base.mesh, base.settings.style  # the parameters are placed already
     if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"

@@ -70,9 +70,7 @@ def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[...
             if "step" not in vars(wrapper):  # at the first call torch.distributed is ready
                 if not dist.is_available() or not dist.is_initialized():
                     hint = "call torch.distributed.init_process_group first"
-                    raise PlanError(
-                        Problem("no-process-group", found="torch.distributed is not initialised", hint=hint)
-                    )
+                    raise PlanError(Problem("no-process-group", found="torch.distributed is not set up", hint=hint))
                 modules = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)]
                 device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
                 mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks, as in torch 2.1

@@ -404,7 +404,8 @@ def test_tensors_in_slots_are_never_constants(ranks: Ranks) -> None:
 @pytest.mark.parametrize("kind", ["Random", "RandomState", "default_rng"])
 def test_a_draw_of_ones_own_is_python_state_whatever_comes_of_it(ranks: Ranks, kind: str) -> None:
     """Two checked calls may take the same branch by chance; the generator tells."""
-    numpy = pytest.importorskip("numpy")
+    import numpy
+
     own: Any = random.Random(0) if kind == "Random" else getattr(numpy.random, kind)(0)
 
     def step(model: nn.Module, optim: Any, x: torch.Tensor) -> torch.Tensor:

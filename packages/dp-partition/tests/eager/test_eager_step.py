@@ -261,6 +261,7 @@ def test_a_parameter_made_in_a_call_raises_and_one_made_before_it_trains(ranks: 
     replaced: list[int] = []
 
     def replace() -> None:
+        parts[2] = nn.Linear(16, 16).double().requires_grad_(False)  # the frozen one comes first
         parts[4] = nn.Linear(16, 3).double()
         optimizer.param_groups[0]["params"] = list(model.parameters())
 
@@ -328,6 +329,24 @@ def test_a_rank_without_rows_of_a_sparse_table(ranks: Ranks) -> None:
             p.data.sub_((total.to_dense() if total.is_sparse else total) / 3)
     for got, want in zip(model.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_turns_sparse_on_one_rank_raises_on_both(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = Bag()
+    model.table.sparse = False
+    eager = _eager(mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    warnings.simplefilter("ignore")
+    for call in range(3):
+        eager(_batch(call, 4), {})
+    model.table.sparse = dist.get_rank() == 1
+    with pytest.raises(PlanError, match="sparse-gradient" if dist.get_rank() else "rank-failed"):
+        eager(_batch(3, 4), {})
+    model.table.sparse = False
+    for call in range(4, CALLS):
+        eager(_batch(call, 4), {})
+    assert len(set(ranks.gather(checksum(model.table.weight)))) == 1
 
 
 @pytest.mark.ranks(2)

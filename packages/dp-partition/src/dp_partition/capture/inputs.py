@@ -49,9 +49,7 @@ class Opened:
         self.shell, self.values = shell, values
 
 
-pytree.register_pytree_node(
-    Opened, lambda one: (one.values, one.shell), lambda values, shell: Opened(shell, list(values))
-)
+pytree.register_pytree_node(Opened, lambda x: (x.values, x.shell), lambda values, shell: Opened(shell, list(values)))
 
 
 def _put(owner: Any, key: Any, value: Any) -> None:

@@ -25,7 +25,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import after_backward, flatten, foreach_copy_, hooks_after_accumulation, unflatten
 
 _RUNNING, _FINISHED, _FAILED = range(3)
-_SPARSE = 2  # kind of a gradient; 1: dense
+_DENSE, _SPARSE = 1, 2  # kinds of gradients; 0: none
 _FIRST_BUCKET = 1 << 20  # small, so that communication starts early
 CAUGHT = "the step has caught an error of a backward pass"
 LOCAL_HOOK = "has a hook that would see this rank's gradient before it is averaged"
@@ -179,7 +179,9 @@ class GradientReducer:
         current = self._current()
         if parameter.grad.is_sparse and current.is_known and index not in current.sparse:  # type: ignore[union-attr]
             hint = "use sparse=False in the embedding"
-            raise PlanError(Problem("sparse-gradient", self.names[index], found="dense in earlier calls", hint=hint))
+            raise PlanError(
+                Problem("sparse-gradient", self.names[index], found="not sparse in earlier calls", hint=hint)
+            )
         if current.arrived and self._end() is None:  # autograd drops the callback with a pass that failed
             raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.arrived:
@@ -215,7 +217,7 @@ class GradientReducer:
             self._check(entry)
         if not current.is_known:
             reached = self._exchange(current.arrived)
-            current.sparse = [index for index, flag in reached.items() if flag == _SPARSE]
+            current.sparse = [index for index, kind in reached.items() if kind == _SPARSE]
             current.buckets = self._buckets(reached.keys() - set(current.sparse))
             current.is_known = bool(current.buckets)
         extra = self._send(current)
@@ -251,7 +253,8 @@ class GradientReducer:
     def _launch(self, current: _Pass, bucket: _Bucket, *, is_last: bool = False, failed: bool = False) -> None:
         """Start a bucket's average: gradients, a flag for each, and in the last bucket flags of the pass."""
         parameters = [self.parameters[index] for index in bucket.members]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        # A rank that failed sends zeros, as nobody reads the averages: its own gradients may be what has failed.
+        gradients = [torch.zeros_like(p) if failed or p.grad is None else p.grad for p in parameters]
         if gradients[0].is_complex():
             gradients = [torch.view_as_real(gradient.resolve_conj()) for gradient in gradients]
         flags = [float(index in current.arrived) for index in bucket.members]
@@ -299,7 +302,7 @@ class GradientReducer:
     def _exchange(self, arrived: Set[int], *, failed: bool = False) -> dict[int, int]:
         """Return the parameters reached by any rank in this pass, with the kind of their gradients."""
         grads = [parameter.grad for parameter in self.parameters]
-        kinds = [_SPARSE if grad is not None and grad.is_sparse else 1 for grad in grads]
+        kinds = [_SPARSE if grad is not None and grad.is_sparse else _DENSE for grad in grads]
         row = [failed, *(kind * (index in arrived) for index, kind in enumerate(kinds))]
         flags = torch.tensor(row, dtype=torch.uint8, device=self._message_device)
         with named_collective(f"{self.name}, call {self.calls}"):
@@ -307,7 +310,7 @@ class GradientReducer:
         some_failed, *reached = flags.tolist()
         if not failed:
             self._raise_if_failed(bool(some_failed))
-        return {index: flag for index, flag in enumerate(reached) if flag}
+        return {index: kind for index, kind in enumerate(reached) if kind}
 
     def _buckets(self, reached: set[int]) -> list[_Bucket]:
         """Return buckets in the usual order of gradients: the last parameters first."""

@@ -103,13 +103,13 @@ class EagerStep:
         return self.run_placed(args, kwargs)
 
     def new_parameters(self, roots: Iterable[nn.Module]) -> list[Any]:
-        """Return what the first module with parameters that were not there at the start has of them."""
-        ids, modules = {id(None), *map(id, self.parameters.values())}, list(roots)
+        """Return parameters that were not there at the start; this runs in every call."""
+        ids, modules, new = {id(None), *map(id, self.parameters.values())}, list(roots), list[Any]()
         for module in modules:  # grows
             if not ids.issuperset(map(id, module._parameters.values())):
-                return [parameter for parameter in module._parameters.values() if id(parameter) not in ids]
+                new += [parameter for parameter in module._parameters.values() if id(parameter) not in ids]
             modules += [child for child in module._modules.values() if child is not None]
-        return []
+        return new
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step's own code.
