@@ -65,7 +65,7 @@ def symbolic_scalar(mode: FakeTensorMode, value: Any, label: str) -> torch.Tenso
     """
     from torch._dynamo.source import ConstantSource  # imports dynamo, as making an optimizer does
 
-    real = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    real = torch.tensor(value, device="cpu", dtype=torch.float64 if isinstance(value, float) else torch.int64)
     return mode.from_tensor(real, source=ConstantSource(label))
 
 

@@ -67,7 +67,7 @@ def compile(
             collective (in float16 divided before and after the sum), and cast back; None reduces in their own.
         check: Calls to compare with an eager run of the step on a copy of everything it uses: ``"sampled"``:
             calls 1, 2 and one drawn from each [2^k, 2^(k+1)), ``"first"``: calls 1 and 2, ``"never"``: none;
-            but for ``"never"`` also the first call of a trace made by all ranks at once. An eager step: calls 1 and 2.
+            but for ``"never"`` also the first call of a trace made by all ranks. Eagerly: calls 1 and 2, in shards 3.
         capture: ``"auto"``: a step that traces and passes its check runs as a graph, any other one eagerly on the same
             ranks, with the reason in a warning; ``"always"`` raises instead; ``"never"`` runs it eagerly at once.
             Eagerly parameters are replicated, or in FSDP2's shards under every style but ``"replicate"``.

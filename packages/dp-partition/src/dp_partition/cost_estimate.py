@@ -16,15 +16,7 @@ import torch
 
 from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.analysis import (
-    KINDS,
-    Memory,
-    Message,
-    explain_messages,
-    explain_sums,
-    live_memory,
-    messages_of,
-)
+from dp_partition.analysis import KINDS, Memory, Message, explain_messages, explain_sums, live_memory, messages_of
 from dp_partition.api import compile as compile_step
 from dp_partition.api import runner_of
 from dp_partition.capture.inputs import read_arguments

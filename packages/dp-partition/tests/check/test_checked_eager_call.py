@@ -46,7 +46,7 @@ def _compiled(ranks: Ranks, function: Callable[..., Any], style: Any, **settings
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_two_calls_of_every_pattern_are_compared(ranks: Ranks, style: Any) -> None:
+def test_the_first_calls_of_every_pattern_are_compared(ranks: Ranks, style: Any) -> None:
     counts: dict[str, int] = {}
     for name, make in PATTERNS.items():
         torch.manual_seed(1)
@@ -58,7 +58,7 @@ def test_two_calls_of_every_pattern_are_compared(ranks: Ranks, style: Any) -> No
         assert eager is not None
         number, reason = UNCHECKED.get(name, (2, ""))
         assert eager.unchecked.startswith(reason) and bool(eager.unchecked) == bool(reason), (name, eager.unchecked)
-        assert len(eager.checked) == number, name
+        assert len(eager.checked) == (number + (style == "fully_shard") if not reason else number), name
         assert runner_of(compiled).shadow is None  # a copy of the model is not kept
         text = compiled.plan.explain()
         assert f"{len(eager.checked)} calls checked against the step on a full copy, {sum(eager.checked):,}" in text
@@ -141,7 +141,7 @@ def test_a_second_run_leaves_nothing_behind(ranks: Ranks, style: Any) -> None:
         compiled(*_batch(call, ranks.rank))
     assert len(log) == 5
     eager = runner_of(compiled).eager
-    assert eager is not None and len(eager.checked) == 2 and not eager.unchecked
+    assert eager is not None and len(eager.checked) == 2 + eager.is_sharded and not eager.unchecked
     torch.manual_seed(7)
     torch.rand(4, WIDTH, dtype=torch.float64)
     expected = torch.rand(1)
@@ -213,7 +213,7 @@ def test_rounding_of_a_call_is_no_difference_of_the_next(ranks: Ranks, style: An
         for call in range(3):
             compiled(*_batch(seed * 10 + 3 * call, ranks.rank))
         eager = runner_of(compiled).eager
-        assert eager is not None and len(eager.checked) == 2 and eager.checked[0] > 300
+        assert eager is not None and len(eager.checked) == 2 + eager.is_sharded and eager.checked[0] > 300
 
 
 @pytest.mark.ranks(2)
@@ -244,7 +244,7 @@ def test_shards_and_replicas_are_compared(ranks: Ranks) -> None:
         for call in range(3):
             compiled(*_batch(call, ranks.rank))
         eager = runner_of(compiled).eager
-        assert eager is not None and len(eager.checked) == 2 and min(eager.checked) > 100
+        assert eager is not None and len(eager.checked) == 3 and min(eager.checked) > 100
         assert all(isinstance(one, DTensor) for one in trained())
 
 
@@ -271,7 +271,7 @@ def test_buffers_of_odd_layouts_raise_nothing(ranks: Ranks, style: Any) -> None:
     losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
     eager = runner_of(compiled).eager
     assert eager is not None and losses[-1] < losses[0]
-    assert len(eager.checked) == 2, eager.unchecked
+    assert len(eager.checked) == 2 + eager.is_sharded, eager.unchecked
 
 
 @pytest.mark.ranks(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import dp_partition as dp
 import pytest
@@ -79,6 +79,18 @@ def test_a_step_trains_as_in_one_process(ranks: Ranks, name: str, style: str) ->
     assert compared == len(before), "some value never changed: nothing was compared there"
 
 
+class Residual(nn.Module):
+    """A model with a forward of its own: the compiler leaves out frames of torch's containers after a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return cast(torch.Tensor, self.last(x + torch.tanh(self.inner(x))))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_a_compiled_model(ranks: Ranks, style: Any) -> None:
@@ -86,11 +98,11 @@ def test_a_compiled_model(ranks: Ranks, style: Any) -> None:
     graphs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
-        graphs.append(graph)
+        graphs.append(graph.code)
         return graph.forward
 
     torch.manual_seed(1)
-    model, rows, rank = mlp(), 4, dist.get_rank()
+    model, rows, rank = Residual().double(), 4, dist.get_rank()
     one = copy.deepcopy(model)
     reference = mse_step(one, torch.optim.AdamW(one.parameters(), lr=0.1))
     optimizer, compiled = torch.optim.AdamW(model.parameters(), lr=0.1), torch.compile(model, backend=backend)
@@ -108,8 +120,85 @@ def test_a_compiled_model(ranks: Ranks, style: Any) -> None:
             step(compiled, optimizer, x[mine], y[mine])
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     assert len(sharded) == (6 if style == "fully_shard" else 0), step.plan.explain()
-    assert "2 calls checked" in step.plan.explain()
-    assert graphs, "nothing ran compiled"
+    assert f"{2 + len(sharded) // 6} calls checked" in step.plan.explain()
+    assert sum(graph.count("linear") for graph in graphs) >= 3, "nothing ran compiled"
+    step.release()
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+class Recurrent(nn.Module):
+    """A GRU whose weights move as cuDNN's do, for each call or only when one is another object."""
+
+    class Moving(nn.GRU):
+        def flatten_parameters(self) -> None:
+            for weight in self.parameters():
+                weight.data = weight.data.clone()  # leaves the version as it is
+
+    def __init__(self, in_each_call: bool) -> None:
+        super().__init__()
+        self.gru, self.out, self.in_each_call = self.Moving(5, 7, bidirectional=True), nn.Linear(14, 3), in_each_call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_each_call:
+            self.gru.flatten_parameters()
+        hidden: torch.Tensor = self.gru(x)[0]
+        return cast(torch.Tensor, self.out(hidden))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("in_each_call", [False, True])
+def test_recurrent_weights_that_move(ranks: Ranks, in_each_call: bool) -> None:
+    """What a forward moves is stale in the next call: it stays full, or shards do not move."""
+    torch.manual_seed(0)
+    model, mesh = Recurrent(in_each_call).double(), ranks.mesh((2,), ("dp",))
+    other, one = copy.deepcopy(model), copy.deepcopy(model)
+    step = mse_step(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    reference = mse_step(one, torch.optim.AdamW(one.parameters(), lr=0.1))
+    eager = _eager(step, is_sharded=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(CALLS):
+            generator = torch.Generator().manual_seed(call)
+            x, y = (torch.randn(4, 4, n, generator=generator, dtype=torch.float64) for n in (5, 3))
+            mine = slice(2 * ranks.rank, 2 * ranks.rank + 2)
+            reference(x, y)
+            eager((x[:, mine], y[:, mine]), {})
+        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+        assert len(sharded) == (0 if in_each_call else 10), eager.explain()
+        assert ("a forward writes it or puts other memory in its place" in eager.explain()) == in_each_call
+        eager.release()
+        for got, want in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+        again = mse_step(other, torch.optim.AdamW(other.parameters(), lr=0.1))
+        unseen = dp.compile(again, mesh=mesh, style="fully_shard", observe=False, capture="never")
+        if in_each_call:
+            with pytest.raises(dp.PlanError, match=r"parameter-replaced.*moves a gathered"):
+                unseen(x[:, mine], y[:, mine])
+        else:
+            unseen(x[:, mine], y[:, mine])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("capture", ["always", "never"])
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_under_another_default_device(ranks: Ranks, style: Any, capture: Any) -> None:
+    """Tensors of the library's own lie where they belong, whatever `torch.set_default_device` says."""
+    torch.manual_seed(0)
+    model, mesh = mlp(), ranks.mesh((2,), ("dp",))
+    one = copy.deepcopy(model)
+    reference = mse_step(one, torch.optim.AdamW(one.parameters(), lr=0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = dp.compile(mse_step(model, optimizer), mesh=mesh, style=style, capture=capture)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(CALLS):
+            x, y = _batch(call, 8)
+            reference(x, y)
+            with torch.device("meta"):
+                step(x[4 * ranks.rank :][:4], y[4 * ranks.rank :][:4])
+        assert ("runs eagerly" in step.plan.explain()) == (capture == "never")
+        assert (" full: " in step.plan.explain()) is False
     step.release()
     for got, want in zip(model.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)

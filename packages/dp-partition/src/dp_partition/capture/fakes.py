@@ -31,7 +31,7 @@ from dp_partition._torch_compat import (
     symbolic_scalar,
     symbolic_size,
 )
-from dp_partition.capture.fingerprint import is_dense, marked_dims
+from dp_partition.capture.fingerprint import marked_dims
 from dp_partition.capture.inputs import SYMBOLS, Hyperparameter, read_optimizers
 from dp_partition.capture.phases import Phases
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
@@ -115,7 +115,7 @@ def make_fakes(
             shape[dim] = symbolic_size(mode, shape[dim], f"size_{index}_{dim}")
             sizes[index, dim] = shape[dim].node.expr
         with mode:
-            if is_dense(tensor):  # strides of symbols
+            if tensor.is_contiguous():  # strides of symbols
                 return torch.empty(shape, dtype=tensor.dtype, device=device or tensor.device)
             return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
 

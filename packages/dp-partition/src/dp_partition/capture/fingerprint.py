@@ -256,24 +256,12 @@ class ModuleReads:
         return True
 
     def _read_structure(self) -> tuple[Any, ...]:
-        return tuple(
-            [
-                (
-                    module,
-                    len(vars(module)),
-                    tuple(module._modules.values()),
-                    tuple(module._parameters),
-                    tuple(module._buffers),
-                    tuple(module._forward_hooks),
-                    tuple(module._forward_pre_hooks),
-                    tuple(module._backward_hooks),
-                    tuple(module._backward_pre_hooks),
-                    type(module),
-                    type(module).forward,
-                )
-                for module in self.modules
-            ]
-        )
+        rows: list[Any] = []
+        for m in self.modules:
+            hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+            names = map(tuple, (m._modules.values(), m._parameters, m._buffers, *hooks))
+            rows.append((m, len(vars(m)), type(m), type(m).forward, *names))
+        return tuple(rows)
 
     def _find_places(self) -> None:
         kinds = set(map(type, self.modules))
@@ -310,16 +298,6 @@ def marked_dims(tensor: torch.Tensor, marked: tuple[int, ...]) -> list[int]:
     return sorted(dim for dim in dims if tensor.shape[dim] > 1)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the strides follow from the shape."""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     """Return the part of a trace's key for one leaf of the arguments."""
     if isinstance(leaf, torch.Tensor):
@@ -327,7 +305,7 @@ def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
         stride: Any = tuple(leaf.stride())
         if marked and (dims := marked_dims(leaf, marked)):
             shape = tuple([None if dim in dims else size for dim, size in enumerate(shape)])
-            stride = None if is_dense(leaf) else stride
+            stride = None if leaf.is_contiguous() else stride
         return shape, stride, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)

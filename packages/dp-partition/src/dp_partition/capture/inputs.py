@@ -146,10 +146,7 @@ def closing(function: Callable[..., Any]) -> Callable[..., Any]:
         args, kwargs = close_arguments((args, kwargs))
         return function(*args, **kwargs)
 
-    try:
-        return functools.wraps(function)(call)
-    except (AttributeError, TypeError):
-        return call
+    return functools.wraps(function)(call)
 
 
 FUSED_ARGUMENTS = ("lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay")

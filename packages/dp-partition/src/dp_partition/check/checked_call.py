@@ -17,7 +17,7 @@ import random
 import secrets
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -163,8 +163,11 @@ class CheckedCall:
             if not draws_alike:
                 mismatches.append(Difference("random numbers", math.inf, "generators stand elsewhere after the graph"))
             self.count_gradients(ended.outcome)
-        self.program.note_checked(self.call.leaves)
-        self.program.is_checked |= bool(ended.unchecked)  # another check of it would end in the same way
+        program, leaves = self.program, self.call.leaves
+        program.checked_sizes.update(program.sizes_of(leaves).items())
+        program.checked_numbers.add(program.numbers_of(leaves))  # live ones need two checks, with different values
+        is_enough = len(program.checked_numbers) > 1 or not program.capture.numbers
+        program.is_checked = is_enough or bool(ended.unchecked)  # another check of it would end in the same way
         # Some rank may have traced a graph alone, which no check has run yet.
         unseen = any(not one.is_checked for same_key in self.runner.programs.values() for one in same_key)
         rows = self.gather((ended.unchecked, len(mismatches), unseen))
@@ -406,6 +409,8 @@ class CheckedEagerCall(CheckedCall):
         self.runner, self.eager, self.live_arguments = runner, eager, (args, kwargs)
         self.roots = (runner.original, args, kwargs, eager.roots)
         self.communicates = runner.mesh.size() > 1
+        # It runs uncompiled; torch's compiler sets `capturable` of an optimizer on CUDA.
+        self.is_watched = eager.is_sharded and not eager.is_placed
 
     def run(self) -> Any:
         if self.eager.reducer is None:
@@ -482,7 +487,8 @@ class CheckedEagerCall(CheckedCall):
         return with_state(copied, self.shadow.step_state)
 
     def reference(self, copied: StepCopy) -> Ended:
-        return run_reference(copied, self.binding, self.runner.settings, averages=True, is_eager=True)
+        with torch.compiler.set_stance("force_eager") if self.is_watched else nullcontext():
+            return run_reference(copied, self.binding, self.runner.settings, averages=True, is_eager=True)
 
     def roll_back(self) -> str:
         """Return a summary alone: a call on FSDP2's shards is not undone."""

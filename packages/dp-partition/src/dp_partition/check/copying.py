@@ -148,6 +148,8 @@ class Copier:
         if replacement is not None:
             return replacement
         source = local_tensor(value) if type(value) is not torch.Tensor else value
+        if source.layout == torch.strided and source.numel() and not source.untyped_storage().nbytes():
+            raise CannotCopyError("it reaches memory that FSDP2 has freed")  # reading it would end the process
         copied = self.transform(source.detach().clone())
         if isinstance(value, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, value.requires_grad)

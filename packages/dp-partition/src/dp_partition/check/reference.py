@@ -432,7 +432,7 @@ def first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
         return f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}"
     one, other = as_double(got), as_double(want).to(got.device)
     index = int((one - other).abs().nan_to_num(nan=math.inf).reshape(-1).argmax())
-    place = [int(i) for i in torch.unravel_index(torch.tensor(index), one.shape)]
+    place = [int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), one.shape)]
     values = one.reshape(-1)[index].item(), other.reshape(-1)[index].item()
     return f"{values[0]:.6g} at {place}, expected {values[1]:.6g}"
 
@@ -458,12 +458,15 @@ def _equal(got: Any, want: Any) -> bool:
 
 def perturbation(eps: float, seed: int) -> Transform:
     """Return a change of tensors by one rounding of the coarsest dtype, up or down."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device, torch.float64) * 2 - 1
+        signs = (
+            torch.randint(0, 2, tensor.shape, generator=generator, device="cpu").to(tensor.device, torch.float64) * 2
+            - 1
+        )
         by = max(eps, torch.finfo(tensor.dtype).eps)
         return (tensor.double() * (1 + by * signs)).to(tensor.dtype)
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import collections
 import copy
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -125,9 +127,6 @@ def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
     return ""
 
 
-_STEPS = 6  # some do more in every fifth or sixth
-
-
 def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
     """Return the updates of each parameter by steps of a copy, from random gradients."""
     copied = object.__new__(type(optimizer))
@@ -135,11 +134,11 @@ def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
     state = {k: v for k, v in vars(optimizer).items() if k != "step"}  # a scheduler's wrapper would step the live one
     vars(copied).update(copy.deepcopy({k: v for k, v in state.items() if k not in hooks}))
     vars(copied).update({name: collections.OrderedDict() for name in hooks})
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     parameters = [p for group in copied.param_groups for p in group["params"]]
     for parameter in parameters:
-        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
         if place is not None:
             swap[id(parameter)] = parameter, nn.Parameter(place(parameter.detach()))
             swap[id(parameter)][1].grad = place(gradient)
@@ -148,7 +147,7 @@ def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
     repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
     with random_state_restored(), ClosedTraps():
         torch.manual_seed(0)  # equal draws for both copies
-        for _ in range(_STEPS):
+        for _ in range(6):  # some do more in every fifth or sixth
             type(copied).step(copied)
     after = [p.full_tensor() if isinstance(p, DTensor) else p for g in copied.param_groups for p in g["params"]]
     return [new.detach() - old for new, old in zip(after, before, strict=True)]
@@ -236,25 +235,36 @@ def placement_of(mesh: DeviceMesh) -> Place:
 
 
 def _refuse_writes(unit: nn.Module) -> None:
-    """Raise if a forward writes a gathered parameter or follows a failed backward pass."""
-    versions: dict[tuple[nn.Module, str], int] = {}  # forwards nest, and modules share names
+    """Raise if a forward writes or moves a gathered parameter, or follows a failed backward pass."""
+    inner = {m for one in unit.modules() if one is not unit and isinstance(one, FSDPModule) for m in one.modules()}
+    own = [module for module in unit.modules() if module not in inner]  # those gather their own
+    seen: list[tuple[int, str, int, int]] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        if module is unit and is_backward_unfinished([unit]) and not is_in_backward():
+        if is_backward_unfinished([unit]) and not is_in_backward():
             raise PlanError(Problem("backward-failed", type(module).__name__, found=CAUGHT))
-        versions.update({(module, n): p._version for n, p in module._parameters.items() if p is not None})
+        for one in own:  # else it moves what is gathered to memory for cuDNN, which is stale in the next call
+            if isinstance(one, nn.RNNBase):
+                one._flat_weight_refs = [weakref.ref(cast(Any, weight)) for weight in one._flat_weights]
+        seen[:] = _memory(own)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and versions.get((module, name), parameter._version) != parameter._version:
-                hint = 'use style="replicate", or write the parameter outside of forward'
-                reason = "a forward writes a gathered parameter"
-                raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
+        for _, name, *_ in set(_memory(own)).difference(seen):
+            hint = 'use style="replicate", or write the parameter outside of forward'
+            reason = "a forward writes or moves a gathered parameter"
+            raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
 
     for module in unit.modules():
         module.register_load_state_dict_pre_hook(place_loaded)
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after, prepend=True)  # before FSDP2 frees it
+    unit.register_forward_pre_hook(torch.compiler.disable(before))
+    unit.register_forward_hook(torch.compiler.disable(after), prepend=True)  # before FSDP2 frees it
+
+
+def _memory(modules: Iterable[nn.Module]) -> list[tuple[int, str, int, int]]:
+    """Return id, name, version and address of the modules' own parameters."""
+    with torch._C.DisableTorchFunction():  # out of sight of modes, and faster
+        held = [(name, p) for module in modules for name, p in module._parameters.items() if p is not None]
+        return [(id(p), name, p._version, p.data_ptr()) for name, p in held]
 
 
 def place_loaded_state(place: Place, optimizer: Optimizer) -> None:
@@ -267,11 +277,12 @@ def place_loaded_state(place: Place, optimizer: Optimizer) -> None:
                 state[key] = place(value)
 
 
-class ClosedTraps(TorchFunctionMode):
-    """Mode against silently wrong reads, writes and hooks on DTensors, in one thread.
+class ClosedTraps:
+    """Block against silently wrong reads, writes and hooks on DTensors, in this thread and in backward passes.
 
     ``item()`` and its like read one rank's summand of a partial sum, ``.data =`` changes nothing, a write through a
-    view may reach a copy, and a gradient hook never runs, since FSDP2 writes ``.grad`` itself.
+    view may reach a copy, and a gradient hook never runs, since FSDP2 writes ``.grad`` itself. DTensor's own hook for
+    functions is set meanwhile: a `TorchFunctionMode` would be called for every plain tensor too, three times as often.
     """
 
     _VIEWS = frozenset([
@@ -284,17 +295,33 @@ class ClosedTraps(TorchFunctionMode):
         for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__format__", "is_nonzero")
     ) | {torch.is_nonzero}
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-    _HOOKS = frozenset([torch.Tensor.register_hook])
+    _open = staticmethod(DTensor.__torch_function__)
+    _lock = threading.Lock()
+    _threads: ClassVar[list[int]] = []  # with a block, one entry for each
+    _views = WeakTensorKeyDictionary()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.views = WeakTensorKeyDictionary()
+    def __enter__(self) -> None:
+        with self._lock:
+            self._threads.append(threading.get_ident())
+            DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], DTensor):  # an index comes without types
-            if func in self._READS:
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._threads.remove(threading.get_ident())
+            if not self._threads:
+                DTensor.__torch_function__ = self._open  # type: ignore[method-assign]
+                self._views.clear()
+
+    @classmethod
+    def _closed(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            is_ours = threading.get_ident() in cls._threads or is_in_backward()  # that may have threads of its own
+            if name == "__get__" or not is_ours or not args or not isinstance(args[0], DTensor):
+                return func(*args, **kwargs)
+            if func in cls._READS:
                 args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
-            elif func == self._SET_DATA:
+            elif func == cls._SET_DATA:
                 if not isinstance(args[1], DTensor):
                     hint = 'write in place under torch.no_grad(), or use style="replicate"'
                     reason = "`.data =` with a plain tensor, where the parameter lies in shards"
@@ -302,19 +329,17 @@ class ClosedTraps(TorchFunctionMode):
                 with torch.no_grad():
                     args[0].detach().copy_(args[1])
                 return None
-            elif func in self._HOOKS and isinstance(args[0], nn.Parameter):
+            elif name == "register_hook" and isinstance(args[0], nn.Parameter):
                 hint = 'use register_post_accumulate_grad_hook, or style="replicate"'
                 reason = "a gradient hook on a parameter in shards would never run"
                 raise PlanError(Problem("parameter-hooks", found=reason, hint=hint))
-            name = getattr(func, "__name__", "")
-            if is_written(name) and (name == "__setitem__" or args[0] in self.views):
+            if is_written(name) and (name == "__setitem__" or args[0] in cls._views):
                 reason, hint = f"a view of shards is written ({name})", 'write full tensors, or use style="replicate"'
                 raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
-            result = func(*args, **(kwargs or {}))
-            if name in self._VIEWS:
-                self.views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
+            result = func(*args, **kwargs)
+            if name in cls._VIEWS:
+                cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
             return result
-        return func(*args, **(kwargs or {}))
 
 
 class Watch(TorchFunctionMode):
@@ -363,12 +388,17 @@ class Watch(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, number: int) -> None:
+        if not self._stack:
+            self._before = _memory(module.modules())
         self._stack.append(module)
         self.ran.append(number)
 
     def _leave(self, module: nn.Module) -> None:
         while self._stack and self._stack.pop() is not module:  # a forward inside raised, and was caught
             continue
+        for one, *_ in () if self._stack else set(_memory(module.modules())).difference(self._before):
+            if one in self.names:
+                self.reasons.setdefault(self.names[one], "a forward writes it or puts other memory in its place")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -389,12 +419,9 @@ class Watch(TorchFunctionMode):
         if name in ("__get__", "__set__"):  # shapes, .grad, .data
             return result
         read = {self.names[id(x)]: x for x in leaves if id(x) in self.names}
-        writes = name.endswith("_") and not name.endswith("__") and id(args[0]) in self.names
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)] if read else []
         for fqn, parameter in read.items():
             if self._stack:
-                if writes and args[0] is parameter:
-                    self.reasons.setdefault(fqn, f"a forward writes it ({name})")
                 running = set(self._stack)
                 self.users[fqn] = self.users.get(fqn, running) & running  # at every use
             elif torch.is_grad_enabled() and any(x.requires_grad and x is not parameter for x in outputs):

@@ -124,12 +124,6 @@ class Program:
     def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
         return tuple([leaves[position] for position in self.capture.numbers])
 
-    def note_checked(self, leaves: list[Any]) -> None:
-        """Count a check; live numbers need two of them, with different values."""
-        self.checked_sizes.update(self.sizes_of(leaves).items())
-        self.checked_numbers.add(self.numbers_of(leaves))
-        self.is_checked = len(self.checked_numbers) > 1 or not self.capture.numbers
-
     def guards_hold(self, values: dict[tuple[Any, ...], float], numbers: tuple[float, ...] = ()) -> bool:
         """Return True if these hyperparameters and numbers allow each decision of the trace."""
         now = (*values.values(), *numbers)
