@@ -48,10 +48,22 @@ def outside_of_graphs(function: F) -> F:
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy every source to its target. On CUDA in as few kernels as torch supports; dtypes are converted."""
+    if targets and targets[0].is_cuda and not is_fake(targets):
+        targets, sources = map(list, zip(*map(_in_words, targets, sources), strict=True))
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:
         torch._foreach_copy_(targets, sources)
+
+
+def _in_words(*pair: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """View rows of two tensors as words of 16 bytes where they lie so: torch's strided kernel copies words faster."""
+    ratio = _WORD.itemsize // pair[0].itemsize
+    starts = [n for x in pair for n in (x.size(-1), x.storage_offset(), *x.stride()[:-1])] if pair[0].ndim > 1 else [1]
+    is_plain = pair[0].dtype == pair[1].dtype and pair[0].stride()[-1:] == pair[1].stride()[-1:] == (1,)
+    if ratio < 2 or not is_plain or any(n % ratio for n in starts) or any(x.data_ptr() % _WORD.itemsize for x in pair):
+        return pair
+    return tuple(x.view(_WORD) for x in pair)
 
 
 def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
@@ -66,6 +78,7 @@ def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
 CompiledGuards: Callable[..., Any] = TensorGuards
 
 _requires_grad = attrgetter("requires_grad")
+_WORD = torch.complex128
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 

@@ -62,9 +62,9 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
 
 
 def data_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device for ranks without tensors: the current GPU, or the CPU."""
-    devices = consensus.device_types(dist.get_backend_config(group))
-    on_gpu = "cpu" not in devices and "cuda" in devices
+    """Return the device for ranks without tensors: the current GPU of a group that has them, or the CPU."""
+    backends = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
+    on_gpu = backends.get("cuda") not in (None, backends.get("cpu"))  # gloo alone is for tensors on the CPU
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

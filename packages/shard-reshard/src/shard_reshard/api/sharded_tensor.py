@@ -121,11 +121,7 @@ def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_siz
 
 
 def reshuffle_local_shard(
-    local_shard: Shards,
-    st_size: Sequence[int],
-    sharding_spec: Any,
-    resharding_spec: Any,
-    pg: dist.ProcessGroup | None,
+    local_shard: Shards, st_size: Sequence[int], sharding_spec: Any, resharding_spec: Any, pg: dist.ProcessGroup | None
 ) -> tuple[list[Any], list[Any]]:
     """Move shards to other ranks without a change of the sharded dim. Any permutation, any shards per rank.
 
@@ -136,11 +132,7 @@ def reshuffle_local_shard(
 
 @outside_of_graphs
 def reshard_local_shard(
-    local_tensor: Shards,
-    st_size: Sequence[int],
-    sharding_spec: Any,
-    resharding_spec: Any,
-    pg: dist.ProcessGroup | None,
+    local_tensor: Shards, st_size: Sequence[int], sharding_spec: Any, resharding_spec: Any, pg: dist.ProcessGroup | None
 ) -> tuple[list[Any], list[Any]]:
     """Reshard from one spec to another. Differentiable; ``local_tensor`` is not changed.
 

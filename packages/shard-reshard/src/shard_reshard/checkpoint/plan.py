@@ -25,14 +25,7 @@ from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
 from shard_reshard.plan import group_problems
-from shard_reshard.state_dict.plan import (
-    DstLayouts,
-    KeyMap,
-    RankMeta,
-    StateDictPlan,
-    TensorMeta,
-    plan_state_dict,
-)
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
 
 _SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
 

@@ -138,7 +138,7 @@ def read_rows(
     The file has ``num_bytes`` and the ``state`` that this rank saw when headers were read; else it has changed.
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
-    rows = torch.empty(shape, dtype=torch_dtype(dtype))
+    rows = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
     wanted, done, place = rows.nbytes, 0, memory_bytes(rows)
     try:
         with open(path, "rb", buffering=0) as file:  # unbuffered: reads go to the tensor

@@ -426,7 +426,7 @@ class _Recorder(DispatchMode):
         """Follow a tensor's writes back to boxes of checkpoint tensors, the last one first."""
         held = self.held[owner]
         start = int(held.storage_offset())
-        hidden = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool)
+        hidden = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool, device="cpu")
         for target, source in reversed(self.writes.get(owner, [])):
             region = hidden.as_strided(target.shape, target.stride(), target.storage_offset())
             if bool(region.all()):  # later ones have replaced it

@@ -206,9 +206,9 @@ def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     length = 1  # in elements
     while dims and dims[0][0] == length:
         length *= dims.pop(0)[1]
-    starts = torch.zeros(1, dtype=torch.int64)  # one per run, not per element
+    starts = torch.zeros(1, dtype=torch.int64, device="cpu")  # one per run, not per element
     for stride, size in dims:
-        starts = (starts.unsqueeze(-1) + torch.arange(size) * stride).view(-1)
+        starts = (starts.unsqueeze(-1) + torch.arange(size, device="cpu") * stride).view(-1)
     return starts.sort().values * tensor.element_size() + tensor.data_ptr(), length * tensor.element_size()
 
 
