@@ -80,7 +80,7 @@ def all_gather_header(where: Where, payload: bytes, subject: str, state: str = N
         RuntimeError: A peer died, or never made this call; names the call and this rank.
     """
     assert len(payload) <= HEADER_BYTES
-    rows = torch.tensor([list(payload.ljust(HEADER_BYTES, b"\0"))], dtype=torch.uint8)  # 1 x 64
+    rows = torch.tensor([list(payload.ljust(HEADER_BYTES, b"\0"))], dtype=torch.uint8, device="cpu")  # 1 x 64
     for group in _groups(where):
         mine = rows.to(_message_device(group))
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -114,5 +114,5 @@ def _train(
 def _values(shape: tuple[int, ...], phase: float, like: torch.Tensor) -> torch.Tensor:
     """Return numbers of both signs and several sizes, with distinct rows and columns. Draws nothing random."""
     count = math.prod(shape)
-    place = torch.arange(1, count + 1, dtype=torch.float64)
+    place = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
     return (torch.sin(place * place + phase) * (1 + place / count)).view(shape).to(like.device, like.dtype)

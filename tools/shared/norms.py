@@ -62,9 +62,7 @@ def clip_grad_norm_(
 @torch.no_grad()
 @own_errors()  # for gradients of parameters marked as stale by another package
 def grad_norm(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Return the norm of all gradients together, as in one process with the full model.
 

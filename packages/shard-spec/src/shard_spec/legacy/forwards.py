@@ -50,7 +50,7 @@ class ShardedForward:
             raise PlanError(Problem("not-sharded", f"{self.name}.weight", found=reason, hint=hint))
         if isinstance(input, DTensor):
             return on_mesh(input, weight.device_mesh, self.name)
-        rows = input if isinstance(input, torch.Tensor) else torch.empty(0)
+        rows = input if isinstance(input, torch.Tensor) else torch.empty(0, device="cpu")
         if not isinstance(input, torch.Tensor):
             wrong = f"an input of type {type(input).__name__}: a tensor is needed"
         elif rows.device.type != weight.device.type:

@@ -194,7 +194,7 @@ class StepModel:
             [passes * seconds(writes, reads) + seconds(grad_in, grad_out) for reads, grad_in in inputs]
             for writes, grad_out in outputs
         ]
-        return torch.tensor(table, dtype=torch.float64)
+        return torch.tensor(table, dtype=torch.float64, device="cpu")
 
     # ---- bytes ----
 

@@ -45,7 +45,9 @@ class PairwiseProblem:
     def add_node(self, costs: Sequence[float] | Tensor, memory: Sequence[int] | Tensor | None = None) -> int:
         """Add a node and return its index; without `memory` it needs none."""
         self.costs.append(quantised(costs))
-        bytes_ = torch.zeros(self.costs[-1].shape) if memory is None else torch.as_tensor(memory)
+        bytes_ = (
+            torch.zeros(self.costs[-1].shape, device="cpu") if memory is None else torch.as_tensor(memory, device="cpu")
+        )
         self.memory.append(bytes_.to(torch.int64))
         return len(self.costs) - 1
 
@@ -81,7 +83,7 @@ class Solution:
 
 def quantised(costs: Sequence[float] | Sequence[Sequence[float]] | Tensor) -> Tensor:
     """Convert `costs` to float64, rounded to multiples of `QUANTUM`."""
-    tensor = torch.as_tensor(costs, dtype=torch.float64)
+    tensor = torch.as_tensor(costs, dtype=torch.float64, device="cpu")
     if bool((tensor.isnan() | tensor.isneginf()).any()):  # would poison every sum
         raise ValueError("a cost is NaN or minus infinity: correct the cost model")
     return torch.round(tensor / QUANTUM) * QUANTUM
@@ -255,7 +257,10 @@ def _mixed(problem: PairwiseProblem, limit: int, large: Solution, small: Solutio
     mixtures = []
     for one, other in ((large, small), (small, large)):
         first, rest = (
-            torch.tensor([int(amount[choice]) for amount, choice in zip(problem.memory, each.assignment, strict=True)])
+            torch.tensor(
+                [int(amount[choice]) for amount, choice in zip(problem.memory, each.assignment, strict=True)],
+                device="cpu",
+            )
             for each in (one, other)
         )
         totals = first.cumsum(0) + rest.sum() - rest.cumsum(0)  # bytes with `one` up to this node

@@ -172,7 +172,7 @@ def simulate_block(
             return Verdict(None, "the row linear's input has another size, or is not finite")
         channels = []
         for view, fake in fake_columns.items():
-            masks = [torch.zeros(fake.out_features, dtype=torch.bool) for _ in columns[view]]
+            masks = [torch.zeros(fake.out_features, dtype=torch.bool, device="cpu") for _ in columns[view]]
             for mask, own in zip(masks, columns[view], strict=True):
                 mask[own] = True
             channels.append(Channels(fake.values, masks))
@@ -189,7 +189,9 @@ def simulate_block(
             value = owner.adds if isinstance(owner, _FakeLinear) else owner._parameters[leaf]
             if value is not None and not isinstance(owner, _FakeColumn | _FakeRow):
                 values[name] = value
-        entries = {name: [Channels(value, [torch.ones((), dtype=torch.bool)])] for name, value in values.items()}
+        entries = {
+            name: [Channels(value, [torch.ones((), dtype=torch.bool, device="cpu")])] for name, value in values.items()
+        }
         idle = BlockSimulator(lambda _: run(), entries, _TOLERANCE).idle(0)
     return Verdict(True, between=frozenset(values) - frozenset(idle))
 
@@ -214,13 +216,13 @@ def _without_weights(module: nn.Module, fakes: dict[nn.Module, nn.Module]) -> nn
             if parameter.numel() > 2**24:
                 raise ValueError("a parameter inside the region is too large to stand in for")
             # Ones and a little noise: norms, gates and scales of any shape block no flow.
-            ones = torch.ones(parameter.shape, dtype=parameter.dtype)
+            ones = torch.ones(parameter.shape, dtype=parameter.dtype, device="cpu")
             filled = 1 + 0.1 * _random(tuple(ones.shape), 77) if parameter.is_floating_point() else ones
             twin.__dict__["_parameters"][name] = nn.Parameter(filled, requires_grad=False)
     twin.__dict__["_buffers"] = dict(module._buffers)
     for name, value in module._buffers.items():
         if value is not None:
-            full = torch.ones(value.shape, dtype=value.dtype) if value.is_meta else value.detach().cpu()
+            full = torch.ones(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value.detach().cpu()
             twin.__dict__["_buffers"][name] = full.double() if full.is_floating_point() else full
     for hooks in ("_forward_pre_hooks", "_forward_hooks"):
         twin.__dict__[hooks] = type(module.__dict__[hooks])()  # hooks of wrappers expect the real module
@@ -293,8 +295,11 @@ def _guesses(name: str, stream: Tensor, head_dim: int | None) -> list[Any]:
 def even_slices(num_channels: int, tp_size: int) -> Slices:
     """Return the channels of each rank, split like ``torch.chunk``."""
     step = -(-num_channels // tp_size)
-    return [torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels)) for r in range(tp_size)]
+    return [
+        torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels), device="cpu")
+        for r in range(tp_size)
+    ]
 
 
 def _random(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")

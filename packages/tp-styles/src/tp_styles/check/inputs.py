@@ -256,7 +256,7 @@ def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANC
 
 def varied(like: torch.Tensor) -> torch.Tensor:
     """Return numbers without a pattern, equal on every rank. Drawn ones would be constants here."""
-    place = torch.arange(like.shape.numel(), dtype=torch.float64)  # on the CPU: equal for all devices
+    place = torch.arange(like.shape.numel(), dtype=torch.float64, device="cpu")  # on the CPU: equal for all devices
     return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(like.shape).to(like.device, like.dtype)
 
 

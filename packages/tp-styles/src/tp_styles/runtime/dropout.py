@@ -70,7 +70,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 def _drawn_seed(generator: torch.Generator) -> str:
     """Return a function of the generator's state, and advance it. No device is waited for."""
     if generator.device.type == "cpu":
-        return str(torch.randint(2**62, (), generator=generator).item())
+        return str(torch.randint(2**62, (), generator=generator, device=generator.device).item())
     offset = generator.get_offset()
     seed = f"{generator.initial_seed()} {offset}"
     generator.set_offset(offset + 4)  # offsets of CUDA generators are multiples of four

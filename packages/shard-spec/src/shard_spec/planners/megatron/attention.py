@@ -264,7 +264,9 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
     columns = (q, k, v) if share_kv else (q,)  # fewer key-value heads than ranks: k and v stay replicated
     slices = {view: even_slices(view.out_features, context.options.tp_size) for view in columns}
     if not share_kv:
-        slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
+        slices.update(
+            {view: [torch.arange(view.out_features, device="cpu")] * context.options.tp_size for view in (k, v)}
+        )
     evidence = _evidence(context, projections, slices, inner, heads, None)
     if isinstance(evidence, Problem):
         return projections.left_whole(evidence)
