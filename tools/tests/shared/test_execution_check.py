@@ -14,14 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shared.execution_check import (
-    Compared,
-    Precision,
-    RandomState,
-    is_random,
-    random_state_restored,
-    relative_error,
-)
+from shared.execution_check import Compared, Precision, RandomState, is_random, random_state_restored, relative_error
 
 State = dict[str, torch.Tensor]
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}

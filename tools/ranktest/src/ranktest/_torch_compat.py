@@ -77,12 +77,6 @@ def use_cuda(device: torch.device) -> None:
     cuda.init()
 
 
-def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that is loaded."""
-    nccl: Any = torch.cuda.nccl
-    return tuple(nccl.version())
-
-
 def unbox_group(boxed: Any) -> Any:
     """The Python ProcessGroup inside the script object that a c10d kernel receives."""
     return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)

@@ -11,9 +11,6 @@ import torch.distributed as dist
 from ranktest import _torch_compat as compat
 from ranktest.job import Job, Meeting
 
-#: First NCCL that can put several ranks on one device.
-NCCL_MULTI_RANK = (2, 30)
-
 
 def join(job: Job, meeting: Meeting) -> torch.device:
     """Make the default group of a test and return this rank's device; an accelerator is made current first."""
@@ -22,7 +19,7 @@ def join(job: Job, meeting: Meeting) -> torch.device:
     os.environ.update(RANK=str(meeting.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(device.index or 0))
     bound = None
     if device.type == "cuda":
-        _nccl_environment(job)
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # since 2.30; older ones refuse several on a device
         compat.use_cuda(device)
         bound = device if "nccl" in job.placement.backend else None
     timeout = timedelta(seconds=job.group_timeout_s)
@@ -44,15 +41,3 @@ def join(job: Job, meeting: Meeting) -> torch.device:
         device_id=bound,
     )
     return device
-
-
-def _nccl_environment(job: Job) -> None:
-    """Allow several ranks per device where NCCL can."""
-    if job.placement.ranks_per_gpu > 1 and "nccl" in job.placement.backend:
-        version = compat.nccl_version()
-        if version[:2] < NCCL_MULTI_RANK:
-            raise RuntimeError(
-                f"{job.placement.ranks_per_gpu} ranks per GPU under NCCL need NCCL "
-                f"{'.'.join(map(str, NCCL_MULTI_RANK))}, found {'.'.join(map(str, version))}; use --ranks-backend gloo"
-            )
-        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")

@@ -28,9 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add this plugin's options."""
     group = parser.getgroup("ranktest", "test bodies on many ranks")
     group.addoption(
-        "--without-extras",
-        action="store_true",
-        help="leave out tests marked extra(...), and list them at the end",
+        "--without-extras", action="store_true", help="leave out tests marked extra(...), and list them at the end"
     )
     group.addoption(
         "--ranks-device",
@@ -39,9 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where ranks live; auto is cpu, under torchrun cuda if there are GPUs",
     )
     group.addoption(
-        "--ranks-backend",
-        default="auto",
-        help="backend of the default group; auto is gloo on cpu and nccl on cuda",
+        "--ranks-backend", default="auto", help="backend of the default group; auto is gloo on cpu and nccl on cuda"
     )
     group.addoption(
         "--ranks-per-gpu", type=int, default=1, metavar="N", help="how many ranks share a GPU (default: %(default)s)"
