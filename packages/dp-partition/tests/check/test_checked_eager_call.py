@@ -68,8 +68,8 @@ def test_the_first_calls_of_every_pattern_are_compared(ranks: Ranks, style: Any)
     assert min(count for name, count in counts.items() if name not in UNCHECKED) > 100
 
 
-def _doubled(self: Any, bucket: Any, flat: torch.Tensor, tail: torch.Tensor) -> set[int]:
-    return REAL_UNPACK(self, bucket, flat * (2 if 1 in bucket.members else 1), tail)
+def _doubled(self: Any, bucket: Any, flat: torch.Tensor, *more: Any) -> set[int]:
+    return REAL_UNPACK(self, bucket, flat * (2 if 1 in bucket.members else 1), *more)
 
 
 def _own(self: Any, *message: Any) -> set[int]:

@@ -36,9 +36,21 @@ FULL = {
 }
 
 
-def _eager(step: Any, *, is_sharded: bool = False) -> EagerStep:
+class AsOnGPU(EagerStep):
+    """Flags of gradients go beside them, over the CPU, as in groups for CPU and GPU."""
+
+    def start(self, *arguments: Any) -> None:
+        super().start(*arguments)
+        assert self.reducer is not None
+        self.reducer._flags_apart = True
+
+
+WAYS = [EagerStep, AsOnGPU]
+
+
+def _eager(step: Any, *, is_sharded: bool = False, way: type[EagerStep] = EagerStep) -> EagerStep:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return EagerStep(step, mesh, "step", 1 << 10, "of the test", is_sharded=is_sharded)
+    return way(step, mesh, "step", 1 << 10, "of the test", is_sharded=is_sharded)
 
 
 def _batch(call: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +60,7 @@ def _batch(call: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", ["replicate", "replicate as on a GPU", "fully_shard"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_step_trains_as_in_one_process(ranks: Ranks, name: str, style: str) -> None:
     rank, rows = dist.get_rank(), 4
@@ -58,7 +70,7 @@ def test_a_step_trains_as_in_one_process(ranks: Ranks, name: str, style: str) ->
     copies = name == "average_of_weights"  # plain tensors, made before rank 0's values are taken
     torch.manual_seed(1 if copies else 1 + rank)
     step, trained = PATTERNS[name]()
-    eager = _eager(step, is_sharded=style == "fully_shard")
+    eager = _eager(step, is_sharded=style == "fully_shard", way=AsOnGPU if "GPU" in style else EagerStep)
     with warnings.catch_warnings(), ranks.record() as log:
         warnings.simplefilter("ignore")
         for call in range(CALLS):
@@ -205,7 +217,8 @@ def test_under_another_default_device(ranks: Ranks, style: Any, capture: Any) ->
 
 
 @pytest.mark.ranks(3)
-def test_ranks_reach_other_parameters(ranks: Ranks) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_reach_other_parameters(ranks: Ranks, way: Any) -> None:
     torch.manual_seed(0)
     model = mlp()
     spare = nn.Linear(2, 2).double()
@@ -218,7 +231,7 @@ def test_ranks_reach_other_parameters(ranks: Ranks) -> None:
         model[4](hidden).square().mean().backward()
         optimizer.step()
 
-    eager = _eager(step)
+    eager = _eager(step, way=way)
     plain = [p.detach().clone() for p in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -288,7 +301,8 @@ def test_ranks_use_a_parameter_in_other_modules(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_one_rank_raises_and_all_do_and_the_next_call_works(ranks: Ranks, at: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rank_raises_and_all_do_and_the_next_call_works(ranks: Ranks, at: int, way: Any) -> None:
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -302,7 +316,7 @@ def test_one_rank_raises_and_all_do_and_the_next_call_works(ranks: Ranks, at: in
         model(x).square().mean().backward()
         optimizer.step()
 
-    eager = _eager(step)
+    eager = _eager(step, way=way)
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -317,7 +331,8 @@ def test_one_rank_raises_and_all_do_and_the_next_call_works(ranks: Ranks, at: in
 
 
 @pytest.mark.ranks(2)
-def test_other_numbers_of_backward_passes_raise_on_all_ranks(ranks: Ranks) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_other_numbers_of_backward_passes_raise_on_all_ranks(ranks: Ranks, way: Any) -> None:
     model = mlp()
 
     def step(x: torch.Tensor, passes: int) -> None:
@@ -327,12 +342,12 @@ def test_other_numbers_of_backward_passes_raise_on_all_ranks(ranks: Ranks) -> No
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        eager = _eager(step)
+        eager = _eager(step, way=way)
         with pytest.raises(PlanError, match="different numbers of backward passes"):
             eager((x, 1 + dist.get_rank()), {})
         eager.release()
         model.zero_grad()
-        eager = _eager(step)
+        eager = _eager(step, way=way)
         eager((x, 1), {})
         with pytest.raises(PlanError, match="different numbers of backward passes"):
             eager((x, 1 + dist.get_rank()), {})
@@ -378,7 +393,8 @@ def test_a_parameter_made_in_a_call_raises_and_one_made_before_it_trains(ranks: 
 
 
 @pytest.mark.ranks(3)
-def test_a_rank_without_rows_of_a_sparse_table(ranks: Ranks) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_without_rows_of_a_sparse_table(ranks: Ranks, way: Any) -> None:
     """One rank leaves the table out in some calls; one raises in another. The others get the average of all."""
     torch.manual_seed(0)
     model, rank = Bag(), dist.get_rank()
@@ -398,7 +414,7 @@ def test_a_rank_without_rows_of_a_sparse_table(ranks: Ranks) -> None:
             p.data.sub_(gradient.to_dense() if gradient.is_sparse else gradient)
             p.grad = None
 
-    eager = _eager(step)
+    eager = _eager(step, way=way)
     warnings.simplefilter("ignore")
     for call in range(CALLS):
         x, y = _batch(call, 6)
@@ -421,11 +437,12 @@ def test_a_rank_without_rows_of_a_sparse_table(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_gradient_that_turns_sparse_on_one_rank_raises_on_both(ranks: Ranks) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_turns_sparse_on_one_rank_raises_on_both(ranks: Ranks, way: Any) -> None:
     torch.manual_seed(0)
     model = Bag()
     model.table.sparse = False
-    eager = _eager(mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    eager = _eager(mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), way=way)
     warnings.simplefilter("ignore")
     for call in range(3):
         eager(_batch(call, 4), {})

@@ -82,6 +82,8 @@ class GradientReducer:
         devices = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
         self._has_cpu = "cpu" in devices
         self._message_device = torch.device("cpu") if self._has_cpu or not real else self.parameters[0].device
+        # On a GPU flags beside the gradients would make the host wait for it in each pass.
+        self._flags_apart = self._has_cpu and any(p.device.type != "cpu" for p in self.parameters)
         self._handles = []
         for index, parameter in enumerate(self.parameters):
             # A frozen parameter accepts no hook, but may be trained from some call on.
@@ -238,7 +240,8 @@ class GradientReducer:
         while current.launched < len(current.buckets):
             is_last = current.launched == len(current.buckets) - 1
             self._launch(current, current.buckets[current.launched], is_last=is_last, failed=failed)
-        extra: set[int] = set()
+        reached = self._exchange(current.arrived, failed=failed).keys() if self._flags_apart else None
+        extra = set(reached or ()).difference(current.sparse, *(one.members for one in current.buckets))
         for bucket in current.buckets:
             assert bucket.work is not None
             flat, tail, work = bucket.work
@@ -246,7 +249,7 @@ class GradientReducer:
             with named_collective(f"{self.name}, backward pass {self.index} of call {self.calls}"):
                 work.wait()
             if not failed:
-                extra |= self._unpack(bucket, flat, tail)
+                extra |= self._unpack(bucket, flat, tail, reached)
         return extra
 
     @torch.no_grad()  # gradients of a pass that is differentiated again have a graph
@@ -257,23 +260,23 @@ class GradientReducer:
         gradients = [torch.zeros_like(p) if failed or p.grad is None else p.grad for p in parameters]
         if gradients[0].is_complex():
             gradients = [torch.view_as_real(gradient.resolve_conj()) for gradient in gradients]
-        flags = [float(index in current.arrived) for index in bucket.members]
-        if is_last:
+        flags = [] if self._flags_apart else [float(index in current.arrived) for index in bucket.members]
+        if is_last and not self._flags_apart:
             unsent = current.arrived.difference(current.sparse, *(one.members for one in current.buckets))
             flags += [float(index in unsent) for index in range(len(self.parameters))]
             flags += [float(failed)]  # a failing rank still sends
-        tail = torch.tensor(flags, dtype=gradients[0].dtype, device=gradients[0].device)
+        tail = gradients[0].new_tensor(flags) if flags else gradients[0].new_empty(0)  # which nobody waits for
         flat = flatten([*gradients, tail]).div_(self.world)  # before the sum, as DDP does
         bucket.work = flat, tail, dist.all_reduce(flat, group=self.group, async_op=True)
         current.launched += 1
 
     @torch.no_grad()
-    def _unpack(self, bucket: _Bucket, flat: torch.Tensor, tail: torch.Tensor) -> set[int]:
+    def _unpack(self, bucket: _Bucket, flat: torch.Tensor, tail: torch.Tensor, reached: Set[int] | None) -> set[int]:
         parameters = [self.parameters[index] for index in bucket.members]
         is_complex = parameters[0].is_complex()
         shapes = [torch.view_as_real(parameter) for parameter in parameters] if is_complex else parameters
         *parts, tail = unflatten(flat, [*shapes, tail])  # in one call: many small gradients take long
-        flags = tail.tolist()
+        flags = tail.tolist() if reached is None else [index in reached for index in bucket.members]
         extra: set[int] = set()
         if len(flags) > len(parameters):  # the last bucket
             self._raise_if_failed(bool(flags[-1]))

@@ -103,12 +103,9 @@ def _is_closed(module: nn.Module, root: nn.Module, names: dict[int, str], watch:
         return False
     is_used = any(names[id(p)] in watch.users for p in own)  # an average of weights may be in no forward
     runs = module is not root or not is_used or any(watch.modules[number] is root for number in watch.ran)
-    inside, every = _places(module), _places(root)
+    roots = (module, root)
+    inside, every = (collections.Counter(id(p) for m in r.modules() for p in m._parameters.values()) for r in roots)
     return runs and all(inside[id(p)] == every[id(p)] for p in own)
-
-
-def _places(root: nn.Module) -> collections.Counter[int]:
-    return collections.Counter(id(p) for m in root.modules() for p in m._parameters.values() if p is not None)
 
 
 def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
