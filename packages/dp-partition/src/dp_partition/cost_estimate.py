@@ -21,7 +21,6 @@ from dp_partition.api import compile as compile_step
 from dp_partition.api import runner_of
 from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import check_traceable, find_step_state
-from dp_partition.check.copying import check_bytes
 from dp_partition.plan.placements import DataParallelStyle, fake_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan, Style
 
@@ -217,5 +216,5 @@ def estimate(
     trained = [param for param in plan.params if param.info.requires_grad]
     grads = sum(p.local_numel(p.grad, plan.world, shard_rank(mesh)) * p.info.dtype.itemsize for p in trained)
     held = StaticMemory(sizes["parameters"], grads, sizes["optimizer"], sizes["buffers"], sizes["batch"])
-    check = check_bytes(full, memory.resident_bytes)
+    check = 2 * full + memory.resident_bytes  # copy, gradients, snapshot: as `CheckedCall`
     return Estimate(name, plan, rank, held, messages_of(graph, plan.world), memory, check)

@@ -31,7 +31,7 @@ from dp_partition._torch_compat import FakeTensor, global_modes, has_gradient_ho
 from dp_partition.capture.inputs import CallArguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, choose_foreach, index_tensors
-from dp_partition.check.copying import CannotCopyError, Copier, Transform, check_bytes
+from dp_partition.check.copying import CannotCopyError, Copier, Transform
 from dp_partition.check.reference import (
     INTEGERS,
     Difference,
@@ -314,7 +314,8 @@ class CheckedCall:
             return "the process group moves no data"
         full = sum(t.numel() * t.element_size() for t in tensors)
         local = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
-        mine = (torch.initial_seed(), free_bytes(self.binding.mesh.device_type), check_bytes(full, local))
+        # Bytes of a copy, its gradients, and a snapshot of the live shards.
+        mine = (torch.initial_seed(), free_bytes(self.binding.mesh.device_type), 2 * full + local)
         rows = self.gather((*mine, secrets.token_hex(8)))
         if self.is_shared:  # otherwise the seed is this rank's alone
             text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.runner.name}"

@@ -40,11 +40,6 @@ _SHARED = (
 )  # fmt: skip
 
 
-def check_bytes(full: int, local: int) -> int:
-    """Return the bytes of a checked call: copy, gradients, snapshot of the live shards."""
-    return 2 * full + local
-
-
 class CannotCopyError(Exception):
     """Something within the step's reach cannot be copied."""
 
@@ -149,7 +144,7 @@ class Copier:
             return replacement
         source = local_tensor(value) if type(value) is not torch.Tensor else value
         if source.layout == torch.strided and source.numel() and not source.untyped_storage().nbytes():
-            raise CannotCopyError("it reaches memory that FSDP2 has freed")  # reading it would end the process
+            raise RuntimeError("it reaches memory that FSDP2 has freed")  # reading it would end the process
         copied = self.transform(source.detach().clone())
         if isinstance(value, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, value.requires_grad)
@@ -162,6 +157,7 @@ class Copier:
         return copied
 
 
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None), list, tuple, dict, set, frozenset])
 
 
@@ -178,7 +174,9 @@ class _Pickler(pickle.Pickler):
         if kind is types.FunctionType:
             own = self.copier.owned_globals(obj)
             names = (obj.__module__, obj.__qualname__, obj.__doc__)
-            state = (obj.__defaults__, obj.__kwdefaults__, vars(obj), *names, own)
+            # `functools.wraps` gives a compiled model's forward the model's attributes, FSDP2's hooks among them.
+            attributes = {key: one for key, one in vars(obj).items() if key not in _OF_MODULES}
+            state = (obj.__defaults__, obj.__kwdefaults__, attributes, *names, own)
             table = dict(obj.__globals__) if own else obj.__globals__
             self.copier.shared_ids.add(id(table))
             arguments = (obj.__code__, table, obj.__name__, None, obj.__closure__)
