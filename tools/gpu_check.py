@@ -129,7 +129,7 @@ def blocks(width: int, count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(count)]
 
 
-def train_step(device: torch.device, style: str, way: str = "graph") -> partial[torch.Tensor]:
+def train_step(device: torch.device, style: Any, way: str = "graph") -> partial[torch.Tensor]:
     """A train step with its arguments: dp-partition's graph, eager or of a model under `torch.compile`, or torch's."""
     import dp_partition
 
@@ -146,22 +146,20 @@ def train_step(device: torch.device, style: str, way: str = "graph") -> partial[
 
     step: Any = mean_square
     if way != "torch":
-        capture = "always" if way == "graph" else "never"
+        capture: Any = "always" if way == "graph" else "never"
         step = dp_partition.compile(mean_square, mesh=mesh, style=style, capture=capture, check="first")
-    model = torch.compile(model) if way == "compiled" else model
-    return partial(step, model, optimizer, torch.randn(rows, width, device=device))
+    called: Any = torch.compile(model) if way == "compiled" else model
+    return partial(step, called, optimizer, torch.randn(rows, width, device=device))
 
 
-PROGRAMS: dict[str, Callable[[torch.device], Callable[[], object]]] = {
+PROGRAMS: dict[str, Callable[..., Callable[[], object]]] = {
     "shard-reshard": reshard_program,
     "shard-reshard-async": partial(reshard_program, later=True),
     "tp-styles": styles_program,
     "tp-ddp-bridge": partial(styles_program, bridged=True),
-} | {
-    f"dp-partition-{style}-{way}": partial(train_step, style=style, way=way)
-    for style in ("replicate", "fully_shard")
-    for way in ("graph", "eager")
 }
+for style in ("replicate", "fully_shard"):
+    PROGRAMS |= {f"dp-partition-{style}-{way}": partial(train_step, style=style, way=way) for way in ("graph", "eager")}
 
 
 @pytest.mark.ranks(1)

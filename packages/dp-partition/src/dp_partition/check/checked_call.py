@@ -410,7 +410,7 @@ class CheckedEagerCall(CheckedCall):
         self.runner, self.eager, self.live_arguments = runner, eager, (args, kwargs)
         self.roots = (runner.original, args, kwargs, eager.roots)
         self.communicates = runner.mesh.size() > 1
-        # It runs uncompiled; torch's compiler sets `capturable` of an optimizer on CUDA.
+        # A watched call runs uncompiled; torch's compiler sets `capturable` of an optimizer on CUDA.
         self.is_watched = eager.is_sharded and not eager.is_placed
 
     def run(self) -> Any:
