@@ -530,3 +530,53 @@ def _checkpoints_activations() -> tuple[Step, Values]:
         optimizer.step()
 
     return step, lambda: list(model.parameters())
+
+
+class Momentum(nn.Module):
+    """A forward writes its second encoder, which no unit around it gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.slow = mlp(), mlp()
+        self.slow.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            for own, other in zip(self.slow.parameters(), self.online.parameters(), strict=True):
+                own.data = own.data * 0.9 + other.data * 0.1
+        return self.online(x), self.slow(x)
+
+
+@pattern
+def _average_written_in_a_forward() -> tuple[Step, Values]:
+    model = Momentum()
+    optimizer = torch.optim.SGD(model.online.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        got, target = model(x)
+        (F.mse_loss(got, y) + F.mse_loss(got, target)).backward()
+        optimizer.step()
+
+    return step, lambda: list(model.parameters())
+
+
+@pattern
+def _gradients_of_samples() -> tuple[Step, Values]:
+    """`vmap` puts tensors without memory into a module; the average is taken by hand."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def one(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.func.functional_call(model, parameters, x)
+        return F.mse_loss(out, y)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        own = {name: p.detach() for name, p in model.named_parameters()}
+        norms = torch.vmap(torch.func.grad(one), (None, 0, 0))(own, x.detach(), y)
+        weight = 1 / (1 + 0 * norms["0.weight"].square().sum())
+        (F.mse_loss(model(x), y) * weight).backward()
+        optimizer.step()
+
+    return step, lambda: list(model.parameters())

@@ -28,6 +28,7 @@ FULL = {
     "backward_of_inputs",
     "gradient_hook_and_saving",
     "gradient_penalty",
+    "gradients_of_samples",
     "lbfgs",
     "sam",
     "sparse_embedding",

@@ -166,8 +166,8 @@ class CheckedCall:
         program, leaves = self.program, self.call.leaves
         program.checked_sizes.update(program.sizes_of(leaves).items())
         program.checked_numbers.add(program.numbers_of(leaves))  # live ones need two checks, with different values
-        is_enough = len(program.checked_numbers) > 1 or not program.capture.numbers
-        program.is_checked = is_enough or bool(ended.unchecked)  # another check of it would end in the same way
+        # Another check of one that ended unchecked would end in the same way.
+        program.is_checked = len(program.checked_numbers) > 1 or not program.capture.numbers or bool(ended.unchecked)
         # Some rank may have traced a graph alone, which no check has run yet.
         unseen = any(not one.is_checked for same_key in self.runner.programs.values() for one in same_key)
         rows = self.gather((ended.unchecked, len(mismatches), unseen))

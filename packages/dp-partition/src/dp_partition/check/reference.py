@@ -463,11 +463,8 @@ def perturbation(eps: float, seed: int) -> Transform:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        signs = (
-            torch.randint(0, 2, tensor.shape, generator=generator, device="cpu").to(tensor.device, torch.float64) * 2
-            - 1
-        )
+        up = torch.randint(0, 2, tensor.shape, generator=generator, device="cpu").to(tensor.device, torch.float64)
         by = max(eps, torch.finfo(tensor.dtype).eps)
-        return (tensor.double() * (1 + by * signs)).to(tensor.dtype)
+        return (tensor.double() * (1 + by * (2 * up - 1))).to(tensor.dtype)
 
     return change

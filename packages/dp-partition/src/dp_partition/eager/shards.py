@@ -74,23 +74,25 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
         own = [p for p in root.parameters() if names[id(p)] not in full]
         if not own:
             continue
-        candidates = [root]
+        candidates = {root}
         for module in order:
             if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
                 kinds = collections.Counter(map(type, module.children()))
-                candidates += [child for child in module.children() if kinds[type(child)] > 1]
+                candidates |= {child for child in module.children() if kinds[type(child)] > 1}
         # If the root does not run (`model.encode(x)`): the outermost module that runs at each use of a parameter.
         for parameter in own:
             users = watch.users.get(names[id(parameter)], set())
             if users and root not in users:
-                candidates.append(min(users & order.keys(), key=order.__getitem__, default=root))
-        closed = [m for m in dict.fromkeys(candidates) if _is_closed(m, root, names, watch)]
-        covered = {id(p) for m in closed for p in m.parameters()}
-        missing = [names[id(p)] for p in own if id(p) not in covered]
-        if missing:  # no module covers all of their uses: they stay full, and so does all that shares with them
-            more = {**reasons, **dict.fromkeys(missing, "no module runs at every use of it")}
-            return plan_units(reach, parameters, watch, more)
-        units += sorted(closed, key=order.__getitem__, reverse=True)
+                candidates.add(min(users & order.keys(), key=order.__getitem__, default=root))
+        closed = [m for m in order if m in candidates and _is_closed(m, root, names, watch)]
+        gathers = {id(p): m for m in closed for p in m.parameters()}  # the innermost one
+        missing = [names[id(p)] for p in own if id(p) not in gathers]
+        written = [names[id(p)] for p in own if gathers.get(id(p)) in watch.writers.get(names[id(p)], ())]
+        if missing or written:  # they stay full, and so does all that shares with them
+            more = dict.fromkeys(missing, "no module runs at every use of it")
+            more |= dict.fromkeys(written, "a forward writes it or puts other memory in its place")
+            return plan_units(reach, parameters, watch, {**reasons, **more})
+        units += reversed(closed)
     return Units(tuple(units), full)
 
 
@@ -260,7 +262,7 @@ def _refuse_writes(unit: nn.Module) -> None:
 def _memory(modules: Iterable[nn.Module]) -> list[tuple[int, str, int, int]]:
     """Return id, name, version and address of the modules' own parameters."""
     with torch._C.DisableTorchFunction():  # out of sight of modes, and faster
-        held = [(name, p) for module in modules for name, p in module._parameters.items() if p is not None]
+        held = [(name, p) for m in modules for name, p in m._parameters.items() if isinstance(p, nn.Parameter)]
         return [(id(p), name, p._version, p.data_ptr()) for name, p in held]
 
 
@@ -352,8 +354,7 @@ class Watch(TorchFunctionMode):
         # Tensors that would be DTensors on shards -> parameters in their computation.
         self.origins = WeakTensorKeyDictionary(dict.fromkeys(states, frozenset[str]()))
         self.origins.update({parameter: frozenset([name]) for name, parameter in parameters.items()})
-        # parameters used by one operation outside of forwards: all are sharded, or none
-        self.combined: set[frozenset[str]] = set()
+        self.combined: set[frozenset[str]] = set()  # used by one operation outside of forwards: all sharded, or none
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         scripts = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]  # they take no hooks
@@ -366,6 +367,8 @@ class Watch(TorchFunctionMode):
         self.reasons |= {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
         self.reasons |= {name: "has a gradient hook" for name, p in parameters.items() if has_gradient_hooks(p)}
         self.users: dict[str, set[nn.Module]] = {}  # name -> modules running at every use of the parameter
+        self.writers: dict[str, set[nn.Module]] = {}  # name -> modules running when it is written or moved
+        self._before: dict[nn.Module, list[tuple[int, str, int, int]]] = {}
         self.ran: list[int] = []  # numbers of the modules that ran, in order; ranks compare them
         self._stack: list[nn.Module] = []
 
@@ -385,17 +388,16 @@ class Watch(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, number: int) -> None:
-        if not self._stack:
-            self._before = _memory(module.modules())
+        self._before[module] = _memory(module.modules())
         self._stack.append(module)
         self.ran.append(number)
 
     def _leave(self, module: nn.Module) -> None:
         while self._stack and self._stack.pop() is not module:  # a forward inside raised, and was caught
             continue
-        for one, *_ in () if self._stack else set(_memory(module.modules())).difference(self._before):
+        for one, *_ in set(_memory(module.modules())).difference(self._before.pop(module, ())):
             if one in self.names:
-                self.reasons.setdefault(self.names[one], "a forward writes it or puts other memory in its place")
+                self.writers.setdefault(self.names[one], set()).add(module)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

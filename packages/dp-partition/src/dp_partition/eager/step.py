@@ -65,8 +65,7 @@ class EagerStep:
     full: str = "keep"  # ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise
     observes: bool = True  # the first call runs on full parameters, and is watched
     roots: tuple[Any, ...] = ()  # models and optimizers of earlier calls: the first eager call may lack them
-    # modules sharded by FSDP2; none before the end of the first call
-    units: Units = Units((), {})  # noqa: RUF009  # frozen
+    units: Units = Units((), {})  # noqa: RUF009  # frozen; none before the end of the first call
     is_placed: bool = False
     num_calls: int = 0
     num_compared: int = 0  # number of comparisons of parameters between ranks
@@ -74,8 +73,7 @@ class EagerStep:
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    # compared elements of each call that was compared with the step on a full copy
-    checked: list[int] = field(default_factory=list)
+    checked: list[int] = field(default_factory=list)  # elements compared with the step on a full copy, by call
     unchecked: str = ""  # why a call was not
     reducer: GradientReducer | None = None
 
@@ -169,18 +167,21 @@ class EagerStep:
                 listed = [p for group in optimizer.param_groups for p in group["params"]]
                 reasons = {names[id(p)]: why for p in listed if id(p) in names} | reasons
         numbers = {module: number for number, module in enumerate(watch.modules)}
-        users = {name: {numbers[module] for module in used} for name, used in watch.users.items()}
-        mine = (reasons, watch.ran, users, watch.combined)
+        running = [{name: {numbers[m] for m in used} for name, used in t.items()} for t in (watch.users, watch.writers)]
+        mine = (reasons, watch.combined, watch.ran, *running)
         rows = all_gather_objects(self.mesh, mine, f"the placement of {self.name}")
-        if any(ran != watch.ran for _, ran, _, _ in rows):
+        if any(ran != watch.ran for _, _, ran, *_ in rows):
             reasons = dict.fromkeys(self.parameters, "ranks run different modules")
         else:
             reasons = {name: why for row, *_ in reversed(rows) for name, why in row.items()}
         # A unit has to run at every use of its parameters on every rank, or ranks would plan different units.
-        watch.combined = set.union(*(combined for *_, combined in rows))
-        for name in {name for _, _, used, _ in rows for name in used}:
-            common = set.intersection(*(used[name] for _, _, used, _ in rows if name in used))
-            watch.users[name] = {watch.modules[number] for number in common if number < len(watch.modules)}
+        watch.combined = set.union(*(combined for _, combined, *_ in rows))
+        modules = watch.modules
+        for name in self.parameters:
+            used = [users[name] for *_, users, _ in rows if name in users]
+            if used:
+                watch.users[name] = {modules[n] for n in set.intersection(*used) if n < len(modules)}
+            watch.writers[name] = {modules[n] for *_, w in rows for n in w.get(name, ()) if n < len(modules)}
         self.units = plan_units(reach, self.parameters, watch, reasons)
         causes: dict[str, list[str]] = {}
         for name, why in self.units.full.items():
