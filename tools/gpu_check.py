@@ -232,7 +232,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def follows_one_process(ranks: Ranks, model: nn.Module, parallel: nn.Module, train: Any, rows: slice) -> Any:
+def follows_one_process(ranks: Ranks, model: nn.Module, parallel: nn.Module, train: Any, rows: slice) -> None:
     """Train ``parallel`` by ``train`` on this rank's rows beside ``model`` on all; losses are compared with a mean."""
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, parallel)]
     for call in range(6):

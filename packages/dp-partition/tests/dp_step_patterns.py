@@ -580,3 +580,22 @@ def _gradients_of_samples() -> tuple[Step, Values]:
         optimizer.step()
 
     return step, lambda: list(model.parameters())
+
+
+class Nested(nn.Module):
+    """A forward that runs inside itself: FSDP2 would free its parameters after the inner run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        x = x + self(x, depth - 1) if depth else x
+        out: torch.Tensor = (self.last if depth else torch.tanh)(self.first(x))
+        return out
+
+
+@pattern
+def _module_inside_itself() -> tuple[Step, Values]:
+    model = Nested().double()
+    return mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), lambda: list(model.parameters())

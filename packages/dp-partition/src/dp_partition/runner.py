@@ -147,7 +147,7 @@ class Runner:
                 self.eager = eager
 
     def run_eagerly(self, eager: EagerStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call; compare the first two on these layouts, until one cannot be compared."""
+        """Run one call; compare the first ones, until one cannot be compared."""
         if not eager.num_calls and (self.settings.check == "never" or not eager.observes):
             eager.unchecked = "check='never'" if self.settings.check == "never" else "observe=False"
         # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.

@@ -30,6 +30,7 @@ FULL = {
     "gradient_penalty",
     "gradients_of_samples",
     "lbfgs",
+    "module_inside_itself",
     "sam",
     "sparse_embedding",
     "tied_and_complex",  # a parameter of no module
@@ -162,7 +163,7 @@ class Recurrent(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_each_call", [False, True])
 def test_recurrent_weights_that_move(ranks: Ranks, in_each_call: bool) -> None:
-    """What a forward moves is stale in the next call: it stays full, or shards do not move."""
+    """A weight moved by a forward is stale in the next call: it stays full, or it does not move."""
     torch.manual_seed(0)
     model, mesh = Recurrent(in_each_call).double(), ranks.mesh((2,), ("dp",))
     other, one = copy.deepcopy(model), copy.deepcopy(model)

@@ -181,9 +181,7 @@ class GradientReducer:
         current = self._current()
         if parameter.grad.is_sparse and current.is_known and index not in current.sparse:  # type: ignore[union-attr]
             hint = "use sparse=False in the embedding"
-            raise PlanError(
-                Problem("sparse-gradient", self.names[index], found="not sparse in earlier calls", hint=hint)
-            )
+            raise PlanError(Problem("sparse-gradient", self.names[index], found="dense in earlier calls", hint=hint))
         if current.arrived and self._end() is None:  # autograd drops the callback with a pass that failed
             raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.arrived:

@@ -395,6 +395,7 @@ class Watch(TorchFunctionMode):
     def _leave(self, module: nn.Module) -> None:
         while self._stack and self._stack.pop() is not module:  # a forward inside raised, and was caught
             continue
+        # A module inside itself counts as written: FSDP2 frees its parameters after the inner run.
         for one, *_ in set(_memory(module.modules())).difference(self._before.pop(module, ())):
             if one in self.names:
                 self.writers.setdefault(self.names[one], set()).add(module)
