@@ -579,24 +579,30 @@ def test_traps_of_sharded_parameters_are_closed(ranks: Ranks) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms: list[float] = []
 
-    def step(x: torch.Tensor, replaces: bool) -> None:
+    def step(x: torch.Tensor, then: str) -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
         norms.append(model.get_parameter("0.weight").detach().norm().item())
-        if replaces:
+        if then == "replace":
             model.get_parameter("0.weight").data = torch.zeros(16, WIDTH, dtype=torch.float64)
+        if then == "combine":
+            norms.append((model.get_parameter("0.weight") - torch.zeros(16, WIDTH, dtype=torch.float64)).norm().item())
 
     eager = _eager(step, is_sharded=True)
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     with pytest.warns(UserWarning, match="runs eagerly"):
-        eager((x, False), {})
+        eager((x, ""), {})
     for _ in range(4):
-        eager((x, False), {})
+        eager((x, ""), {})
     with eager.unsharded():
         assert norms[-1] == pytest.approx(model.get_parameter("0.weight").detach().norm().item(), rel=1e-12)
     with pytest.raises(PlanError, match="data ="):
-        eager((x, True), {})
+        eager((x, "replace"), {})
+    with pytest.raises(RuntimeError, match="mixed") as caught:  # call 1 has not shown it
+        eager((x, "combine"), {})
+    assert 'style="replicate"' in caught.value.__notes__[-1]
+    eager((x, ""), {})
 
 
 @pytest.mark.ranks(2)

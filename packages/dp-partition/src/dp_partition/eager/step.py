@@ -141,8 +141,11 @@ class EagerStep:
                 yield
             if is_backward_unfinished(self.units.modules):
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
-        except BaseException:
+        except BaseException as error:
             reset_fsdp(self.units.modules)
+            if "mixed torch.Tensor and DTensor" in str(error):
+                way = 'what call 1 does with parameters keeps them full: do it there too, or use style="replicate"'
+                error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
             raise
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch) -> None:
@@ -226,10 +229,7 @@ class EagerStep:
         for sparse in (buffer.to_sparse().coalesce() for buffer in buffers if buffer.layout != torch.strided):
             lines.append(f"sparse buffer: {checksum(sparse.indices())}, {checksum(sparse.values())}")  # stays as it is
         error = PlanError(problems) if problems else None
-        if self.mesh.size() > 1:
-            assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
-        elif error is not None:
-            raise error
+        assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
         if self.reducer is not None:
             self.reducer.remove()
         else:
