@@ -82,7 +82,7 @@ def all_gather_header(where: Where, payload: bytes, subject: str, state: str = N
     assert len(payload) <= HEADER_BYTES
     rows = torch.tensor([list(payload.ljust(HEADER_BYTES, b"\0"))], dtype=torch.uint8, device="cpu")  # 1 x 64
     for group in _groups(where):
-        mine = rows.to(_message_device(group))
+        mine = rows.to(message_device(group))
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         with named_collective(subject, state, _COMPARING):
             dist.all_gather(gathered, mine, group=group)
@@ -213,7 +213,7 @@ def _groups(where: Where) -> list[dist.ProcessGroup | None]:
     return [where]
 
 
-def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+def message_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the CPU if the group has a CPU backend, else its current GPU: CPU messages need no stream sync."""
     devices = device_types(dist.get_backend_config(group))
     if "cpu" in devices or "cuda" not in devices:

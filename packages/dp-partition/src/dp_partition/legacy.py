@@ -36,7 +36,7 @@ from dp_partition.plan.placements import (
     StrategyType,
     TupleStrategy,
 )
-from dp_partition.plan.plan import CommConfig, Style
+from dp_partition.plan.plan import CommConfig, Style, home_by_style
 from dp_partition.runtime.state import local_tensor
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate
 from dp_partition.sharding.rule_table import OutputPlacement
@@ -129,7 +129,7 @@ def partition_data_parallel(
     # The parameters, buffers and state become DTensors.
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        own = [_home(tuple(tensor.shape), parallel_style, mesh.size())]
+        own = [home_by_style(tuple(tensor.shape), parallel_style, mesh.size())[0]]
         return distribute_tensor(tensor.detach(), mesh, own, src_data_rank=None)  # ranks hold equal values
 
     replaced: dict[torch.Tensor, torch.Tensor] = {}
@@ -290,14 +290,6 @@ def build_data_parallel_strategies(
     return strategies
 
 
-def _home(shape: tuple[int, ...], style: DataParallelStyle, world: int) -> Placement:
-    """Return the placement of a parameter or its state; scalars are replicated."""
-    is_sharded = style is not DataParallelStyle.REPLICATE and len(shape) > 0
-    if style is DataParallelStyle.DEFAULT:
-        is_sharded = is_sharded and shape[0] > 0 and shape[0] % world == 0
-    return Shard(0) if is_sharded else Replicate()
-
-
 def prepare(module: GraphModule) -> None:
     """Bring a traced step into canonical form, for global semantics."""
     erase_profiler(module.graph)
@@ -311,14 +303,14 @@ def _plan_graph(
     graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, style: DataParallelStyle
 ) -> dict[fx.Node, NodePlan]:
     """Propagate with parameters and state placed by a style."""
-    homes = StoragePlacements({}, {}, lambda name, shape: _home(shape, style, world), keep_outputs=True)
+    homes = StoragePlacements({}, {}, lambda name, shape: home_by_style(shape, style, world)[0], keep_outputs=True)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             homes.placements[node] = Replicate()
         elif position < num_fixed:
-            homes.placements[node] = _home(tuple(value.shape), style, world)
+            homes.placements[node] = home_by_style(tuple(value.shape), style, world)[0]
             homes.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
         else:
             if value.ndim > batch_dim and value.shape[batch_dim] % world:

@@ -31,10 +31,10 @@ from dp_partition.check.gradients import (
     NotComparableError,
     PeerStoppedError,
 )
-from dp_partition.plan.placements import chunk_bounds, shard_group, shard_world
+from dp_partition.plan.placements import shard_group, shard_world
 from dp_partition.plan.plan import Settings
 from dp_partition.runtime.consensus import full_copies
-from dp_partition.runtime.state import Binding, live_tensors, state_name
+from dp_partition.runtime.state import Binding, live_tensors, local_shard, state_name
 
 
 @dataclass
@@ -286,12 +286,7 @@ def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> 
 
 
 def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.Tensor:
-    """Return this rank's shard of a full tensor under a placement."""
-    if not isinstance(placement, Shard):
-        return tensor
-    size = tensor.shape[placement.dim]
-    start, end = chunk_bounds(size, binding.world, binding.rank)
-    return tensor.narrow(placement.dim, start, end - start)
+    return local_shard(tensor, placement, binding.world, binding.rank, is_view=True)
 
 
 def live_outcome(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_partition._shared.consensus import named_collective
+from dp_partition._shared.consensus import device_types, named_collective
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import after_backward, flatten, foreach_copy_, hooks_after_accumulation, unflatten
 
@@ -79,8 +79,7 @@ class GradientReducer:
         self.has_raised = self._meets = self._runs = self._are_in = False
         self._entry: _Message | None = None
         self._end: Callable[[], Any] = partial(self._finish)  # of the present pass
-        devices = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
-        self._has_cpu = "cpu" in devices
+        self._has_cpu = "cpu" in device_types(dist.get_backend_config(group))
         self._message_device = torch.device("cpu") if self._has_cpu or not real else self.parameters[0].device
         # On a GPU flags beside the gradients would make the host wait for it in each pass.
         self._flags_apart = self._has_cpu and any(p.device.type != "cpu" for p in self.parameters)

@@ -313,7 +313,7 @@ def plan_placements(
                 problems.append(Problem("invalid-layout", info.name, found=text, hint=hint))  # passes shard dim 0 only
             homes = (placement, placement, placement, f"placements[{pattern!r}]")  # parameter, gradient, state
         else:
-            homes = _home_by_style(info, style, world)
+            homes = home_by_style(info.shape, style, world)
         planned.append(ParamPlan(info, *homes, aliases=tuple(others.get(info.name, ()))))
     for pattern in patterns:
         if pattern not in used:
@@ -322,11 +322,12 @@ def plan_placements(
     return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems), replicas, reduction)
 
 
-def _home_by_style(
-    info: TensorInfo, style: DataParallelStyle, world: int
+def home_by_style(
+    shape: tuple[int, ...], style: DataParallelStyle, world: int
 ) -> tuple[Placement, Placement, Placement, str]:
+    """Return placements of a parameter, its gradient and its state, and the reason."""
     full, shard = Replicate(), Shard(0)
-    if not info.shape:  # no dim to shard
+    if not shape:  # no dim to shard
         return full, full, full, "a scalar cannot be sharded"
     if style is DataParallelStyle.REPLICATE:
         return full, full, full, "style"
@@ -334,7 +335,7 @@ def _home_by_style(
         return full, full, shard, "style"
     if style is DataParallelStyle.ZERO2:  # gradients are reduce-scattered
         return full, shard, shard, "style"
-    if style is DataParallelStyle.DEFAULT and info.shape[0] % world:
-        return full, full, full, f"dim 0 of size {info.shape[0]} does not divide by {world}"
-    uneven = "" if info.shape[0] % world == 0 else f", padded: dim 0 of size {info.shape[0]}"
+    if style is DataParallelStyle.DEFAULT and shape[0] % world:
+        return full, full, full, f"dim 0 of size {shape[0]} does not divide by {world}"
+    uneven = "" if shape[0] % world == 0 else f", padded: dim 0 of size {shape[0]}"
     return shard, shard, shard, f"style{uneven}"

@@ -17,7 +17,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dp_partition._shared.consensus import assert_consistent, capture_errors
+from dp_partition._shared.consensus import assert_consistent, capture_errors, message_device
 from dp_partition._torch_compat import collectives, default_store
 from dp_partition.analysis import carried_names
 from dp_partition.backends import gathered
@@ -64,7 +64,7 @@ def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping
 def largest_of(mesh: DeviceMesh, value: int) -> int:
     """Return the largest value of all ranks; a collective of one number."""
     groups = all_groups(mesh)
-    largest = torch.tensor(value, device=group_device(groups[0]))
+    largest = torch.tensor(value, device=message_device(groups[0]))
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return int(largest)
@@ -100,7 +100,7 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
     groups = all_groups(mesh)
     for names in _parts({n: t for n, t in tensors.items() if t.layout == torch.strided}):
         flat = torch.cat([_bytes(tensors[name]) for name in names])
-        travelling = flat.to(group_device(groups[0])) if flat.device.type != group_device(groups[0]).type else flat
+        travelling = flat.to(message_device(groups[0])) if flat.device.type != message_device(groups[0]).type else flat
         for group in groups:
             dist.broadcast(travelling, group=group, group_src=0)
         sizes = [tensors[name].nbytes for name in names]
@@ -160,9 +160,3 @@ def _parts(tensors: Mapping[K, torch.Tensor], limit: int = 16 << 20) -> list[lis
         part.append(key)
         open_part[tensor.device] = part, size + tensor.nbytes
     return parts
-
-
-def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a group's messages, the CPU if its backend allows."""
-    kinds = [device.type for device in group._device_types]
-    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])

@@ -29,11 +29,14 @@ from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import broadcast_from_first, distinct, full_copies
 
 
-def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
+def local_shard(
+    tensor: torch.Tensor, placement: Placement, world: int, rank: int, *, is_view: bool = False
+) -> torch.Tensor:
     if not isinstance(placement, Shard):
         return tensor
     start, end = chunk_bounds(tensor.shape[placement.dim], world, rank)
-    return tensor.narrow(placement.dim, start, end - start).clone()
+    rows = tensor.narrow(placement.dim, start, end - start)
+    return rows if is_view else rows.clone()
 
 
 def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
