@@ -634,5 +634,6 @@ def test_checksums_see_every_bit() -> None:
                 assert checksum(raw.view(dtype)) != checksum(x)
                 compared += 1
     assert compared >= 40
+    assert checksum(torch.arange(8.0)[2::2][:1]) == checksum(torch.tensor([2.0]))
     swapped = torch.tensor([2.0, 1.0], dtype=torch.float64)
     assert checksum(swapped) != checksum(swapped.flip(0))

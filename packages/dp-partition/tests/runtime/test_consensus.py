@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -136,3 +137,35 @@ def test_full_copies_of_shards_take_one_message(ranks: Ranks) -> None:
         assert torch.equal(got, full) and got.stride() == full.stride() and type(got) is torch.Tensor
         assert got.numel() == 0 or got.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
     assert len(copies) == 34
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("capture", ["always", "never"])
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_one_element_may_have_any_stride(ranks: Ranks, style: Any, capture: Any) -> None:
+    """Torch calls it contiguous, and yet refuses to view it as bytes."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+            self.scale = nn.Parameter(torch.arange(1.0, 5.0)[::2][:1])
+            self.register_buffer("shift", torch.arange(12.0).view(3, 4).t()[:1, :1])
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.linear(x) * self.scale + self.shift
+
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.ones(4, 8)
+    assert model.scale.stride() == (2,) and model.scale.is_contiguous()
+    one = copy.deepcopy(model)
+    optim, alone = SGD(model.parameters()), SGD(one.parameters())
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style, capture=capture)
+    for _ in range(5):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an eager step says so
+            step(model, optim, x)
+        models.mean_step(one, alone, x)
+    step.release()
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got, want)

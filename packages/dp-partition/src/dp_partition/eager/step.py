@@ -47,7 +47,7 @@ from dp_partition.eager.shards import (
     shard,
 )
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import broadcast_from_first, distinct
+from dp_partition.runtime.consensus import as_bytes, broadcast_from_first, distinct
 
 _WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
 
@@ -317,7 +317,7 @@ class EagerStep:
 
 def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     """Return two sums over a tensor's bits; equal bits give equal sums, also for NaN."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = as_bytes(tensor)
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
     plain = weighted = 0
     for start in range(0, padded.numel(), _WORDS):

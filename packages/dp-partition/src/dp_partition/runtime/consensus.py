@@ -99,7 +99,7 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
     result: dict[str, torch.Tensor] = {}
     groups = all_groups(mesh)
     for names in _parts({n: t for n, t in tensors.items() if t.layout == torch.strided}):
-        flat = torch.cat([_bytes(tensors[name]) for name in names])
+        flat = torch.cat([as_bytes(tensors[name]) for name in names])
         travelling = flat.to(message_device(groups[0])) if flat.device.type != message_device(groups[0]).type else flat
         for group in groups:
             dist.broadcast(travelling, group=group, group_src=0)
@@ -127,7 +127,7 @@ def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
         for index, rows in zip(part, padded, strict=True):
             rows[: shards[index].shape[0]] = shards[index]
         sizes = [rows.nbytes for rows in padded]
-        full = gathered(torch.cat([_bytes(rows) for rows in padded]), world, shard_group(mesh).group_name)
+        full = gathered(torch.cat([as_bytes(rows) for rows in padded]), world, shard_group(mesh).group_name)
         full = collectives.wait_tensor(full).view(world, -1)
         for index, columns in zip(part, full.split(sizes, 1), strict=True):
             values = columns.clone(memory_format=torch.contiguous_format).view(-1).view(result[index].dtype)
@@ -143,9 +143,10 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as bytes: backends lack complex numbers, booleans, 16-bit integers."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def _parts(tensors: Mapping[K, torch.Tensor], limit: int = 16 << 20) -> list[list[K]]:
