@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from tp_styles.runtime.redistribute import BlockInput
+from tp_styles.runtime.redistribute import BlockInput, TPGroup
 
 X64 = {"dtype": torch.float64}
 
@@ -319,3 +319,12 @@ def test_mistral_beside_torchs_plan_with_prepared_inputs(ranks: Ranks) -> None:
         gradients[name] = model.model.layers[0].self_attn.q_proj.weight.grad.full_tensor()
     assert sums["tp_styles"] == sums["torch"] == (14, 14 * 64 * 64 * 4)
     torch.testing.assert_close(gradients["tp_styles"], gradients["torch"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_one_element_may_have_any_stride(ranks: Ranks) -> None:
+    """Torch calls it contiguous, and yet refuses to view it as bytes."""
+    one = torch.arange(8.0)[2 * ranks.rank :: 2][:1]
+    assert one.is_contiguous() and one.stride() == (2,)
+    gathered = TPGroup(ranks.mesh((2,), ("tp",))).all_gather(one, 0)
+    assert gathered.tolist() == [0.0, 2.0]

@@ -70,6 +70,8 @@ def test_other_signs_and_other_places_are_other_values(dtype: torch.dtype, monke
             assert checksum(one) == checksum(one.clone()) != checksum(other)
             compared += 1
     assert compared == 25
+    one = torch.arange(8).to(dtype)[2::2][:1]  # contiguous to torch, which refuses to view it as bytes
+    assert checksum(one) == checksum(one.new_tensor([2])) != checksum(one.new_tensor([4]))
 
 
 @pytest.mark.ranks(2)

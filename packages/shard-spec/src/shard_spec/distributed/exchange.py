@@ -50,7 +50,7 @@ def on_all_ranks(
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A flat ``uint8`` view of a contiguous tensor of any dtype: what every backend accepts."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     return flat.resolve_neg().view(torch.uint8)

@@ -96,7 +96,8 @@ class TPGroup:
             return [part.view(x.shape) for part in flat.unbind(0)]
         out = x.new_empty((self.size, *x.shape))
         # As bytes: backends do not know every type.
-        all_gather_into(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), self.group)
+        sent = x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+        all_gather_into(out.view(-1).view(torch.uint8), sent, self.group)
         return list(out.unbind(0))
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
