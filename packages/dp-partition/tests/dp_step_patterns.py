@@ -595,6 +595,23 @@ class Nested(nn.Module):
         return out
 
 
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x.to(torch.complex128)).abs())
+        return out
+
+
+@pattern
+def _two_dtypes() -> tuple[Step, Values]:
+    model = TwoDtypes()
+    return mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), lambda: list(model.parameters())
+
+
 @pattern
 def _module_inside_itself() -> tuple[Step, Values]:
     model = Nested().double()

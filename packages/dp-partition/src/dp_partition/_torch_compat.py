@@ -284,10 +284,12 @@ def reset_fsdp(units: Iterable[Any]) -> None:
     """Make FSDP2's modules ready for the next forward, after an error in a step."""
     for unit in units:
         state = unit._get_fsdp_state()
+        if state._is_root is None:
+            continue  # it has not run
         if hasattr(unit, "reset_iter_state"):
             with contextlib.suppress(RuntimeError):  # only a root accepts it, for all modules below
                 unit.reset_iter_state()
-        elif state._is_root is not None:  # torch 2.11, which has no method for it: a module that has run
+        else:  # torch 2.11, which has no method for it
             group, idle = state._fsdp_param_group, type(state._training_state).IDLE
             state._modules_to_run_forward.clear()
             state._comm_ctx.post_forward_order.clear()

@@ -334,6 +334,53 @@ def test_one_rank_raises_and_all_do_and_the_next_call_works(ranks: Ranks, at: in
 
 
 @pytest.mark.ranks(2)
+def test_a_step_in_shards_that_raises_before_its_forward(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    inner = mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        if not len(x):
+            raise IndexError("a batch without rows")
+        return inner(x, y)
+
+    eager = _eager(step, is_sharded=True)
+    x, y = _batch(0, 4)
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        eager((x, y), {})
+    with pytest.raises(IndexError, match="a batch without rows"):  # FSDP2 has not run yet
+        eager((x[:0], y[:0]), {})
+    eager((x, y), {})
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_and_an_optimizer_replaced_while_they_are_in_shards(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    one = copy.deepcopy(model)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return mse_step(model, optimizer)(x, y)
+
+    eager = _eager(step, is_sharded=True)
+    optimizer, alone = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, one))
+    warnings.simplefilter("ignore")
+    for call in range(CALLS):
+        if call == 3:
+            model[2] = nn.Linear(16, 16).double()
+            one[2] = copy.deepcopy(model[2])
+            # Of shards, and of the new layer's parameters.
+            optimizer, alone = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, one))
+        x, y = _batch(call, 8)
+        eager((model, optimizer, x[4 * ranks.rank :][:4], y[4 * ranks.rank :][:4]), {})
+        step(one, alone, x, y)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    eager.release()
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_other_numbers_of_backward_passes_raise_on_all_ranks(ranks: Ranks, way: Any) -> None:
     model = mlp()

@@ -84,13 +84,21 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
             users = watch.users.get(names[id(parameter)], set())
             if users and root not in users:
                 candidates.add(min(users & order.keys(), key=order.__getitem__, default=root))
-        closed = [m for m in order if m in candidates and _is_closed(m, root, names, watch)]
-        gathers = {id(p): m for m in closed for p in m.parameters()}  # the innermost one
+        while True:
+            closed = [m for m in order if m in candidates and _is_closed(m, root, names, watch)]
+            gathers = {id(p): m for m in closed for p in m.parameters()}  # the innermost one
+            trained = {(gathers[id(p)], p.dtype) for p in own if p.requires_grad and id(p) in gathers}
+            mixed = {m for m, count in collections.Counter(m for m, _ in trained).items() if count > 1}
+            if candidates.issuperset(inner := [child for module in mixed for child in module.modules()]):
+                break
+            candidates.update(inner)  # FSDP2 gathers trained parameters of one dtype
         missing = [names[id(p)] for p in own if id(p) not in gathers]
         written = [names[id(p)] for p in own if gathers.get(id(p)) in watch.writers.get(names[id(p)], ())]
-        if missing or written:  # they stay full, and so does all that shares with them
+        others = [names[id(p)] for p in own if gathers.get(id(p)) in mixed]
+        if missing or written or others:  # they stay full, and so does all that shares with them
             more = dict.fromkeys(missing, "no module runs at every use of it")
             more |= dict.fromkeys(written, "a forward writes it or puts other memory in its place")
+            more |= dict.fromkeys(others, "its module holds parameters of several dtypes")
             return plan_units(reach, parameters, watch, {**reasons, **more})
         units += reversed(closed)
     return Units(tuple(units), full)

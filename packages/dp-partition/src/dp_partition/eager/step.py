@@ -83,7 +83,8 @@ class EagerStep:
         passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
         if self.reducer is None or self.new_parameters(dict.fromkeys([*self.modules, *passed])):
             if self.units.modules:
-                self.release()  # another model, or a grown one: all within reach are full before they are placed
+                # Another model, or a grown one: all within reach are full before they are placed.
+                self.release(args, kwargs)
             self.start(args, kwargs)
         assert self.reducer is not None
         self.num_calls += 1
@@ -276,10 +277,10 @@ class EagerStep:
             stack.enter_context(state.full_parameters(self.modules, writeback))
             yield
 
-    def release(self) -> None:
+    def release(self, *others: Any) -> None:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.units.modules:
-            reach = Reach(self.function, self.modules, self.optimizers, self.roots)
+            reach = Reach(self.function, self.modules, self.optimizers, self.roots, others)  # a new optimizer, say
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
             parameter: Any
             for unit in self.units.modules:
