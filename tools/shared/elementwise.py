@@ -67,7 +67,7 @@ def _reason(optimizer: Optimizer, group: dict[str, Any], full: torch.Tensor, dim
     grads = [_values(tuple(full.shape), step + 1.0, full) for step in range(STEPS)]
     devices = [full.device] if full.device.type != "cpu" else []  # the CPU's generator is always restored
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.enable_grad(), full.device:  # of what the optimizer makes, too
             full_update = _train(optimizer, group, full, grads)
             parts = [
                 _train(optimizer, group, half, [grad.chunk(2, dim)[index].contiguous() for grad in grads])

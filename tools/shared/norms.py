@@ -24,7 +24,9 @@ Axis = tuple[int, ...]
 """A mesh axis as the global ranks of this rank's group: meshes that share an axis have the same tuple."""
 
 BRIDGE_TAGS = frozenset({"_dp_leaf", "_dp_replicated"})
-"""Attributes of the parameters of a module that tp-ddp-bridge has bridged; all of them have one."""
+"""Attributes of the parameters of a module that tp-ddp-bridge has bridged; local shards of others have none."""
+
+BRIDGED_ROOT = "_dp_replicated_on"  # an attribute of the module itself
 
 
 def clip_grad_norm_(

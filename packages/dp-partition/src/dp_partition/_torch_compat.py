@@ -22,6 +22,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
@@ -264,6 +265,19 @@ def _is_from(hook: Any, sources: tuple[str, ...]) -> bool:
 
 
 FSDP_HOOKS = "torch.distributed.fsdp"
+
+
+_FSDP_HOOKS = (FSDP_HOOKS, "dp_partition.eager.shards")
+
+
+def without_fsdp(value: Any) -> tuple[type, dict[str, Any]]:
+    """Return the class before `fully_shard`, and attributes without FSDP2's and our hooks around its."""
+    kind = type(value).__mro__[2] if isinstance(value, FSDPModule) else type(value)
+    own = {key: one for key, one in vars(value).items() if not key.startswith("__composable_api")}
+    for key, table in own.items():
+        if "_hooks" in key and isinstance(table, dict):
+            own[key] = type(table)((n, hook) for n, hook in table.items() if not _is_from(hook, _FSDP_HOOKS))
+    return kind, own
 
 
 def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:

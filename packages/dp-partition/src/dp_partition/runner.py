@@ -22,7 +22,6 @@ from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves, without_data
 from dp_partition.capture.tracer import asks_for_values, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckedEagerCall, CheckMismatch, CheckSchedule
-from dp_partition.check.reference import StepCopy
 from dp_partition.eager.step import EagerStep
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import DataParallelStyle, num_replicas, shard_world
@@ -52,7 +51,6 @@ class Runner:
         if self.original is not function:
             warnings.warn(f"{self.name}: of a compiled step the original runs; compile the model", stacklevel=3)
         self.eager: EagerStep | None = None  # the step if it runs eagerly; None if it runs as a graph
-        self.shadow: StepCopy | None = None  # a full copy of an eager step, after the same calls
         self.before_trace: PythonState | None = None  # Python values from before a trace in the present call
         self.has_agreed = False  # errors of the present call are raised on all ranks
         self.may_switch = share is None and not settings.needs_graph()  # no choice of the caller needs a graph
@@ -153,7 +151,6 @@ class Runner:
         # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
         if eager.num_calls < 2 + eager.is_sharded and not eager.unchecked:
             return CheckedEagerCall(self, eager, args, kwargs).run()
-        self.shadow = None
         return eager(args, kwargs)
 
     def call_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from dp_partition._torch_compat import FakeTensor, global_modes, has_gradient_ho
 from dp_partition.capture.inputs import CallArguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, choose_foreach, index_tensors
-from dp_partition.check.copying import CannotCopyError, Copier, Transform
+from dp_partition.check.copying import CannotCopyError, Transform
 from dp_partition.check.reference import (
     INTEGERS,
     Difference,
@@ -49,7 +49,6 @@ from dp_partition.check.reference import (
 from dp_partition.eager.step import EagerStep
 from dp_partition.nodes import meta_of
 from dp_partition.plan.placements import all_groups
-from dp_partition.runtime.consensus import full_copies
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.state import Binding, Snapshot, full_tensor, live_tensors, local_tensor
 
@@ -400,10 +399,9 @@ EFFECTS = frozenset([
 
 
 class CheckedEagerCall(CheckedCall):
-    """One of an eager step's first calls, compared with the step on a full copy.
+    """One of an eager step's first calls, compared with the step on a full copy, in shards without them.
 
-    The copied model goes on from call to call, as modules in FSDP2's shards cannot be copied. A run is that of a copy
-    of it: the spread of right results needs several.
+    Runs are those of copies of this copy: the spread of right results needs several.
     """
 
     def __init__(self, runner: Runner, eager: EagerStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -417,30 +415,31 @@ class CheckedEagerCall(CheckedCall):
         if self.eager.reducer is None:
             self.eager.start(*self.live_arguments)  # rank 0's values everywhere, before they are copied
         self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
-        ended = Ended()
-        shadow, failure = capture_errors(self.next_shadow)  # of any object's own copying: all ranks hear of it
-        reason = "" if failure is None else str(failure)
+        ended, state = Ended(), state_of(self.reach)
+        reason = self.not_copyable(state)
+        if not any(self.gather(reason)):
+            placed: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
+            # Left by earlier calls; shards are gathered on all ranks, before a copy can fail on one.
+            self.left = [None if p.grad is None else full_tensor(p.grad).clone() for p in state.params.values()]
+            source = self.runner.original, self.live_arguments, placed
+            shadow, failure = capture_errors(lambda: self.copy(source=source))
+            reason = "" if failure is None else str(failure)  # of any object's own copying
         if not any(self.gather(reason)) and shadow is not None:
-            state, self.shadow = shadow.step_state, shadow
-            if self.runner.shadow is not None:  # rounding of the call before is no difference of this one
-                live = full_copies(state_tensors(state_of(self.reach)), self.runner.mesh)
-                with torch.no_grad():
-                    for value, copied in zip(live, state_tensors(state), strict=True):
-                        copied.copy_(value)
+            self.shadow, state = shadow, shadow.step_state
             self.binding: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
             self.arguments = (shadow.args, shadow.kwargs)
             python, self.random = PythonState(*self.roots), self.random_state()
-            self.runner.shadow, failure = capture_errors(self.copy)  # memory may be short on one rank
+            copied, failure = capture_errors(self.copy)  # memory may be short on one rank
             reason = "" if failure is None else str(failure)
-            if not any(self.gather(reason)) and self.runner.shadow is not None:
-                ended = self.reference(self.runner.shadow)
+            if not any(self.gather(reason)) and copied is not None:
+                ended = self.reference(copied)
                 python.restore()
                 self.random.restore()
                 reason = ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else "")
         result = self.eager(*self.live_arguments)
         reasons = [text for text in self.gather(reason) if text]
         if reasons or ended.outcome is None:
-            self.runner.shadow, self.eager.unchecked = None, next(iter(reasons), "")
+            self.eager.unchecked = next(iter(reasons), "")
             return result
         outcome = live_outcome(state_of(self.reach), self.live_arguments, result, full_tensor)
         mismatches = differences(outcome, ended.outcome)
@@ -452,40 +451,29 @@ class CheckedEagerCall(CheckedCall):
         self.eager.checked.append(sum(tensor.numel() for tensor in ended.outcome.tensors.values()))
         return result
 
-    def next_shadow(self) -> StepCopy:
-        """Return the copied model with this call's function and arguments; `CannotCopyError` has the reason against."""
-        state, before, reach = state_of(self.reach), self.runner.shadow, self.reach
+    def not_copyable(self, state: StepState) -> str:
+        """Return the reason against a copy of the step; empty without one."""
+        reach = self.reach
         effects = [*reach.iterators, *sorted(EFFECTS & self.runner.reads.names)]
-        if effects:
-            raise CannotCopyError(f"a second run of {effects[0]} would be seen")
-        if any(map(has_gradient_hooks, state.params.values())):
-            raise CannotCopyError("a gradient hook of a parameter is not copied")
-        if reach.identities(state.params.values(), (dict, set, frozenset)):
-            raise CannotCopyError("a container looks parameters up by identity, and a copy has others")
         needed = 3 * sum(t.nbytes for *_, t in live_tensors(state, self.live_arguments) if t.layout == torch.strided)
-        if needed > free_bytes(self.runner.mesh.device_type):
-            raise CannotCopyError("full copies do not fit into free memory")
-        if before is None:
-            placed: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
-            return with_state(copy_step(self.runner.original, self.live_arguments, placed), state)
-        live, copied = state_tensors(state), state_tensors(before.step_state)
-        if [one.shape for one in live] != [one.shape for one in copied]:
-            raise CannotCopyError("other tensors than in the call before")
-        # All but parameters, buffers and optimizers is copied again: callers change what a step reads between calls.
-        own, owners = before.step_state, [*(module for _, module in state.modules), *state.optimizers]
-        copier = Copier({}, owned=set(map(id, owners)))
-        for (_, one), (_, other) in zip(state.modules, own.modules, strict=True):
-            for pair in zip((*one.modules(), *one.buffers()), (*other.modules(), *other.buffers()), strict=True):
-                copier.hand(*pair)
-        originals, copies = (*state.params.values(), *state.optimizers), (*own.params.values(), *own.optimizers)
-        for pair in zip(originals, copies, strict=True):
-            copier.hand(*pair)
-        function, args, kwargs = copier.copy((self.runner.original, *self.live_arguments))
-        return StepCopy(function, args, kwargs, own)
+        reasons = {
+            f"a second run of {next(iter(effects), '')} would be seen": effects,
+            "a gradient hook of a parameter is not copied": any(map(has_gradient_hooks, state.params.values())),
+            "a container looks parameters up by identity, and a copy has others": reach.identities(
+                state.params.values(), (dict, set, frozenset)
+            ),
+            "full copies do not fit into free memory": needed > free_bytes(self.runner.mesh.device_type),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
-    def copy(self, transform: Transform | None = None) -> StepCopy:
-        copied = copy_step(self.shadow.function, self.arguments, self.binding, transform)
-        return with_state(copied, self.shadow.step_state)
+    def copy(self, transform: Transform | None = None, source: tuple[Any, Any, Any] | None = None) -> StepCopy:
+        """Copy the shadow, or another source, with its own state and the gradients that earlier calls left."""
+        function, arguments, binding = source or (self.shadow.function, self.arguments, self.binding)
+        copied = copy_step(function, arguments, binding, transform)
+        state = state_of(Reach(copied.function, copied.args, copied.kwargs))
+        for param, gradient in zip(state.params.values(), self.left, strict=True):
+            param.grad = None if gradient is None else gradient.clone()
+        return replace(copied, step_state=state)
 
     def reference(self, copied: StepCopy) -> Ended:
         with torch.compiler.set_stance("force_eager") if self.is_watched else nullcontext():
@@ -505,16 +493,3 @@ def state_of(reach: Reach) -> StepState:
     inside = set(map(id, state.params.values()))
     state.params |= {name: p for name, p in reach.parameters.items() if id(p) not in inside}
     return state
-
-
-def state_tensors(state: StepState) -> list[torch.Tensor]:
-    gradients = [param.grad for param in state.params.values() if param.grad is not None]
-    return [*(tensor for *_, tensor in live_tensors(state)), *gradients]
-
-
-def with_state(copied: StepCopy, source: StepState) -> StepCopy:
-    """Return a copy with its own state, and the gradients that earlier calls left."""
-    state = state_of(Reach(copied.function, copied.args, copied.kwargs))
-    for param, original in zip(state.params.values(), source.params.values(), strict=True):
-        param.grad = None if original.grad is None else original.grad.detach().clone()
-    return replace(copied, step_state=state)

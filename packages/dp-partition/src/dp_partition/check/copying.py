@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dp_partition._shared.stale_parameters import StaleParameter
-from dp_partition._torch_compat import FakeTensor, OpOverload
+from dp_partition._torch_compat import FakeTensor, OpOverload, without_fsdp
 from dp_partition.capture.fingerprint import contents, names_used
 from dp_partition.runtime.state import local_tensor
 
@@ -188,7 +188,8 @@ class _Pickler(pickle.Pickler):
             return weakref.ref, (_Nothing if target is None else target,)
         # These drop attributes when pickled (hooks, the scale of a running step), or refuse (parametrizations).
         if isinstance(obj, torch.nn.Module | Optimizer | torch.amp.GradScaler):
-            return object.__new__, (kind,), vars(obj), None, None, lambda new, own: new.__dict__.update(own)
+            kind, own = without_fsdp(obj)  # parameters are full in the copy
+            return object.__new__, (kind,), own, None, None, lambda new, own: new.__dict__.update(own)
         return NotImplemented
 
 
