@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from tp_ddp_bridge import optimizer_state_to_dtensor, optimizer_state_to_local
+from tp_ddp_bridge import optimizer_state_to_dtensor, optimizer_state_to_local, wrap_ddp
 from tp_styles import (
     FusedColwiseParallel,
     GQAParallel,
@@ -205,5 +205,24 @@ def test_adam_goes_on_with_another_size(ranks: Ranks, sizes: tuple[int, int], tm
     for name, value in full_state_dict(after).items():
         torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-8, atol=1e-10, msg=name)
         torch.testing.assert_close(value, other[name], rtol=1e-8, atol=1e-10, msg=name)
+        compared += value.numel()
+    assert compared == sum(p.numel() for p in alone.parameters())
+
+
+@pytest.mark.ranks(4)
+def test_replicas_of_sectioned_weights_under_ddp(ranks: Ranks) -> None:
+    """The bridge leaves local shards as they are, and DDP reduces them with the leaves: five steps as one process."""
+    batches = new_batches(5)
+    alone = new_model()
+    train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), batches)
+
+    model = parallel(ranks, 2, new_model())
+    wrapped = wrap_ddp(model, mesh=ranks.mesh((2, 2), ("dp", "tp")))
+    replica = ranks.mesh((2, 2), ("dp", "tp"))["dp"].get_local_rank()
+    rows = [tuple(each.chunk(2)[replica] for each in batch) for batch in batches]
+    train(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-2), rows)  # type: ignore[arg-type]  # pairs
+    compared = 0
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-8, atol=1e-10, msg=name)
         compared += value.numel()
     assert compared == sum(p.numel() for p in alone.parameters())

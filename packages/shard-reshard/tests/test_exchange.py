@@ -179,3 +179,11 @@ def test_peak_memory_as_measured(ranks: Ranks) -> None:
         apart = 4 * 512 * 256 if dtype == torch.bfloat16 else 0
         assert plan.workspace_bytes(ranks.rank) <= limit + apart
         assert used <= plan.workspace_bytes(ranks.rank) + (2**17 if apart else 2048), (src, dst, dtype)
+
+
+@pytest.mark.ranks(2)
+def test_a_cast_of_a_tensor_that_one_rank_holds(ranks: Ranks) -> None:
+    """A rank without a source learns its dtype; the destination's is an argument."""
+    full = torch.arange(8.0, device=ranks.device)
+    moved = reshard(full if ranks.rank == 0 else None, "rank 0", "2: S(0)", shape=(8,), dtype=torch.bfloat16)
+    assert torch.equal(moved, full[4 * ranks.rank :][:4].to(torch.bfloat16)) and moved.dtype is torch.bfloat16

@@ -242,56 +242,62 @@ def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
-@contextlib.contextmanager
-def without_hooks_of(root: torch.nn.Module, *sources: str) -> Iterator[None]:
-    """Remove hooks of some packages for the block, and restore them in their order."""
-    tables = [t for m in root.modules() for key, t in vars(m).items() if "_hooks" in key and isinstance(t, dict)]
-    before = [(table, dict(table)) for table in tables if any(_is_from(hook, sources) for hook in table.values())]
-    for table, hooks in before:
-        for key in [key for key, hook in hooks.items() if _is_from(hook, sources)]:
-            del table[key]
-    try:
-        yield
-    finally:
-        for table, hooks in before:
-            new = {key: hook for key, hook in table.items() if key not in hooks}  # registered within the block
-            table.clear()
-            table.update(hooks | new)
+_FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime.state")
 
 
-def _is_from(hook: Any, sources: tuple[str, ...]) -> bool:
+def _is_from_fsdp(hook: Any) -> bool:
     inner = getattr(hook, "hook", hook)  # torch wraps hooks of load_state_dict
-    return (getattr(inner, "__module__", None) or "").startswith(sources)
-
-
-FSDP_HOOKS = "torch.distributed.fsdp"
-
-
-_FSDP_HOOKS = (FSDP_HOOKS, "dp_partition.eager.shards")
+    return (getattr(inner, "__module__", None) or "").startswith(_FSDP_HOOKS)
 
 
 def without_fsdp(value: Any) -> tuple[type, dict[str, Any]]:
-    """Return the class before `fully_shard`, and attributes without FSDP2's and our hooks around its."""
+    """Return an object's class from before `fully_shard`, and its attributes without FSDP2's, hooks included."""
     kind = type(value).__mro__[2] if isinstance(value, FSDPModule) else type(value)
     own = {key: one for key, one in vars(value).items() if not key.startswith("__composable_api")}
     for key, table in own.items():
         if "_hooks" in key and isinstance(table, dict):
-            own[key] = type(table)((n, hook) for n, hook in table.items() if not _is_from(hook, _FSDP_HOOKS))
+            own[key] = type(table)((n, hook) for n, hook in table.items() if not _is_from_fsdp(hook))
     return kind, own
 
 
-def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:
-    """Remove FSDP2's hooks and class from a module, and hooks from ``sources``; parameters stay shards."""
+def _strip(module: torch.nn.Module) -> None:
+    kind, own = without_fsdp(module)
+    for key in vars(module).keys() - own.keys():
+        del vars(module)[key]
+    for key, table in vars(module).items():
+        if "_hooks" in key and isinstance(table, dict):
+            for number in table.keys() - own[key].keys():
+                del table[number]
+    module.__class__ = kind
+
+
+@contextlib.contextmanager
+def without_fsdp_in(root: torch.nn.Module) -> Iterator[None]:
+    """Make all modules of a model plain ones for the block; afterwards their hooks have their order again."""
+    units = [(m, type(m), dict(vars(m))) for m in root.modules() if isinstance(m, FSDPModule)]
+    tables = [t for m in root.modules() for key, t in vars(m).items() if "_hooks" in key and isinstance(t, dict)]
+    before = [(table, dict(table)) for table in tables]
+    for module in root.modules():
+        _strip(module)
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            kept = {n: hook for n, hook in hooks.items() if n in table or _is_from_fsdp(hook)}
+            new = {n: hook for n, hook in table.items() if n not in hooks}  # registered within the block
+            table.clear()
+            table.update(kept | new)
+        for unit, kind, own in units:
+            unit.__class__ = kind
+            vars(unit).update({key: own[key] for key in own.keys() - vars(unit).keys()})
+
+
+def remove_fsdp(unit: torch.nn.Module) -> None:
+    """Make a unit of FSDP2 a plain module; parameters stay shards."""
     unit.reshard()  # type: ignore[operator]
     for module in unit.modules():
-        for key, table in vars(module).items():
-            if "_hooks" in key and isinstance(table, dict):
-                for number in [n for n, hook in table.items() if _is_from(hook, (FSDP_HOOKS, *sources))]:
-                    del table[number]
-    unit.__class__ = type(unit).__mro__[2]  # the class before `fully_shard`
+        _strip(module)
     _composable_state._module_state_mapping.pop(unit, None)  # else it could not be sharded again
-    for key in [key for key in vars(unit) if key.startswith("__composable_api")]:
-        del vars(unit)[key]
 
 
 def reset_fsdp(units: Iterable[Any]) -> None:

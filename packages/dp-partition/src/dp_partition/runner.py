@@ -120,10 +120,11 @@ class Runner:
         if reach.identities(reach.parameters.values(), (dict, set, frozenset)):
             return "a container looks parameters up by identity, and a trace sees others"
         try:
-            read_arguments(self.name, args, kwargs)
+            leaves = read_arguments(self.name, args, kwargs).leaves
         except PlanError as error:
             return str(error.problems[0]).split(" -> ")[0]
-        return ""
+        ids = {id(p) for module in reach.modules for p in module.parameters()}
+        return "" if ids.isdisjoint(map(id, leaves)) else "parameters are among its arguments, beside the model"
 
     def call_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Restore placed tensors; run this and all later calls eagerly, on all ranks together."""
@@ -138,6 +139,7 @@ class Runner:
             reason = f"{reason} ({style.name.lower()} runs as fully_shard)"
         arguments = (self.original, self.mesh, self.name, settings.comm.bucket_bytes, reason)
         eager = EagerStep(*arguments, is_sharded, settings.full, settings.observe, roots)
+        eager.adopted.update(inner for root in roots if isinstance(root, nn.Module) for inner in root.modules())
         try:
             return self.run_eagerly(eager, args, kwargs)
         finally:
@@ -192,8 +194,7 @@ class Runner:
             # Traced with another number of rows, so on a contiguous tensor; views of a strided one may not exist.
             leaves = [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs = bind_inputs(binding, program, leaves, optimizers)
-        originals = {label: inputs[position] for label, position in program.labels(("param", "state"))}
-        buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
+        originals, buffers = ({label: inputs[position] for label, position in row} for row in program.written)
         with torch.no_grad(), without_autocast(), guarded(self.subject, originals, buffers):
             if gradients is None:
                 values = program.run(inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable
@@ -463,3 +464,57 @@ def test_shards_before_the_first_call(ranks: Ranks) -> None:
         refused = dp.compile(reads_outside, mesh=mesh, style="fully_shard", observe=False, capture="never")
         with pytest.raises(RuntimeError, match="mixed torch"):
             refused(model, optim, *batch(0, 8))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_parameters_in_a_list_beside_the_model_run_eagerly(ranks: Ranks, style: Any) -> None:
+    """A graph would replace them in the model alone, and no call would work."""
+    torch.manual_seed(0)
+    model = mlp()
+    one = copy.deepcopy(model)
+
+    def step(model: Any, optim: Any, clipped: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        (model(x) - y).square().mean().backward()
+        nn.utils.clip_grad_norm_(clipped, 1e-2)
+        optim.step()
+        optim.zero_grad()
+
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style)
+    optim, alone = ADAMW(model.parameters()), ADAMW(one.parameters())
+    clipped, reference = list(model.parameters()), list(one.parameters())
+    warnings.simplefilter("ignore")
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(CALLS):
+        x, y = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (WIDTH, 3))
+        mine = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+        compiled(model, optim, clipped, x[mine], y[mine])
+        step(one, alone, reference, x, y)
+    assert "parameters are among its arguments" in compiled.plan.explain()
+    compiled.release()
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_buffers_stay_each_ranks_own_when_a_graph_goes_eager(ranks: Ranks) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    statistics: Any = model[1]
+
+    def step(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor, branches: bool) -> Any:
+        loss = (model(x) - y).square().mean()
+        return finish(optim, loss if not branches or loss > 0 else -loss)
+
+    optim = ADAMW(model.parameters())
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
+    warnings.simplefilter("ignore")
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for call in range(CALLS):
+        x, y = (torch.randn(8, size, generator=generator, dtype=torch.float64) + ranks.rank for size in (WIDTH, 3))
+        with torch.no_grad():
+            weights = [getattr(p, "_local_tensor", p) for p in model[0].parameters()]
+            expected = 0.9 * statistics.running_mean + 0.1 * nn.functional.linear(x, *weights).mean(0)
+        compiled(model, optim, x, y, call > 2)
+        if call:
+            torch.testing.assert_close(statistics.running_mean, expected)
+    assert "runs eagerly" in compiled.plan.explain()

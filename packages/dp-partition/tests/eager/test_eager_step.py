@@ -548,6 +548,94 @@ def test_full_parameters_for_a_while_and_for_good(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_writes_without_writeback_are_dropped_and_a_full_model_is_copied(ranks: Ranks, style: str) -> None:
+    model = mlp()
+    step = mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    eager = _eager(step, is_sharded=style == "fully_shard")
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        eager(_batch(0, 4), {})
+    with eager.unsharded():
+        before = copy.deepcopy(model)
+        assert type(before) is nn.Sequential and before(_batch(0, 4)[0]).shape == (4, 3)
+    with eager.unsharded(writeback=False), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    eager(_batch(1, 4), {})
+    mse_step(before, torch.optim.SGD(before.parameters(), lr=0.1))(*_batch(1, 4))  # ranks have one batch
+    eager.release()
+    for got, want in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
+def test_release_reaches_what_only_the_calls_were_given(ranks: Ranks) -> None:
+    """A list to clip and an optimizer kept old shards: later calls clipped nothing, and trained nothing."""
+    torch.manual_seed(0)
+    model = mlp()
+    one = copy.deepcopy(model)
+
+    def step(model: Any, optimizer: Any, clipped: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(clipped, 1e-2)
+        optimizer.step()
+
+    lists: Any
+    optimizers: Any
+    lists, optimizers = ([[*m.parameters()], torch.optim.SGD(m.parameters(), lr=0.1)] for m in (model, one))
+    eager = _eager(step, is_sharded=True)
+    warnings.simplefilter("ignore")
+    for call in range(CALLS):
+        if call == 2:  # of shards
+            lists[1], optimizers[1] = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, one))
+        x, y = _batch(call, 8)
+        eager((model, lists[1], lists[0], x[4 * ranks.rank :][:4], y[4 * ranks.rank :][:4]), {})
+        step(one, optimizers[1], optimizers[0], x, y)
+        if call == 3:
+            unused = torch.optim.SGD(model.parameters(), lr=0.1)
+            eager.release()
+            with pytest.raises(PlanError, match="parameter-replaced"):
+                unused.step()
+    eager.release()
+    assert all(a is b for a, b in zip(lists[0], model.parameters(), strict=True))
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
+def test_buffers_stay_each_ranks_own_when_a_model_grows(ranks: Ranks) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    statistics: Any = model[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    eager = _eager(mse_step(model, optimizer))
+    warnings.simplefilter("ignore")
+    for call in range(CALLS):
+        x, y = _batch(2 * call + ranks.rank, 8)
+        x = x + ranks.rank
+        with torch.no_grad():
+            expected = 0.9 * statistics.running_mean + 0.1 * model[0](x).mean(0)
+        if call == 3:
+            model.append(nn.Linear(3, 3).double())
+            optimizer.add_param_group({"params": list(model[3].parameters())})
+        eager((x, y), {})
+        if call:  # in the first call rank 0's are taken
+            torch.testing.assert_close(statistics.running_mean, expected)
+    assert len({str(row) for row in ranks.gather(statistics.running_mean.tolist())}) == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_in_strides_of_its_own_stays_full(ranks: Ranks) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4 * 4, 3)).double()
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # of torch's stubs
+    eager = _eager(mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), is_sharded=True)
+    warnings.simplefilter("ignore")
+    x, y = torch.ones(4, 2, 4, 4, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    losses = [eager((x, y), {}) for _ in range(CALLS)]
+    assert eager.units.full["0.weight"] == "is not contiguous" and losses[-1] < losses[0]
+
+
+@pytest.mark.ranks(2)
 def test_an_old_parameter_that_something_else_holds_raises(ranks: Ranks) -> None:
     model = mlp()
 

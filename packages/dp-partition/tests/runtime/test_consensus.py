@@ -169,3 +169,52 @@ def test_one_element_may_have_any_stride(ranks: Ranks, style: Any, capture: Any)
     step.release()
     for got, want in zip(model.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["zero1", "zero2"])
+def test_rows_that_one_rank_pads_are_sent_by_the_same_graph(ranks: Ranks, style: Any) -> None:
+    """The updated rows are gathered for an evaluation and for the full parameter: a rank that pads has two nodes."""
+
+    def step(model: nn.Module, optim: Any, x: torch.Tensor) -> Any:
+        optim.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optim.step()
+        with torch.no_grad():
+            return loss, model(x).square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+    optim = SGD(model.parameters())
+    losses = [compiled(model, optim, torch.ones(2, 3)) for _ in range(5)]
+    assert all(float(after) < float(loss) for loss, after in losses)
+
+
+@pytest.mark.ranks(2)
+def test_state_in_shards_has_memory_of_its_own(ranks: Ranks) -> None:
+    """Rows of a full tensor kept all of it."""
+
+    class Momentum(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if "mean" not in state:
+                        state["mean"] = p.new_zeros(p.shape)
+                    state["mean"].mul_(0.9).add_(p.grad / (p.grad.norm() + 1e-3))
+                    p.sub_(state["mean"], alpha=group["lr"])
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6)
+    optim = Momentum(model.parameters())
+    compiled = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", capture="always")
+    for _ in range(5):
+        compiled(model, optim, torch.ones(2, 4))
+        local = optim.state[model.weight]["mean"]._local_tensor
+        assert local.shape == (3, 4) and local.untyped_storage().nbytes() == local.nbytes

@@ -117,11 +117,6 @@ def _key_token(key: Any) -> Any:
     return tuple(map(_key_token, key)) if isinstance(key, tuple) else key if isinstance(key, PLAIN) else type(key)
 
 
-def is_array(value: Any) -> bool:
-    """Return True for an array of NumPy, or of one with its memory interface."""
-    return hasattr(type(value), "__array_interface__")
-
-
 def _is_settings(value: Any) -> bool:
     """Return True for objects like a dataclass, a namespace, a model's config or a loss."""
     if isinstance(value, nn.Module | LRScheduler):
@@ -133,7 +128,8 @@ def _is_settings(value: Any) -> bool:
 
 def _counts(value: Any) -> bool:
     """Return True if a fingerprint holds more of the value than its type."""
-    return isinstance(value, (*PLAIN, *_CONTAINERS, *_BY_IDENTITY)) or is_array(value) or _is_settings(value)
+    is_array = hasattr(type(value), "__array_interface__")
+    return is_array or isinstance(value, (*PLAIN, *_CONTAINERS, *_BY_IDENTITY)) or _is_settings(value)
 
 
 class FunctionReads:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.fingerprint import ById, fingerprint, is_array
+from dp_partition.capture.fingerprint import ById, fingerprint
 
 _PLAIN_TYPES = (
     torch.Tensor, nn.Module, Optimizer, torch.Generator, type, bool, int, float, complex, str, bytes, type(None)
@@ -93,7 +93,7 @@ def _open_leaves(name: str, leaves: list[Any], spec: Any) -> Any:
 def _open(name: str, leaf: Any) -> Any:
     if isinstance(leaf, _PLAIN_TYPES):
         return leaf
-    if is_array(leaf):
+    if hasattr(type(leaf), "__array_interface__"):  # of NumPy, or with its memory interface
         raise _refused(name, f"a {type(leaf).__name__}", "pass torch.as_tensor(array)")
     if isinstance(leaf, Iterator):
         reason = f"{type(leaf).__name__}: tracing would take one value from it, and every call would reuse that value"

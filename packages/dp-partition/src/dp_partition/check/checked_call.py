@@ -453,18 +453,15 @@ class CheckedEagerCall(CheckedCall):
 
     def not_copyable(self, state: StepState) -> str:
         """Return the reason against a copy of the step; empty without one."""
-        reach = self.reach
-        effects = [*reach.iterators, *sorted(EFFECTS & self.runner.reads.names)]
+        if effects := [*self.reach.iterators, *sorted(EFFECTS & self.runner.reads.names)]:
+            return f"a second run of {effects[0]} would be seen"
+        if any(map(has_gradient_hooks, state.params.values())):
+            return "a gradient hook of a parameter is not copied"
+        if self.reach.identities(state.params.values(), (dict, set, frozenset)):
+            return "a container looks parameters up by identity, and a copy has others"
         needed = 3 * sum(t.nbytes for *_, t in live_tensors(state, self.live_arguments) if t.layout == torch.strided)
-        reasons = {
-            f"a second run of {next(iter(effects), '')} would be seen": effects,
-            "a gradient hook of a parameter is not copied": any(map(has_gradient_hooks, state.params.values())),
-            "a container looks parameters up by identity, and a copy has others": reach.identities(
-                state.params.values(), (dict, set, frozenset)
-            ),
-            "full copies do not fit into free memory": needed > free_bytes(self.runner.mesh.device_type),
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        fits = needed <= free_bytes(self.runner.mesh.device_type)
+        return "" if fits else "full copies do not fit into free memory"
 
     def copy(self, transform: Transform | None = None, source: tuple[Any, Any, Any] | None = None) -> StepCopy:
         """Copy the shadow, or another source, with its own state and the gradients that earlier calls left."""

@@ -183,9 +183,8 @@ def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]],
             table.clear()
             for old, key, value in items:
                 if key is not old and isinstance(value, dict):  # state of an optimizer
-                    shape = old.shape
                     for entry, x in value.items():
-                        if isinstance(x, torch.Tensor) and x.ndim and x.shape == shape:
+                        if isinstance(x, torch.Tensor) and x.ndim and x.shape == old.shape:
                             value[entry] = convert(x)
                 table[key] = value
 
@@ -213,7 +212,8 @@ def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh:
     for name, parameter in parameters.items():
         if id(parameter) in swap:  # freed; one missed by the walk raises when used, in a backward pass as well
             parameter.grad = None
-            parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(_raise_retired, name))
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(_raise_retired, name))
             parameter.data = parameter.new_empty(0)
             vars(parameter)["_name"] = name
             parameter.__class__ = _Retired
@@ -373,6 +373,7 @@ class Watch(TorchFunctionMode):
         self.reasons = {name: "is in no module" for name, p in parameters.items() if id(p) not in inside}
         self.reasons |= {name: "is in TorchScript" for name, p in parameters.items() if id(p) in scripted}
         self.reasons |= {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
+        self.reasons |= {name: "is not contiguous" for name, p in parameters.items() if not p.is_contiguous()}
         self.reasons |= {name: "has a gradient hook" for name, p in parameters.items() if has_gradient_hooks(p)}
         self.users: dict[str, set[nn.Module]] = {}  # name -> modules running at every use of the parameter
         self.writers: dict[str, set[nn.Module]] = {}  # name -> modules running when it is written or moved

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.consensus import all_gather_objects, assert_consistent
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import (
-    FSDP_HOOKS,
     flat_group,
     hooks_after_accumulation,
     is_backward_unfinished,
@@ -30,7 +31,7 @@ from dp_partition._torch_compat import (
     pytree,
     remove_fsdp,
     reset_fsdp,
-    without_hooks_of,
+    without_fsdp_in,
 )
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import without_data, wrapped
@@ -73,8 +74,10 @@ class EagerStep:
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    holders: list[Any] = field(default_factory=list)  # arguments of the last call, but tensors
     checked: list[int] = field(default_factory=list)  # elements compared with the step on a full copy, by call
     unchecked: str = ""  # why a call was not
+    adopted: WeakSet[nn.Module] = field(default_factory=WeakSet)  # modules with rank 0's buffers, once
     reducer: GradientReducer | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,6 +90,8 @@ class EagerStep:
                 self.release(args, kwargs)
             self.start(args, kwargs)
         assert self.reducer is not None
+        # What may hold parameters (optimizers, lists): release() is given no arguments.
+        self.holders = [one for one in (*args, *kwargs.values()) if not isinstance(one, torch.Tensor)]
         self.num_calls += 1
         if self.is_sharded and not self.is_placed:
             # A compiled module would hide its parameters' uses; it is compiled again from the next call on.
@@ -187,16 +192,13 @@ class EagerStep:
                 watch.users[name] = {modules[n] for n in set.intersection(*used) if n < len(modules)}
             watch.writers[name] = {modules[n] for *_, w in rows for n in w.get(name, ()) if n < len(modules)}
         self.units = plan_units(reach, self.parameters, watch, reasons)
-        causes: dict[str, list[str]] = {}
-        for name, why in self.units.full.items():
-            causes.setdefault(why, []).append(name)
-        if causes and self.full == "refuse":
+        rows = [*self.units.full.items()]
+        if rows and self.full == "refuse":
             hint = 'full="keep" trains with them full'
-            rows = [(names[0], f"{len(names)}: {why}") for why, names in causes.items()]
-            raise PlanError([Problem("full-parameters", name, found=row, hint=hint) for name, row in rows])
-        for why, (first, *_) in [*causes.items()][:1]:
-            text = f"{len(self.units.full)} of {len(self.parameters)} parameters stay full on every rank"
-            warnings.warn(f"{self.name}: {text}: {first} {why}", stacklevel=4)
+            raise PlanError([Problem("full-parameters", name, found=why, hint=hint) for name, why in rows[:8]])
+        if rows:
+            text = f"{len(rows)} of {len(self.parameters)} parameters stay full on every rank"
+            warnings.warn(f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
         self.reducer.remove()  # shards are reduced by FSDP2
         self.parameters = shard(reach, self.parameters, self.units, self.mesh)
         full = {name: p for name, p in self.parameters.items() if name in self.units.full}
@@ -226,7 +228,9 @@ class EagerStep:
             if self.reducer is None and hooks_after_accumulation(parameter):
                 problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
         lines = [] if problems else [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
-        buffers = [] if problems else [buffer for module in reach.modules for buffer in module.buffers()]
+        # Buffers of modules that have run are each rank's own.
+        fresh = [m for root in reach.modules for m in root.modules() if m not in self.adopted]
+        buffers = [] if problems else [b for m in fresh for b in m._buffers.values() if b is not None]
         for sparse in (buffer.to_sparse().coalesce() for buffer in buffers if buffer.layout != torch.strided):
             lines.append(f"sparse buffer: {checksum(sparse.indices())}, {checksum(sparse.values())}")  # stays as it is
         error = PlanError(problems) if problems else None
@@ -242,6 +246,7 @@ class EagerStep:
             for name, value in broadcast_from_first(new, self.mesh).items():
                 new[name].copy_(value)
         self.parameters, self.modules = parameters, reach.modules
+        self.adopted.update(fresh)
         self.reducer = GradientReducer(parameters, flat_group(self.mesh), self.bucket_bytes, self.name)
 
     def compare_ranks(self) -> None:
@@ -272,19 +277,19 @@ class EagerStep:
         for unit in self.units.modules:
             unit.reshard()  # type: ignore[operator]  # an FSDPModule's
         with ExitStack() as stack:
-            for root in self.modules:  # FSDP2 would shard again for a state dict, and gather for a forward
-                stack.enter_context(without_hooks_of(root, FSDP_HOOKS))
+            for root in self.modules:  # FSDP2 would shard again for a state dict, gather for a forward, refuse a copy
+                stack.enter_context(without_fsdp_in(root))
             stack.enter_context(state.full_parameters(self.modules, writeback))
             yield
 
     def release(self, *others: Any) -> None:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.units.modules:
-            reach = Reach(self.function, self.modules, self.optimizers, self.roots, others)  # a new optimizer, say
+            reach = Reach(self.function, self.modules, self.optimizers, self.roots, self.holders, others)
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
             parameter: Any
             for unit in self.units.modules:
-                remove_fsdp(unit, shards.__name__, state.__name__)
+                remove_fsdp(unit)
             for module in (inner for root in self.modules for inner in root.modules()):
                 for key, parameter in module._parameters.items():
                     if isinstance(parameter, DTensor):
@@ -294,12 +299,16 @@ class EagerStep:
                             swap[id(parameter)] = parameter, plain  # tied parameters stay one
                         module._parameters[key] = swap[id(parameter)][1]
             repoint(reach, swap, state.full_tensor)
+            reason = "was this rank's shard before release()"
+            hint = "rebuild lists of parameters, and optimizers that no call was given, from model.parameters()"
+            for old, _ in swap.values():
+                mark_stale(old, Problem("parameter-replaced", found=reason, hint=hint))
         for handle in self.handles:
             handle.remove()
         if self.reducer is not None:
             self.reducer.remove()
         self.reducer, self.parameters, self.modules, self.units = None, {}, [], Units((), {})
-        self.is_placed = False
+        self.is_placed, self.holders = False, []
 
     def explain(self) -> str:
         """Return lines about the way of running and the comparisons."""

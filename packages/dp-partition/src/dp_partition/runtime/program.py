@@ -50,8 +50,6 @@ class Program:
     bound: fx.GraphModule | None = None  # the partitioned graph as it runs; made at its first run
     # the same graph, with copies of its gradients and their names; made at the first check
     noting: tuple[fx.GraphModule, list[str]] | None = None
-    # inputs by their kinds, as cached by `labels`
-    labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
 
     @property
     def module(self) -> fx.GraphModule:
@@ -103,11 +101,11 @@ class Program:
             gather_into_buffers(graph)
         return graph
 
-    def labels(self, kinds: tuple[str, ...]) -> list[tuple[str, int]]:
-        """Return name and position of the inputs of these kinds; cached."""
-        if kinds not in self.labelled:
-            self.labelled[kinds] = [(e.label, index) for index, e in enumerate(self.inputs) if e.kind in kinds]
-        return self.labelled[kinds]
+    @cached_property
+    def written(self) -> list[list[tuple[str, int]]]:
+        """Names and positions of the inputs that a run writes: parameters and state, then buffers."""
+        kinds = ("param", "state"), ("buffer",)
+        return [[(e.label, index) for index, e in enumerate(self.inputs) if e.kind in kind] for kind in kinds]
 
     def with_local_values(self) -> fx.GraphModule:
         """Return the partitioned graph, with this rank's shapes in ``meta["val"]``; computed at the first call."""
@@ -288,7 +286,9 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             param = binding.params[entry.name]
             new, shape = value, getattr(value, "shape", ())  # a count has none
             if placement is not None and shape and tuple(shape) == binding.local_state_shape(entry.name):
-                new = as_dtensor(value, param, binding.mesh, placement)
+                # Rows of a full tensor would keep all of it.
+                new = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+                new = as_dtensor(new, param, binding.mesh, placement)
             binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
         elif entry.kind == "hyper":
             group = binding.step_state.optimizers[entry.key.optimizer].param_groups[entry.key.group]

@@ -201,6 +201,8 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
         for key, parameter in module._parameters.items()
         if isinstance(parameter, DTensor)
     ]
+    plain = [] if writeback else [p for root in roots for p in root.parameters() if not isinstance(p, DTensor)]
+    before = [p.detach().clone() for p in plain]
     unique = list({id(parameter): parameter for *_, parameter in places}.values())  # tied parameters stay one
     copies = full_copies(unique, unique[0].device_mesh) if unique else []
     full = {id(p): parameter_like(copy, p) for p, copy in zip(unique, copies, strict=True)}
@@ -209,6 +211,9 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
     try:
         yield
     finally:
+        with torch.no_grad():
+            for one, value in zip(plain, before, strict=True):
+                one.copy_(value)
         values = dict(full)
         for _, module, key, parameter in reversed(places):  # of a tied parameter the first name counts
             if (present := module._parameters.get(key)) is not None:  # load_state_dict(assign=True) installs others

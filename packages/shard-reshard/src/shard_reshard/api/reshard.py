@@ -214,7 +214,7 @@ def find_mover(
             hint = "pass src: only a DTensor carries its layout"
             raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
         try:
-            alone = dtype is not None or len(resolve_layout(src, size, members.to_group).ranks) == members.size
+            alone = len(resolve_layout(src, size, members.to_group).ranks) == members.size
         except PlanError:
             alone = True  # raised later, with both layouts
         names = [dtype_name(tensors[0].dtype) if tensors else "-" for tensors in (given, out)]
@@ -229,7 +229,7 @@ def find_mover(
         # Of sources this rank's own dtype counts first, of destinations that of the first rank with an `out`.
         sources = [name for name in (names[0], *(row[0] for row in rows)) if name != "-"]
         outs = [name for name in (*(row[1] for row in rows), names[1]) if name != "-"]
-        if dtype is None and rows and not sources:
+        if rows and not sources:
             hint = "the ranks of the source layout pass their local tensors"
             raise PlanError(Problem("missing-source", "tensor", found="no rank has a tensor", hint=hint))
         wanted = dtype_name(dtype) if dtype is not None else outs[0] if outs else None
