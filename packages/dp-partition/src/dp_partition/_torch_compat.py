@@ -257,6 +257,10 @@ def without_fsdp(value: Any) -> tuple[type, dict[str, Any]]:
     for key, table in own.items():
         if "_hooks" in key and isinstance(table, dict):
             own[key] = type(table)((n, hook) for n, hook in table.items() if not _is_from_fsdp(hook))
+    if isinstance(value, torch.nn.RNNBase) and "_flat_weights" in own:  # as gathered last, or from before the shards
+        pairs = zip(value._flat_weights_names, value._flat_weights, strict=True)
+        own["_flat_weights"] = [value._parameters.get(name, x) for name, x in pairs]
+        own["_flat_weight_refs"] = [None] * len(value._flat_weights)  # not compared
     return kind, own
 
 
