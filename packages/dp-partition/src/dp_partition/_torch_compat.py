@@ -255,7 +255,7 @@ def without_fsdp(value: Any) -> tuple[type, dict[str, Any]]:
     kind = type(value).__mro__[2] if isinstance(value, FSDPModule) else type(value)
     own = {key: one for key, one in vars(value).items() if not key.startswith("__composable_api")}
     for key, table in own.items():
-        if "_hooks" in key and isinstance(table, dict):
+        if "_hooks" in key and isinstance(table, dict) and any(map(_is_from_fsdp, table.values())):
             own[key] = type(table)((n, hook) for n, hook in table.items() if not _is_from_fsdp(hook))
     if isinstance(value, torch.nn.RNNBase) and "_flat_weights" in own:  # as gathered last, or from before the shards
         pairs = zip(value._flat_weights_names, value._flat_weights, strict=True)
@@ -272,7 +272,8 @@ def _strip(module: torch.nn.Module) -> None:
         if "_hooks" in key and isinstance(table, dict):
             for number in table.keys() - own[key].keys():
                 del table[number]
-    module.__class__ = kind
+    if kind is not type(module):
+        module.__class__ = kind
 
 
 @contextlib.contextmanager
@@ -293,7 +294,7 @@ def without_fsdp_in(root: torch.nn.Module) -> Iterator[None]:
             table.update(kept | new)
         for unit, kind, own in units:
             unit.__class__ = kind
-            vars(unit).update({key: own[key] for key in own.keys() - vars(unit).keys()})
+            vars(unit).update({key: one for key, one in own.items() if key.startswith("__composable_api")})
 
 
 def remove_fsdp(unit: torch.nn.Module) -> None:

@@ -518,3 +518,23 @@ def test_functions_that_apply_enters(ranks: Ranks) -> None:
     files = {file for file, _ in entered}
     assert len(entered) <= 78, (len(entered), sorted(entered))
     assert len(files) <= 14, sorted(files)
+
+
+@pytest.mark.ranks(2)
+def test_a_complex_parameter_is_not_sharded_in_its_last_dim(ranks: Ranks) -> None:
+    """torch's Adam would write to a copy of it, in silence; another dim trains as one process does."""
+    mesh = ranks.mesh((2,), ("tp",))
+    for dim in (-1, 1):
+        model = nn.Linear(4, 6, dtype=torch.complex64)
+        with pytest.raises(PlanError, match=r"unsupported-tensor.*last dim"):
+            ShardingPlan({"weight": f"tp:S({dim})"}, mesh={"tp": 2}).apply(model, mesh)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6, dtype=torch.complex64)
+    one = copy.deepcopy(model)
+    ShardingPlan({"weight": "tp:S(0)"}, mesh={"tp": 2}).apply(model, mesh)
+    for each in (model, one):
+        for _ in range(5):
+            each.weight.grad = torch.ones_like(each.weight)
+            torch.optim.Adam([each.weight], lr=0.1).step()
+    weight: Any = model.weight
+    torch.testing.assert_close(weight.full_tensor(), one.weight)

@@ -286,9 +286,8 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             param = binding.params[entry.name]
             new, shape = value, getattr(value, "shape", ())  # a count has none
             if placement is not None and shape and tuple(shape) == binding.local_state_shape(entry.name):
-                # Rows of a full tensor would keep all of it.
-                new = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
-                new = as_dtensor(new, param, binding.mesh, placement)
+                rows = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value  # not the full one
+                new = as_dtensor(rows, param, binding.mesh, placement)
             binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
         elif entry.kind == "hyper":
             group = binding.step_state.optimizers[entry.key.optimizer].param_groups[entry.key.group]

@@ -210,14 +210,16 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
             continue  # taken by a Sharder
         tensor = tensor_at(module, name)
         problems += replacing_problems(tensor, name)
+        if tensor.is_complex() and any((dim + 1) % tensor.ndim == 0 for dim in layout.sharded_axes.values()):
+            text = "complex, and sharded in its last dim: torch's Adam writes to a copy"
+            problems.append(Problem("unsupported-tensor", name, found=text, hint="shard another dim"))
         problems += missing_values(tensor, name, source == "local" or (source == "scatter" and me == call.src_rank))
         for alias in () if layout.is_replicated else metadata.aliases:
             owner = module.get_submodule(alias.rpartition(".")[0])
             if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.scale_grad_by_freq:
                 # DTensor divides by the counts of a part of the ids.
                 hint = "turn the option off, leave the table replicated, or use shard_module"
-                reason = "a sharded table with scale_grad_by_freq"
-                problems.append(Problem("unsupported-option", alias, found=reason, hint=hint))
+                problems.append(Problem("unsupported-option", alias, found="scale_grad_by_freq, sharded", hint=hint))
         outcome: Layout | ParameterFormat | Problem = on_mesh(layout, spec, name)
         if isinstance(outcome, Layout):
             tensors.append(action_of(tensor, metadata, outcome))
