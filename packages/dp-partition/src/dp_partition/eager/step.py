@@ -150,7 +150,7 @@ class EagerStep:
         except BaseException as error:
             reset_fsdp(self.units.modules)
             if "mixed torch.Tensor and DTensor" in str(error):
-                way = 'what call 1 does with parameters keeps them full: do it there too, or use style="replicate"'
+                way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
                 error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
             raise
 
