@@ -242,7 +242,7 @@ def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
-_FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime.state")
+_FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime.state")  # ours too
 
 
 def _is_from_fsdp(hook: Any) -> bool:

@@ -363,3 +363,27 @@ def test_expanded_buffers_get_the_first_ranks_values_and_sparse_ones_are_compare
         values = torch.arange(3, dtype=torch.float64)
         expected = values.expand(4, 3) if kind == "expanded" else torch.diag(values)
         assert torch.equal(model.get_buffer("own").to_dense(), expected) and expected.numel() >= 9
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_that_fails_on_one_rank_without_a_word(ranks: Ranks) -> None:
+    """`MemoryError` has no text, and the other rank has to hear of it all the same."""
+
+    class Heavy:
+        def __reduce__(self) -> Any:
+            raise MemoryError if ranks.rank == 1 else TypeError("not copied")
+
+    torch.manual_seed(0)
+    model = mlp()
+    step = mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def with_cache(x: torch.Tensor, y: torch.Tensor, cache: Any) -> Any:
+        return step(x, y)
+
+    for cache in (Heavy(), Heavy() if ranks.rank == 1 else None):
+        compiled = _compiled(ranks, with_cache, "replicate")
+        for call in range(3):
+            compiled(*_batch(call, ranks.rank), cache)
+        eager = runner_of(compiled).eager
+        assert eager is not None and not eager.checked and eager.unchecked
+        compiled.release()

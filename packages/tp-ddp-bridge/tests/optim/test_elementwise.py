@@ -227,3 +227,13 @@ def test_lbfgs_is_refused_by_its_way(settings: dict[str, Any]) -> None:
             assert not _reason(adamw, adamw.param_groups[0], full, dim)
             cases += 1
     assert cases == 6
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "RAdam", "NAdam"])
+def test_a_trial_runs_where_its_tensor_is(kind: str) -> None:
+    """What the optimizer makes for itself lies on the default device, here one without values."""
+    parameter = nn.Parameter(torch.ones(4, 4))
+    optimizer = getattr(torch.optim, kind)([parameter])
+    with torch.device("meta"):
+        reason = _reason(optimizer, optimizer.param_groups[0], torch.ones(4, 4, device="cpu"), 0)
+    assert reason == ""

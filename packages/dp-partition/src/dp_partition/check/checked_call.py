@@ -415,22 +415,24 @@ class CheckedEagerCall(CheckedCall):
         if self.eager.reducer is None:
             self.eager.start(*self.live_arguments)  # rank 0's values everywhere, before they are copied
         self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
-        ended, state = Ended(), state_of(self.reach)
-        reason = self.not_copyable(state)
+        ended = Ended()
+        reason, failure = capture_errors(lambda: self.not_copyable(state_of(self.reach)))  # all ranks hear of it
+        reason = (reason or "") if failure is None else str(failure) or repr(failure)
         if not any(self.gather(reason)):
+            state = state_of(self.reach)
             placed: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
             # Left by earlier calls; shards are gathered on all ranks, before a copy can fail on one.
             self.left = [None if p.grad is None else full_tensor(p.grad).clone() for p in state.params.values()]
             source = self.runner.original, self.live_arguments, placed
             shadow, failure = capture_errors(lambda: self.copy(source=source))
-            reason = "" if failure is None else str(failure)  # of any object's own copying
+            reason = "" if failure is None else str(failure) or repr(failure)  # of any object's own copying
         if not any(self.gather(reason)) and shadow is not None:
             self.shadow, state = shadow, shadow.step_state
             self.binding: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
             self.arguments = (shadow.args, shadow.kwargs)
             python, self.random = PythonState(*self.roots), self.random_state()
             copied, failure = capture_errors(self.copy)  # memory may be short on one rank
-            reason = "" if failure is None else str(failure)
+            reason = "" if failure is None else str(failure) or repr(failure)
             if not any(self.gather(reason)) and copied is not None:
                 ended = self.reference(copied)
                 python.restore()

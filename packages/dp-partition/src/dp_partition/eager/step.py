@@ -74,7 +74,7 @@ class EagerStep:
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    holders: list[Any] = field(default_factory=list)  # arguments of the last call, but tensors
+    holders: list[Any] = field(default_factory=list)  # arguments of the last call, but tensors: release() gets none
     checked: list[int] = field(default_factory=list)  # elements compared with the step on a full copy, by call
     unchecked: str = ""  # why a call was not
     adopted: WeakSet[nn.Module] = field(default_factory=WeakSet)  # modules with rank 0's buffers, once
@@ -86,11 +86,9 @@ class EagerStep:
         passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
         if self.reducer is None or self.new_parameters(dict.fromkeys([*self.modules, *passed])):
             if self.units.modules:
-                # Another model, or a grown one: all within reach are full before they are placed.
-                self.release(args, kwargs)
+                self.release(args, kwargs)  # another model, or a grown one: all are full before they are placed
             self.start(args, kwargs)
         assert self.reducer is not None
-        # What may hold parameters (optimizers, lists): release() is given no arguments.
         self.holders = [one for one in (*args, *kwargs.values()) if not isinstance(one, torch.Tensor)]
         self.num_calls += 1
         if self.is_sharded and not self.is_placed:

@@ -35,11 +35,11 @@ HINT = (
 
 
 def collectives_digest(graph: fx.Graph) -> str:
-    """Return a digest of a graph's collectives with carried names, in order; no batch sizes."""
-    nodes = [node for node in graph.nodes if is_collective(node)]
-    # Each name once: a tensor that is sent twice is one node, but two where a rank pads it.
-    names = [dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)) for node in nodes]
-    lines = [f"{node.target} {' '.join(row)}" for node, row in zip(nodes, names, strict=True)]
+    """Return a digest of a graph's collectives with carried names, each once: where a rank pads, one has two nodes."""
+    lines = []
+    for node in filter(is_collective, graph.nodes):
+        names = dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source))
+        lines.append(f"{node.target} {' '.join(names)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -210,7 +210,7 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
             continue  # taken by a Sharder
         tensor = tensor_at(module, name)
         problems += replacing_problems(tensor, name)
-        if tensor.is_complex() and any((dim + 1) % tensor.ndim == 0 for dim in layout.sharded_axes.values()):
+        if tensor.is_complex() and tensor.requires_grad and {-1, tensor.ndim - 1} & {*layout.sharded_axes.values()}:
             text = "complex, and sharded in its last dim: torch's Adam writes to a copy"
             problems.append(Problem("unsupported-tensor", name, found=text, hint="shard another dim"))
         problems += missing_values(tensor, name, source == "local" or (source == "scatter" and me == call.src_rank))
