@@ -6,7 +6,7 @@
                                         count, never below the target, and drops exceptions that are no longer needed
 
 Statements are nodes of the syntax tree (`ast.stmt`): comments, blank lines and the length of a docstring are free.
-`max_statements` is only ever lowered. New work is paid for by name: `bought = { "Pair: weights with scales" = 180 }`
+`max_statements` is only ever lowered. New work is paid for by name: `a table `[NAME.bought]` with "Pair: weights with scales" = 180`
 adds 180 statements to the limit. A file that a link leads to counts once, where it stands.
 """
 

@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks-debugger",
         type=int,
         metavar="RANK",
-        help="this rank waits for a debugger (debugpy) on a port that is printed; ranks may rest until the test's limit",
+        help="this rank waits for a debugger (debugpy) on a port that is printed; ranks may rest until the limit",
     )
 
 
