@@ -72,6 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "extra(*distributions): the test needs distributions beyond the package's own closure"
     )
+    config.addinivalue_line(
+        "markers", "gpu: runs only with --ranks-device (cuda; or cpu, where sizes are small and waits go unchecked)"
+    )
     config.stash[_NOT_RUN] = []
     if config.getoption("ranks_per_gpu") < 1:
         raise pytest.UsageError("--ranks-per-gpu takes a positive number")
@@ -113,6 +116,9 @@ def _why_not(config: pytest.Config, item: pytest.Item) -> str:
     extras = [name for marker in item.iter_markers("extra") for name in marker.args]
     if extras and config.getoption("without_extras"):
         return f"needs {', '.join(extras)} (--without-extras)"
+    if item.get_closest_marker("gpu") and config.getoption("ranks_device") == "auto":
+        if _placement(config).device == "cpu":
+            return "is for GPUs (--ranks-device cuda)"
     marker = item.get_closest_marker("ranks")
     if marker is not None:
         wanted, room = world_size_of(item), _room(config)
