@@ -25,8 +25,7 @@ def contracts() -> Iterator[dict[str, Any]]:
     settings = tomllib.loads((repo.ROOT / "tools" / "structure.toml").read_text())
     modules = [package.module for package in packages.values()]
     for package in packages.values():
-        extras = [repo.requirement_name(r) for _, extra in package.extras for r in extra]
-        declared = {name for top in [package.dist, *extras] if top in packages for name in repo.closure(top)}
+        declared = repo.closure(package.dist, *package.extras)
         yield {
             "name": f"{package.dist}: imports go down its layers",
             "type": "layers",

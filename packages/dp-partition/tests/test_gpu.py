@@ -43,7 +43,7 @@ def mean_square(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
 
 
 def train_step(ranks: Ranks, style: Any, way: str) -> Callable[[], torch.Tensor]:
-    """A step with its arguments: dp-partition's as a graph, eagerly or of a compiled model, or torch's DDP and FSDP2."""
+    """A step with its arguments: dp-partition's as a graph, eager, or of a compiled model; or torch's DDP and FSDP2."""
     device = ranks.device
     width, layers, rows = (2048, 8, 4096) if device.type == "cuda" else (32, 2, 8)
     torch.manual_seed(0)  # each way starts from the same weights and rows

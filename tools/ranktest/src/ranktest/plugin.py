@@ -116,9 +116,9 @@ def _why_not(config: pytest.Config, item: pytest.Item) -> str:
     extras = [name for marker in item.iter_markers("extra") for name in marker.args]
     if extras and config.getoption("without_extras"):
         return f"needs {', '.join(extras)} (--without-extras)"
-    if item.get_closest_marker("gpu") and config.getoption("ranks_device") == "auto":
-        if _placement(config).device == "cpu":
-            return "is for GPUs (--ranks-device cuda)"
+    unasked = config.getoption("ranks_device") == "auto" and _placement(config).device == "cpu"
+    if unasked and item.get_closest_marker("gpu"):
+        return "is for GPUs (--ranks-device cuda)"
     marker = item.get_closest_marker("ranks")
     if marker is not None:
         wanted, room = world_size_of(item), _room(config)

@@ -97,7 +97,7 @@ class Ranks:
                 torch.cuda.set_sync_debug_mode("default")
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds that one call takes, device included: the median of 20 calls (2 on the CPU) after two uncounted ones."""
+        """Seconds of one call, device included: the median of 20 calls (2 on the CPU) after two that do not count."""
         times = []
         for _ in range(22 if self.device.type == "cuda" else 4):
             self._synchronize()
