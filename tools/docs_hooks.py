@@ -1,4 +1,4 @@
-"""What the site adds: a page for each notebook, and no marks that only a repository needs."""
+"""Hooks of the site: a page for each notebook, and no marks that only a repository needs, such as Sphinx roles."""
 
 from __future__ import annotations
 

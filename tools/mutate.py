@@ -36,7 +36,7 @@ NEEDS_CUDA = {"_scaled_dot_product_efficient_attention": "CUDA only"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutation.
+    """The fate of one mutation.
 
     Attributes:
         mutation: Its name.
@@ -66,7 +66,7 @@ class Bridge:
         self.names = list(self.mutations)
 
     def wrong_without(self, chosen: list[str]) -> str:
-        """What fails on the copy as it is."""
+        """Return what fails on the copy without a mutation."""
         code, output = self._run_tests(self.package / "src", *sorted({self.mutations[name].tests for name in chosen}))
         return output[-3000:] if code else ""
 

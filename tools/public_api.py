@@ -27,7 +27,7 @@ def load(package: repo.Package) -> griffe.Module:
 
 
 def exported(module: griffe.Module) -> dict[str, griffe.Object | griffe.Alias]:
-    """What `__all__` names, and public submodules beside it; other distributions' names stay aliases to nowhere."""
+    """Return the members that `__all__` names, and those of public submodules as `planners.MegatronPlanner`."""
     members = {name: module.members[name] for name in sorted(map(str, module.exports or []))}
     for below in repo.PUBLIC_SUBMODULES:
         inner = module.members.get(below)

@@ -17,7 +17,7 @@ from scratch import Clone  # noqa: E402
 
 @pytest.fixture(scope="session")
 def committed(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """What is committed, with the tools and sessions of the working tree, committed in a clone."""
+    """A clone of what is committed, with the tools and sessions of the working tree."""
     clone = Clone(tmp_path_factory.mktemp("committed"))
     shutil.rmtree(clone.path / "tools")
     shutil.copytree(TOOLS, clone.path / "tools", symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))

@@ -68,7 +68,7 @@ class Delayed:
 
 
 class Transfer:
-    """Copies of a call's tensors, and conditions on the originals in flight."""
+    """The tensors of one call: copies that the backend works on, and checks that the caller leaves its own alone."""
 
     def __init__(self, call: Call) -> None:
         reads, writes = call.reads(), call.writes()
@@ -93,13 +93,13 @@ class Transfer:
         return [self._copied(part) for part in value]
 
     def poison(self) -> None:
-        """Make the outputs unusable."""
+        """Fill the outputs with NaN or 0xFF, so that an early read shows."""
         for tensor, _ in self.writes:
             _poison(tensor)
         self.versions = [_version(tensor) for tensor, _ in self.writes]
 
     def touched(self) -> list[str]:
-        """What was done to the buffers since they were issued."""
+        """Return a line for each buffer that the caller changed in flight: an input, or a poisoned output."""
         tensors = []
         for tensor, before in self.reads:
             if not _same_bytes(tensor, before):
@@ -190,7 +190,7 @@ class Work(compat.Work):
         return self.outputs
 
     def source_rank(self) -> int:
-        """Where a receive came from."""
+        """The rank that a receive came from."""
         return int(self.real.source_rank())
 
     _source_rank = source_rank

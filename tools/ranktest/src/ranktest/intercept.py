@@ -29,52 +29,30 @@ class Call:
     group: Any
     device: torch.device
 
-    @property
-    def operator(self) -> Operator:
-        """Its row of the table."""
-        return OPERATORS[self.name]
-
-    @property
-    def op(self) -> str:
-        """Canonical name."""
-        return self.operator.op
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        return int(self.group.rank())
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the group."""
-        return int(self.group.size())
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank is the root of a rooted operation."""
-        return bool(self.arguments.get("root_rank") == self.rank)
+    def __post_init__(self) -> None:
+        self.operator: Operator = OPERATORS[self.name]
+        self.op = self.operator.op
+        self.rank, self.size = int(self.group.rank()), int(self.group.size())  # in the group
+        self.is_root = bool(self.arguments.get("root_rank") == self.rank)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The group's ranks in the default group."""
+        """The group's ranks as numbered in the default group."""
         try:
             return tuple(dist.get_process_group_ranks(self.group))
         except (KeyError, ValueError, RuntimeError):
             return tuple(range(self.size))
 
     def reads(self) -> list[torch.Tensor]:
-        """Tensors that the backend reads on this rank."""
-        if self.operator.rooted in ("either", "reads") and not self.is_root:
-            return []
-        return list(tensors_in(self.arguments.get(self.operator.reads)))
+        """Tensors that the backend reads on this rank: none on the receivers of a broadcast."""
+        skipped = self.operator.rooted in ("either", "reads") and not self.is_root
+        return [] if skipped else list(tensors_in(self.arguments.get(self.operator.reads)))
 
     def writes(self) -> list[torch.Tensor]:
-        """Tensors that the backend writes on this rank."""
-        if (self.operator.rooted == "either" and self.is_root) or (
-            self.operator.rooted == "writes" and not self.is_root
-        ):
-            return []
-        return list(tensors_in(self.arguments.get(self.operator.writes)))
+        """Tensors that the backend writes on this rank: none on the root of a broadcast."""
+        skipped = self.is_root if self.operator.rooted == "either" else not self.is_root
+        skipped = skipped and self.operator.rooted in ("either", "writes")
+        return [] if skipped else list(tensors_in(self.arguments.get(self.operator.writes)))
 
 
 Execute = Callable[[dict[str, Any]], Any]
@@ -134,10 +112,8 @@ def install() -> None:
 
 
 def _kernel(name: str, argument_names: list[str]) -> Callable[..., Any]:
-    defaults = compat.schema_defaults(name)
-
     def intercepted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = {**defaults, **dict(zip(argument_names, args, strict=False)), **kwargs}
+        arguments = {**compat.schema_defaults(name), **dict(zip(argument_names, args, strict=False)), **kwargs}
         execute = _executor(name, argument_names, keyset)
         device = next((tensor.device for value in arguments.values() for tensor in tensors_in(value)), None)
         if not _listeners or device is None or device.type == "meta":

@@ -1,4 +1,4 @@
-"""What each operator of torch's `c10d` namespace reads, writes and is called in logs."""
+"""A table of the operators of torch's `c10d` namespace: names in logs, arguments that are read and written."""
 
 from __future__ import annotations
 

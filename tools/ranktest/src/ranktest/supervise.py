@@ -28,7 +28,7 @@ Reap = Callable[[list[int], float], dict[int, "int | None"]]
 
 @dataclass
 class Member:
-    """What became of one rank."""
+    """The fate of one rank: its answer, or how it ended."""
 
     rank: int
     outcome: Outcome | None = None
@@ -40,13 +40,13 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """Whether the test cannot pass any more."""
+        """True once the test cannot pass any more."""
         return self.lost or (self.outcome is not None and self.outcome.status == "failed")
 
 
 @dataclass
 class Report:
-    """What became of all ranks of a job."""
+    """The fates of all ranks of a job."""
 
     members: list[Member]
     seconds: float = 0.0
@@ -54,7 +54,7 @@ class Report:
 
 @dataclass
 class Child:
-    """A forked rank of this process's making."""
+    """A rank that this process or the server has forked."""
 
     member: Member
     pid: int
