@@ -108,7 +108,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """A package's own tests, on an editable install of it and its sibling closure."""
     if package == "tools":
-        session.install(TORCH, *PYTEST, *LINT, *TYPES, "numpy", "hatchling", "nox[uv]")
+        session.install(TORCH, *PYTEST, *LINT, "numpy", "hypothesis>=6.100", "debugpy", "hatchling", "nox[uv]")
         _install_editable(session, [])
         _link_bytecode(session)
         # Most of them wait, for ranks that hang or for nox. One worker runs a file: its tests share one slow fixture.
