@@ -83,7 +83,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=ONCE)
 def types(session: nox.Session) -> None:
     """`mypy --strict` on every package's sources and tests, the tools, the integration tests and the demo."""
-    session.install(TORCH, *TYPES, *LINT, *TEST)
+    session.install(TORCH, *TYPES, *LINT, *TEST, "debugpy")
     _install_editable(session, PACKAGES)
 
     def mypy(*arguments: str, path: list[Path]) -> None:
@@ -96,7 +96,7 @@ def types(session: nox.Session) -> None:
     mutations = [
         ROOT / "packages" / name / "tests" for name in ("dp-partition", "tp-ddp-bridge")
     ]  # mutate.py reads them
-    mypy("tools", "noxfile.py", "--exclude", "tools/ranktest", path=[TOOLS, *mutations])
+    mypy("tools", "noxfile.py", "--exclude", "tools/(ranktest|docs_samples)", path=[TOOLS, *mutations])
     for folder in (ROOT / "integration_tests", ROOT / "docs" / "examples" / "plan_to_serving"):
         mypy(str(folder), path=[folder])
 

@@ -79,7 +79,7 @@ def describe(call: Call) -> Event:
 def bytes_sent(call: Call) -> list[int]:
     """Bytes for each rank of the group, the own slot not yet emptied; the README has the table."""
     arguments, size = call.arguments, call.size
-    given = arguments.get(call.operator.reads)
+    given: Any = arguments.get(call.operator.reads)
 
     def to(rank: int) -> list[int]:
         return [num_bytes(given) if p == rank else 0 for p in range(size)]
