@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ranktest.intercept import Call, Execute
-from ranktest.operators import num_bytes, tensors_in
+from ranktest.intercept import Call, Execute, num_bytes, tensors_in
 
 
 @dataclass(frozen=True)
@@ -79,29 +78,29 @@ def describe(call: Call) -> Event:
 def bytes_sent(call: Call) -> list[int]:
     """Bytes for each rank of the group, the own slot not yet emptied; the README has the table."""
     arguments, size = call.arguments, call.size
-    given: Any = arguments.get(call.operator.reads)
+    payload: Any = arguments.get(call.operator.reads)
 
     def to(rank: int) -> list[int]:
-        return [num_bytes(given) if p == rank else 0 for p in range(size)]
+        return [num_bytes(payload) if p == rank else 0 for p in range(size)]
 
     match call.op:
         case "all_reduce":
             return to((call.rank + 1) % size)
         case "all_gather":
-            return [num_bytes(given)] * size
-        case "reduce_scatter" if not (isinstance(given, list) and given and isinstance(given[0], list)):
-            return [num_bytes(given) // size] * size
+            return [num_bytes(payload)] * size
+        case "reduce_scatter" if not (isinstance(payload, list) and payload and isinstance(payload[0], list)):
+            return [num_bytes(payload) // size] * size
         case "reduce_scatter" | "scatter":  # lists that hold one tensor for each rank
-            return [sum(num_bytes(row[p]) for row in given) for p in range(size)] if given else [0] * size
+            return [sum(num_bytes(row[p]) for row in payload) for p in range(size)] if payload else [0] * size
         case "all_to_all" if call.name == "alltoall_":
-            return [num_bytes(tensor) for tensor in given]
+            return [num_bytes(tensor) for tensor in payload]
         case "all_to_all" if splits := arguments["input_split_sizes"]:
-            row = num_bytes(given) // given.shape[0] if given.dim() and given.shape[0] else 0
+            row = num_bytes(payload) // payload.shape[0] if payload.dim() and payload.shape[0] else 0
             return [split * row for split in splits]
         case "all_to_all":
-            return [num_bytes(given) // size] * size
+            return [num_bytes(payload) // size] * size
         case "broadcast":
-            return [num_bytes(given) if call.is_root else 0] * size
+            return [num_bytes(payload) if call.is_root else 0] * size
         case "reduce" | "gather":
             return to(arguments["root_rank"])
         case "send":
