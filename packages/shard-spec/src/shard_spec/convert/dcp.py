@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from shard_spec._shared.consensus import all_gather_header, all_gather_objects
+from shard_spec._shared.consensus import all_gather_header, all_gather_objects, tensor_hashes
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
-from shard_spec._shared.tensor_hash import tensor_hashes
 from shard_spec._torch_compat import strided_shard_factor
 from shard_spec.distributed.exchange import split
 from shard_spec.layout.intervals import Box

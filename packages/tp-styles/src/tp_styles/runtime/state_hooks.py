@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import local_of, tree_map
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import ShardParameter, full_tensor, lost_shard, rebuild, split_of
-from tp_styles.runtime.redistribute import TPGroup, as_dtensor
+from tp_styles.runtime.redistribute import TPGroup
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
