@@ -11,20 +11,26 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tp_ddp_bridge.module.view import View, leaf_of
+from tp_ddp_bridge.layout import Layout
+
+
+def leaf_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return what stands in a module under the name of a parameter or buffer."""
+    parameter = module._parameters.get(name)
+    return module._buffers.get(name) if parameter is None else parameter
 
 
 class ShardingStateDict(dict[str, Any]):
     """One module's entries of a state dict; reading an entry gives this rank's shard.
 
-    An entry under a view's name is sharded when torch reads it, after the module's own code has renamed or changed
+    An entry under a leaf's name is sharded when torch reads it, after the module's own code has renamed or changed
     entries. A value that does not fit is reported under its key, and the leaf keeps its values.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        views: Mapping[str, View],
+        layouts: Mapping[str, Layout],
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
@@ -32,10 +38,10 @@ class ShardingStateDict(dict[str, Any]):
     ) -> None:
         super().__init__(state_dict)
         self.module = module
-        self.views = views
+        self.layouts = layouts
         self.assign = bool(local_metadata.get("assign_to_params_buffers", False))
         self.error_msgs = error_msgs
-        self.names = {prefix + name: name for name in views}
+        self.names = {prefix + name: name for name in layouts}
         self.before: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, key: str) -> Any:
@@ -47,13 +53,12 @@ class ShardingStateDict(dict[str, Any]):
         if leaf is None or isinstance(leaf, DTensor):
             return value
         self.before[name] = leaf
-        local = self._local(self.views[name], key, value)
+        local = self._local(self.layouts[name], leaf.shape, key, value)
         return leaf.detach() if local is None else local  # a mismatch is reported, and changes nothing
 
-    def _local(self, view: View, key: str, value: torch.Tensor) -> torch.Tensor | None:
-        layout = view.layout
+    def _local(self, layout: Layout, local_shape: torch.Size, key: str, value: torch.Tensor) -> torch.Tensor | None:
         if value.shape != layout.shape:
-            is_local = value.shape == view.local_shape
+            is_local = value.shape == local_shape
             local = " (one rank's shard: load DTensors or full tensors)" if is_local else ""
             self.error_msgs.append(
                 f"size mismatch for {key}: the checkpoint has shape {tuple(value.shape)}{local}, the model's global "

@@ -17,10 +17,18 @@ from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale, mark_stale
 from tp_ddp_bridge._torch_compat import GRAD_HOOKS, local_of
 from tp_ddp_bridge.layout import LEAF_TAGS, Layout, is_local_shard, untag_replicated
-from tp_ddp_bridge.module.hooks import GradHooks, hook_problems, refuse_gradients
 from tp_ddp_bridge.module.survey import Survey, SurveyedTensor, survey
-from tp_ddp_bridge.module.view import View
-from tp_ddp_bridge.module.view_class import BridgedModule, LeafTable, restore_class, set_views, tag_all
+from tp_ddp_bridge.module.view import (
+    BridgedModule,
+    GradHooks,
+    LeafTable,
+    View,
+    hook_problems,
+    refuse_gradients,
+    restore_class,
+    set_views,
+    tag_all,
+)
 from tp_ddp_bridge.optim.repoint import as_list, repoint, repointing_problems
 
 M = TypeVar("M", bound=nn.Module)

@@ -1,7 +1,9 @@
-"""Reading a leaf as a DTensor.
+"""Bridged modules: each leaf is registered as a plain local parameter, and read as a DTensor.
 
-A view lives as long as the expression that read it. Nothing is swapped in and nothing has to be restored, so no
-exception, recomputation in backward or direct call of a submodule can find the module in the wrong state.
+A module's class becomes a subclass with one property per leaf. Reading the attribute gives a *view*, a DTensor that
+lives as long as the expression that read it. Nothing is swapped in and nothing has to be restored, so no exception,
+recomputation in backward or direct call of a submodule can find the module in the wrong state. At the module's edges
+everything is global: state dicts, pickles, assignment.
 
 Within one outermost forward a repeated read of a leaf gives the same view, unless one of these has
 changed: the leaf's version or dtype, grad mode, inference mode, or the checkpointed region.
@@ -9,16 +11,33 @@ changed: the leaf's version or dtype, grad mode, inference mode, or the checkpoi
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import Any
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_ddp_bridge._shared.dtensor import as_dtensor
-from tp_ddp_bridge._torch_compat import DTensorSpec, local_of, make_spec, top_saved_tensors_hooks, wrap
-from tp_ddp_bridge.layout import Layout
+from tp_ddp_bridge._shared.problems import PlanError, Problem
+from tp_ddp_bridge._torch_compat import (
+    GRAD_HOOKS,
+    POST_ACCUMULATE_HOOKS,
+    DTensorSpec,
+    local_of,
+    make_spec,
+    top_saved_tensors_hooks,
+    wrap,
+)
+from tp_ddp_bridge.layout import Layout, bridge_tag, is_local_shard, tag_leaf, tag_replicated
+from tp_ddp_bridge.module.loading import ShardingStateDict, leaf_of, run_pre_hooks_first
+
+# ---- reading a leaf ------------------------------------------------------------------------------------------------
 
 
 class AsDTensor(torch.autograd.Function):
@@ -55,6 +74,7 @@ class AsDTensor(torch.autograd.Function):
         return local_of(grad), None  # waited: the reducer copies it at once
 
 
+@dataclass(eq=False, slots=True)
 class View:
     """Recipe for the view of one attribute.
 
@@ -65,16 +85,13 @@ class View:
         local_shape: Shape of the leaf on this rank.
     """
 
-    __slots__ = ("_specs", "kind", "layout", "local_shape", "name")
+    layout: Layout
+    kind: str
+    name: str
+    local_shape: torch.Size
+    _specs: dict[tuple[torch.dtype, torch.device], DTensorSpec] = field(default_factory=dict)
 
-    def __init__(self, layout: Layout, kind: str, name: str, local_shape: torch.Size) -> None:
-        self.layout = layout
-        self.kind = kind
-        self.name = name
-        self.local_shape = local_shape
-        self._specs: dict[tuple[torch.dtype, torch.device], DTensorSpec] = {}
-
-    def read(self, value: torch.Tensor | None) -> torch.Tensor | None:
+    def read(self, value: torch.Tensor) -> torch.Tensor:
         """Return the attribute for the module's present ``value``.
 
         Args:
@@ -84,7 +101,7 @@ class View:
         Raises:
             RuntimeError: ``value`` has another shape, or another device type than the mesh.
         """
-        if value is None or isinstance(value, DTensor):
+        if isinstance(value, DTensor):
             return value  # a DTensor of `functional_call`
         layout = self.layout
         if torch.compiler.is_compiling():
@@ -141,38 +158,298 @@ class View:
         return View, (self.layout, self.kind, self.name, self.local_shape)
 
 
-def leaf_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return what stands in a module under the name of a parameter or buffer."""
-    parameter = module._parameters.get(name)
-    return module._buffers.get(name) if parameter is None else parameter
-
-
 class _Forward(threading.local):
-    """State of this thread's forward; a recomputation in backward starts its own."""
+    """Views of this thread's outermost forward, `None` outside of one; a recomputation in backward starts its own."""
 
-    depth = 0
     views: dict[Any, tuple[DTensor, torch.Tensor]] | None = None
 
 
 _forward = _Forward()
 
+# ---- reading a leaf outside a forward: users write to parameters, and assign to them -------------------------------
 
-class ForwardScope:
-    """Keeps views until the outermost of nested scopes ends."""
+_DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
+
+
+class EagerView(DTensor):
+    """A view outside a forward; ``_of`` holds its leaf and its layout.
+
+    Assignments to it go to the leaf: on the view they would vanish with it. Hooks are refused.
+    """
 
     __slots__ = ()
+    _of: tuple[torch.Tensor, Layout]
 
-    def __enter__(self) -> None:
-        if _forward.depth == 0:
-            _forward.views = {}
-        _forward.depth += 1
+    def _set_data(self, value: DTensor) -> None:
+        leaf, layout = self._of
+        leaf.data = layout.localize(value)
 
-    def __exit__(self, *_: object) -> None:
-        _forward.depth -= 1
-        if _forward.depth == 0:
+    def _set_grad(self, value: DTensor | None) -> None:
+        leaf, layout = self._of
+        leaf.grad = None if value is None else layout.localize(value)
+        _GRAD.__set__(self, value)
+
+    data = property(_DATA.__get__, _set_data)
+    grad = property(_GRAD.__get__, _set_grad)  # from when the view was read
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refuse: the hook would vanish with the view."""
+        raise RuntimeError(
+            "each read of the attribute is a new tensor, and a hook on it would vanish: register it on the leaf, "
+            "dict(module.named_parameters())[name], whose gradient is this rank's shard, or before bridging"
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Save as a plain DTensor: loading it needs no bridge."""
+        return self._of[1].wrap(self._local_tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._of[1].wrap(self._local_tensor).__deepcopy__(memo)
+
+
+def _read(name: str, self: nn.Module) -> Any:
+    """Return the attribute ``name`` of a bridged module, as the module's property."""
+    value = leaf_of(self, name)
+    if value is None:
+        if name in self._parameters or name in self._buffers:
+            return None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    view: View = self.__dict__["_dp_views"][name]
+    if torch.compiler.is_compiling():
+        return view.read(value)
+    try:
+        dtensor: Any = view.read(value)
+    except AttributeError as error:
+        # nn.Module.__getattr__ would answer an AttributeError with the plain local leaf: a silently wrong shape.
+        raise RuntimeError(f"{view.kind} {view.name!r} could not be read as a DTensor: {error}") from error
+    if _forward.views is None and dtensor is not value and isinstance(value, nn.Parameter):
+        if value.grad is not None and value.grad.dtype == value.dtype and value.grad.layout == torch.strided:
+            _GRAD.__set__(dtensor, view.layout.wrap(value.grad))
+        dtensor.__class__ = EagerView
+        dtensor._of = (value, view.layout)
+    return dtensor
+
+
+# ---- the class of a bridged module ---------------------------------------------------------------------------------
+
+_classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = weakref.WeakValueDictionary()
+
+
+class LeafTable(dict[str, Any]):
+    """``_parameters`` of a module below a bridged root: refuses replacements of leaves.
+
+    Handles of sharding packages write full parameters here, past ``nn.Module`` and with the attributes of the
+    present ones; ``weight_norm`` and its kin delete a parameter and register others.
+    """
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        present = self.get(name)
+        if isinstance(present, nn.Parameter) and isinstance(value, nn.Parameter) and value is not present:
+            is_copy = bridge_tag(value) is not None and bridge_tag(value) is bridge_tag(present)
+            if is_copy or (value.shape != present.shape and is_local_shard(present) and bridge_tag(present) is None):
+                reason = "the call gives the module its full parameter, but the module is bridged to data parallelism"
+                hint = "undo in the reverse order: undo_dp_transform(module), then the undo() of what sharded it"
+                raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if isinstance(self[name], nn.Parameter) and hasattr(self[name], "_dp_leaf"):
+            raise RuntimeError(
+                f"parameter {name!r} is a local leaf of the data-parallel bridge, and weight_norm and its kin cannot "
+                "replace it: call them before bridging, or undo_dp_transform(module) first"
+            )
+        super().__delitem__(name)
+
+
+class BridgedModule:
+    """Mixin of every class from ``view_class``.
+
+    Instances hold ``_dp_views``: attribute name -> View; roots hold ``_dp_replicated_on`` as well. No ``__slots__``:
+    ``__class__`` can only be assigned between classes whose instances have the same memory layout.
+    """
+
+    _dp_views: dict[str, View]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; the outermost call reads each leaf once."""
+        if torch.compiler.is_compiling() or _forward.views is not None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # nn.Module.__call__
+        _forward.views = {}
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # nn.Module.__call__
+        finally:
             _forward.views = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign as torch does; a buffer takes this rank's shard of a DTensor."""
+        view = self._dp_views.get(name)
+        if view is not None and isinstance(value, torch.Tensor) and name in vars(self)["_buffers"]:
+            if not isinstance(value, DTensor):
+                raise TypeError(
+                    f"buffer {view.name!r} is laid out as {view.layout}; assign a DTensor to it, or write into it in "
+                    f"place (found a plain tensor of shape {tuple(value.shape)})"
+                )
+            value = view.layout.localize(value) if value.shape == view.layout.shape else value
+        super().__setattr__(name, value)
+        if view is not None:
+            tag_all(cast(nn.Module, self))  # the assignment may have registered another leaf
 
-def in_forward() -> bool:
-    """Return True if a bridged module is running in this thread."""
-    return _forward.depth > 0
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Apply ``.to()`` and its kin to the leaves; replacements of leaves get their tags."""
+        super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module._apply
+        tag_all(cast(nn.Module, self))
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Write DTensors of global shape in place of leaves; communicates nothing."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]  # nn.Module's
+        for name, view in self._dp_views.items():
+            saved = destination.get(prefix + name)
+            if isinstance(saved, torch.Tensor) and not isinstance(saved, DTensor):
+                destination[prefix + name] = view.read(saved) if keep_vars else view.layout.wrap(saved)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Read DTensors of any layout, or full tensors, into the leaves."""
+        rest = (prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not self._dp_views:
+            super()._load_from_state_dict(state_dict, *rest)  # type: ignore[misc]  # nn.Module's
+            return
+        module = cast(nn.Module, self)
+        with run_pre_hooks_first(module, state_dict, *rest):
+            layouts = {name: view.layout for name, view in self._dp_views.items()}
+            sharding = ShardingStateDict(module, layouts, state_dict, prefix, local_metadata, error_msgs)
+            super()._load_from_state_dict(sharding, *rest)  # type: ignore[misc]  # nn.Module's
+        sharding.finish()
+        tag_all(module)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]  # nn.Module.__setstate__
+        tag_all(cast(nn.Module, self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy as the module's own class plus the names of its views."""
+        make, args, *rest = cast(Any, super().__reduce_ex__(protocol))
+        own = type(self)
+        if not args or args[0] is not own or make.__name__ != "__newobj__":
+            raise TypeError(
+                f"{own.__name__} pickles itself with __reduce__, which would lose the bridge's views: "
+                "undo_dp_transform(module) before pickling or copying it"
+            )
+        return rebuild, (original_class(cast(nn.Module, self)), tuple(self._dp_views), *args[1:]), *rest
+
+
+def rebuild(base: type[nn.Module], names: tuple[str, ...], *args: Any) -> nn.Module:
+    """Return an empty instance of ``base``'s view class, for pickle and copy to fill."""
+    kind = view_class(base, names)
+    instance: nn.Module = kind.__new__(kind, *args)
+    instance.__dict__["_dp_views"] = {}  # for `__setattr__`
+    return instance
+
+
+def view_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return the subclass of ``base`` that reads ``names`` as DTensors; the same class every time.
+
+    It keeps the name of ``base``: the module prints as before.
+    """
+    cached = _classes.get((base, names))
+    if cached is not None:
+        return cached
+    body: dict[str, Any] = {name: property(functools.partial(_read, name)) for name in names}
+    body |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    created = types.new_class(base.__name__, (BridgedModule, base), {}, lambda namespace: namespace.update(body))
+    _classes[(base, names)] = created
+    return created
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the former class of a bridged module."""
+    return cast("type[nn.Module]", type(module).__mro__[2])  # view class, BridgedModule, the module's own
+
+
+def set_views(module: nn.Module, views: dict[str, View]) -> None:
+    """Make ``module`` read its leaves as ``views``, besides earlier ones."""
+    module.__dict__.setdefault("_dp_views", {}).update(views)
+    base = original_class(module) if isinstance(module, BridgedModule) else type(module)
+    module.__class__ = view_class(base, tuple(module.__dict__["_dp_views"]))
+    tag_all(module)
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo ``set_views`` of one module, and its role as a root."""
+    if isinstance(module._parameters, LeafTable):
+        module.__dict__["_parameters"] = dict(module._parameters)
+    if isinstance(module, BridgedModule):
+        module.__class__ = original_class(module)  # type: ignore[assignment]  # a class of another module
+        del module.__dict__["_dp_views"]
+        if module.__dict__.pop("_dp_replicated_on", None) is not None:
+            hooks = module._load_state_dict_post_hooks
+            for key in [key for key, hook in hooks.items() if hook is tag_all]:
+                del hooks[key]
+
+
+def tag_all(module: nn.Module, incompatible_keys: Any = None) -> None:
+    """Tag the leaves of one module, and below a root all plain parameters, again. A load-state-dict hook."""
+    views: dict[str, View] = module.__dict__.get("_dp_views", {})
+    for name, view in views.items():
+        leaf = leaf_of(module, name)
+        if leaf is not None and not isinstance(leaf, DTensor) and leaf.shape == view.local_shape:
+            tag_leaf(leaf, view.layout)
+    on: Layout | None = module.__dict__.get("_dp_replicated_on")
+    if on is not None:
+        tag_replicated(module.parameters(), on)
+
+
+# ---- gradient hooks of users ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class GradHooks:
+    """Hook of a leaf that runs all ``register_hook`` hooks of its DTensor parameter, still on DTensors.
+
+    They stay in torch's own dict for them, so a user's handle removes its hook before the bridge, under it and after
+    it.
+    """
+
+    hooks: dict[int, Callable[..., Any]]
+    layout: Layout
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """Pass the local gradient to each hook as a DTensor and take its result back."""
+        for hook in list(self.hooks.values()):  # a hook may remove itself
+            result = hook(self.layout.wrap(grad))
+            grad = grad if result is None else self.layout.localize(result)
+        return grad
+
+
+def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
+    """Yield a problem for hooks that cannot move between a DTensor and its leaf."""
+    on_grad = (getattr(tensor, GRAD_HOOKS) or {}).values()
+    is_leaf = type(tensor) is torch.nn.Parameter
+    if getattr(tensor, POST_ACCUMULATE_HOOKS) or (is_leaf and not all(isinstance(each, GradHooks) for each in on_grad)):
+        reason = f"a hook registered on the {'local leaf' if is_leaf else 'DTensor'} cannot be carried over"
+        hint = "remove it, and register it afterwards on the new parameter of named_parameters()"
+        yield Problem("parameter-hooks", name, found=reason, hint=hint)
+
+
+def refuse_gradients(parameter: torch.Tensor, name: str) -> None:
+    """Raise on a gradient of a replaced ``parameter``: the module computes with an old reference."""
+    reason = "a gradient arrived at the DTensor that a local leaf has replaced: the module kept a reference to it"
+    problem = Problem("parameter-replaced", name, found=reason, hint="read the parameter as an attribute in forward")
+
+    def refuse(_: torch.Tensor) -> None:
+        raise PlanError(problem)
+
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(refuse)
