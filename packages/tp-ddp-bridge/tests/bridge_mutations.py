@@ -104,7 +104,7 @@ MUTATIONS = [
     ),
     Mutation(
         "optimizer state left behind",
-        "optim/repoint.py",
+        "optim/state.py",
         "        optimizer.state[target] = state\n",
         "        optimizer.state[target] = {}\n",
         "optim/test_repoint.py::test_repointed_in_the_middle_of_training",

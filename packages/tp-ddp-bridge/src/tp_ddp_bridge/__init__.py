@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from tp_ddp_bridge.api import _pre_dp_module_transform, dp_bridge, pre_dp_module_transform, wrap_ddp
     from tp_ddp_bridge.consistency.replicas import check_replicas
     from tp_ddp_bridge.module.transform import is_bridged, undo_dp_transform
-    from tp_ddp_bridge.optim.repoint import check_optimizer
     from tp_ddp_bridge.optim.scaler import GradScaler
-    from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
+    from tp_ddp_bridge.optim.state import check_optimizer, optimizer_state_to_dtensor, optimizer_state_to_local
 
 __all__ = [
     "pre_dp_module_transform",
@@ -49,8 +48,7 @@ __getattr__, __dir__ = lazy_exports(
         "api": ("_pre_dp_module_transform", "dp_bridge", "pre_dp_module_transform", "wrap_ddp"),
         "consistency.replicas": ("check_replicas",),
         "module.transform": ("is_bridged", "undo_dp_transform"),
-        "optim.repoint": ("check_optimizer",),
         "optim.scaler": ("GradScaler",),
-        "optim.state": ("optimizer_state_to_dtensor", "optimizer_state_to_local"),
+        "optim.state": ("check_optimizer", "optimizer_state_to_dtensor", "optimizer_state_to_local"),
     },
 )

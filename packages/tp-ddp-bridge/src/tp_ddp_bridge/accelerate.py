@@ -31,9 +31,8 @@ from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
 from tp_ddp_bridge.consistency.replicas import raise_on_all_ranks
 from tp_ddp_bridge.ddp import tensor_ranks
 from tp_ddp_bridge.optim.elementwise import parameters_of
-from tp_ddp_bridge.optim.repoint import repoint
 from tp_ddp_bridge.optim.scaler import GradScaler
-from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
+from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local, repoint
 
 __all__ = ["Accelerator"]
 

@@ -28,7 +28,7 @@ from tp_ddp_bridge.layout import tensor_groups
 from tp_ddp_bridge.module.survey import survey
 from tp_ddp_bridge.module.transform import bridging_problems, is_bridged, transform, undo_dp_transform
 from tp_ddp_bridge.optim.elementwise import check_steps
-from tp_ddp_bridge.optim.repoint import as_list
+from tp_ddp_bridge.optim.state import as_list
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -29,7 +29,7 @@ from tp_ddp_bridge.module.view import (
     set_views,
     tag_all,
 )
-from tp_ddp_bridge.optim.repoint import as_list, repoint, repointing_problems
+from tp_ddp_bridge.optim.state import as_list, repoint, repointing_problems
 
 M = TypeVar("M", bound=nn.Module)
 

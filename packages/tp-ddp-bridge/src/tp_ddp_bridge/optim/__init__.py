@@ -1,5 +1,5 @@
 """Optimizers beside tensor parallelism: all that they do to a full parameter, done on shards.
 
-``repoint`` exchanges parameters in place, ``elementwise`` tests an optimizer on shards.
-``scaler`` skips a step on all ranks or none, ``state`` goes through checkpoints.
+``elementwise`` tests an optimizer on shards, ``state`` re-points it in place and takes its state through checkpoints.
+``scaler`` skips a step on all ranks or none.
 """
