@@ -183,7 +183,7 @@ def test_other_batches_within_a_tensor_parallel_group_are_refused(ranks: Ranks) 
     if ranks.rank < 2:  # the other replica's ranks agree
         assert len(list(loader)) == 2
     else:
-        with pytest.raises(PlanError, match="checksum"):
+        with pytest.raises(PlanError, match="hash"):
             next(iter(loader))
 
 

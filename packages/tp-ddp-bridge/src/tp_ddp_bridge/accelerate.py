@@ -62,6 +62,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
     data_parallel_size: int
     _models: list[Any]
     _optimizers: list[Any]
+    _schedulers: list[Any]
 
     def __init__(self, tp_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -127,7 +128,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if not isinstance(prepared, _SameBatches):
             prepared.accelerator = self
-            # Its own `__class__` is that of the loader within, and cannot be set.
+            # accelerate 1.15 makes its loader by the class's name (`prepare_data_loader` in data_loader.py ends in
+            # `DataLoaderShard(...)`) and iterates in that class's `__iter__`: neither a subclass nor a hook gets in.
+            # The loader's own `__class__` is that of the loader within, and cannot be set.
             object.__dict__["__class__"].__set__(prepared, type("SameBatches", (_SameBatches, type(prepared)), {}))
         return prepared
 
@@ -149,8 +152,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         """Prepare as accelerate does; it steps once for each data-parallel rank, not for each rank."""
         prepared = super().prepare_scheduler(scheduler)
         if type(prepared) is AcceleratedScheduler and not self.split_batches:
-            prepared.__class__ = _Scheduler
-            prepared.split_batches, prepared.times = True, self.data_parallel_size
+            stepping = _Scheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, True)
+            stepping.times = self.data_parallel_size
+            self._schedulers[self._schedulers.index(prepared)] = prepared = stepping
         return prepared
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
