@@ -17,9 +17,8 @@ from tp_ddp_bridge._torch_compat import flatten_axes
 from tp_ddp_bridge.consistency.axes import data_axes, mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
+    all_replica_problems,
     raise_on_all_ranks,
-    replica_problems,
-    replicas_in,
     shard_problems,
     structure_lines,
 )
@@ -121,11 +120,8 @@ def wrap_ddp(
     raise_on_all_ranks(scope, "wrap_ddp", problems, [*lines, *structure_lines(module)])
     assert data_group is not None  # else there were problems
     raise_on_all_ranks(scope, "wrap_ddp", shard_problems(module, data_group))
-    differences = []
-    for tensor_group in tensor_groups(module.parameters()):
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        replicas = replicas_in(tensors, dist.get_process_group_ranks(tensor_group))
-        differences += replica_problems(replicas, tensor_group)
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    differences = all_replica_problems(tensors, tensor_groups(module.parameters()))
     raise_on_all_ranks(scope, "wrap_ddp", differences)
 
     bridged_before = is_bridged(module)

@@ -27,9 +27,8 @@ from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_paramete
 from tp_ddp_bridge.consistency.axes import mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
+    all_replica_problems,
     raise_on_all_ranks,
-    replica_problems,
-    replicas_in,
     shard_problems,
     structure_lines,
 )
@@ -230,10 +229,8 @@ class ReducerGuard:
             raise_on_all_ranks(scope, "first forward of DDP", tried)
         raise_on_all_ranks(scope, "first forward of DDP", shard_problems(module, group))
         # Buffers are synchronized by DDP itself, or are the rank's own.
-        problems = []
-        for each in (group, *tensor_groups(module.parameters())):
-            replicas = replicas_in(module.named_parameters(), dist.get_process_group_ranks(each))
-            problems += replica_problems(replicas, each)
+        groups = (group, *tensor_groups(module.parameters()))
+        problems = all_replica_problems((*module.named_parameters(),), groups)
         raise_on_all_ranks(scope, "first forward of DDP", problems)
 
     def __getstate__(self) -> dict[str, Any]:

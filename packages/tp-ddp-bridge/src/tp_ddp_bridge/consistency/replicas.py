@@ -140,6 +140,13 @@ def replica_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | Non
     return _digest_problems(lines, group, "check_replicas") or _value_problems(replicas, group)
 
 
+def all_replica_problems(
+    tensors: Sequence[tuple[str, torch.Tensor]], groups: Iterable[dist.ProcessGroup]
+) -> list[Problem]:
+    """Compare what the ranks of each group hold in common, one group after another; a collective of each."""
+    return [problem for group in groups for problem in replica_problems(replicas_in(tensors, ranks_of(group)), group)]
+
+
 def structure_lines(module: nn.Module) -> list[str]:
     """Return one line for each parameter, equal on all ranks, data- and tensor-parallel ones."""
     lines = []
