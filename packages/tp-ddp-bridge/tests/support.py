@@ -45,9 +45,9 @@ ROWS: list[tuple[str, str, str]] = [
         "module/test_eager.py::test_hooks_registered_through_an_attribute",
     ),
     (
-        "`norm()` of a leaf",
+        "`norm()`, `std()`, `mean()` and other reads of a full parameter on a sharded leaf; draws of `nn.init` into it",
         "refused: `local-shard-as-full`",
-        "module/test_transform.py::test_norms_of_shards_are_refused",
+        "module/test_transform.py::test_reads_and_draws_of_a_full_weight_are_refused_on_shards",
     ),
     (
         "`undo()` of what sharded the model while it is bridged",

@@ -12,6 +12,7 @@ Vocabulary of this package:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tp_ddp_bridge._shared.full_reads import FULL_READS
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge._shared.sharding_info import ShardingInfo, sharding_info_of
 from tp_ddp_bridge._torch_compat import local_of, make_spec, wrap
@@ -159,12 +161,46 @@ def tag_leaf(leaf: Any, layout: Layout) -> None:
     leaf._sharding_info = tuple(layout[:4])  # no sections: every version reads this form
     leaf._dp_leaf = layout  # distinguishes it from other local shards
     if layout.sharded_axes():
-        leaf.norm = _refuse_norm
+        vars(leaf).update(FULL_READ_REFUSALS)
 
 
-def _refuse_norm(*args: Any, **kwargs: Any) -> NoReturn:
-    hint = "the full parameter's norm is module.weight.norm(), a DTensor; the shard's is parameter.detach().norm()"
-    raise PlanError(Problem("local-shard-as-full", "norm()", found="the norm of one rank's shard", hint=hint))
+_INITIALISE = "initialise before the module is sharded, or by load_state_dict() of full tensors"
+
+
+def _refuse_full_read(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    # A draw into the DTensor `module.weight` is no way on: on CPU meshes torch draws equal numbers for all shards.
+    read = f"module.weight.{name}(...) is of the full parameter, a DTensor; parameter.detach().{name}(...) of the shard"
+    hint = _INITIALISE if name.endswith("_") else read
+    raise PlanError(Problem("local-shard-as-full", f"{name}()", found=f"{name} of one rank's shard", hint=hint))
+
+
+def _refuse_ndimension() -> NoReturn:
+    reason = "nn.init's orthogonal_, eye_ and dirac_ call it, and would take one rank's shard for the full parameter"
+    hint = f"{_INITIALISE}; parameter.dim() counts dims"
+    raise PlanError(Problem("local-shard-as-full", "ndimension()", found=reason, hint=hint))
+
+
+FULL_READ_REFUSALS = {
+    # These three write by functions and by index, past the leaf's methods; they are the only callers of it in torch.
+    "ndimension": _refuse_ndimension,
+    **{
+        name: functools.partial(_refuse_full_read, name)
+        for func, name in FULL_READS.items()
+        if getattr(torch.Tensor, name, None) is func
+    },
+}
+"""Method of a sharded leaf -> its refusal, set on the leaf itself.
+
+A class with ``__torch_function__`` would see ``torch.norm(leaf)`` as well, but torch then calls it at each read of
+``leaf.grad`` and ``leaf.shape`` (3 us in place of 0.2: an SGD step of 100 leaves takes 3.3 ms in place of 0.5), and
+optimizers take no multi-tensor kernels for it.
+"""
+
+
+def allow_full_reads(parameter: torch.Tensor) -> None:
+    """Take the refusals off a sharded leaf: its methods read the shard. For optimizers that say they know."""
+    for name in FULL_READ_REFUSALS:
+        vars(parameter).pop(name, None)
 
 
 def tag_replicated(parameters: Iterable[nn.Parameter], on: Layout) -> None:
@@ -194,4 +230,4 @@ def is_replicated_tag(parameter: torch.Tensor) -> bool:
     return "_dp_replicated" in parameter.__dict__
 
 
-LEAF_TAGS = frozenset({"_sharding_info", "_dp_leaf", "_dp_assigned", "norm"})
+LEAF_TAGS = frozenset({"_sharding_info", "_dp_leaf", "_dp_assigned", *FULL_READ_REFUSALS})

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 from tp_ddp_bridge import PlanError, dp_bridge, is_bridged, pre_dp_module_transform, undo_dp_transform
 from tp_ddp_bridge import _pre_dp_module_transform as seed_name
+from tp_ddp_bridge._shared.full_reads import FULL_READS
+from tp_ddp_bridge.layout import FULL_READ_REFUSALS, LEAF_TAGS
 from tp_ddp_bridge.module.survey import survey
 
 
@@ -204,6 +206,54 @@ def test_norms_of_shards_are_refused(ranks: Ranks) -> None:
         assert float(leaves["down.bias"].norm()) == pytest.approx(float(models.seeded(models.MLP).down.bias.norm()))
     undo_dp_transform(model)
     assert "norm" not in vars(model.up.weight)
+
+
+@pytest.mark.ranks(2)
+def test_reads_and_draws_of_a_full_weight_are_refused_on_shards(ranks: Ranks) -> None:
+    # On a shard of 16 of 32 rows xavier_uniform_ takes a bound that is too large, and both ranks draw the same numbers.
+    model = models.bridged_mlp(ranks)
+    leaves = dict(model.named_parameters())
+    before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+    reads = [name for func, name in FULL_READS.items() if getattr(torch.Tensor, name, None) is func]
+    assert {"norm", "std", "mean", "max", "sort", "svd", "normal_", "uniform_"} <= set(reads) and len(reads) > 50
+    leaf = leaves["up.weight"]
+    for name in reads:
+        way_on = "initialise before" if name.endswith("_") else rf"module\.weight\.{name}"
+        with pytest.raises(PlanError, match=rf"local-shard-as-full\] {name}\(\): .*{way_on}"):
+            getattr(leaf, name)()
+    for name in ("std", "mean", "amax"):  # the way on, and replicated leaves, are right
+        full: Any = getattr(model.up.weight.detach(), name)()
+        expected = getattr(models.seeded(models.MLP).up.weight.detach(), name)()
+        torch.testing.assert_close(full.full_tensor(), expected, rtol=1e-6, atol=1e-9)
+        assert torch.equal(getattr(leaves["down.bias"], name)(), getattr(before["down.bias"], name)())
+    assert torch.equal(leaf.detach().sum(1), before["up.weight"].sum(1))
+
+    arguments: dict[str, tuple[float, ...]] = {"constant_": (0.5,), "sparse_": (0.5,)}
+    refused = []
+    for name in [each for each in dir(nn.init) if each.endswith("_") and not each.startswith("_")]:
+        if name not in ("ones_", "zeros_", "constant_"):
+            with pytest.raises(PlanError, match="local-shard-as-full"):
+                getattr(nn.init, name)(leaf, *arguments.get(name, ()))
+            refused.append(name)
+            assert torch.equal(leaf, before["up.weight"]), name
+    assert {"xavier_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_", "eye_", "dirac_"} <= set(refused)
+    assert len(refused) == 11
+    nn.init.uniform_(leaves["down.bias"])
+    for name, value in (("zeros_", 0.0), ("ones_", 1.0), ("constant_", 0.5)):
+        getattr(nn.init, name)(leaf, *arguments.get(name, ()))
+        assert torch.equal(model.up.weight.full_tensor(), torch.full((32, 16), value))
+
+    model.to(torch.float64)  # the tags are set again
+    with pytest.raises(PlanError, match="local-shard-as-full"):
+        nn.init.orthogonal_(dict(model.named_parameters())["down.weight"])
+    copied = copy.deepcopy(leaf)
+    assert copied.detach().norm() > 0 and not vars(copied).keys() & FULL_READ_REFUSALS.keys()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.is_elementwise = True  # type: ignore[attr-defined]  # its author's word
+    optimizer.step()
+    assert torch.equal(leaf.sum(), leaf.detach().sum())
+    undo_dp_transform(model)
+    assert not vars(model.up.weight).keys() & LEAF_TAGS
 
 
 @pytest.mark.ranks(2)

@@ -21,7 +21,7 @@ from tp_ddp_bridge._shared.consensus import named_collective
 from tp_ddp_bridge._shared.elementwise import elementwise_problems
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale
-from tp_ddp_bridge.layout import is_local_shard, layout_of, tensor_groups
+from tp_ddp_bridge.layout import allow_full_reads, is_local_shard, layout_of, tensor_groups
 
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 """Number of parameters and of steps that were seen."""
@@ -64,7 +64,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise_problems(shard_problems(optimizer, is_local_shard), f"{type(optimizer).__name__} cannot work on shards")
         if getattr(optimizer, "is_elementwise", None) is True:  # the user's word, for norms of shards as well
             for parameter in parameters:
-                vars(parameter).pop("norm", None)
+                allow_full_reads(parameter)
     _checked[optimizer] = len(parameters), step + 1
     if is_zero_optimizer(optimizer):  # its inner optimizer holds other parameters on each rank, on some none
         _checked.setdefault(cast(Any, optimizer).optim, (0, _LAST))
