@@ -18,6 +18,7 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
 from tp_styles.check.checker import Check, Checker, install_check, watch_registrations
+from tp_styles.check.optimizers import check_optimizers
 from tp_styles.check.runs import originals
 from tp_styles.plan.explain import plan_as_dict, regions_of
 from tp_styles.plan.planned import Plan, PlannedModule, Rest, TPPlan, plan_module
@@ -36,7 +37,6 @@ from tp_styles.runtime.install import (
 from tp_styles.runtime.parameters import (
     ShardParameter,
     agreed_values,
-    check_optimizers,
     full_tensor,
     is_shard,
     make_parameter,

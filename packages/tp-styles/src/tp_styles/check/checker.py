@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
+from itertools import count
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -168,10 +169,15 @@ class Scope:
                 if key in hooks:
                     hooks.move_to_end(key, last=False)
 
+    @property
+    def is_installed(self) -> bool:
+        """True if the hook is on the module."""
+        return self._key in self.module._forward_pre_hooks
+
     def remove(self) -> None:
         """Remove the hook, and store the keys of hooks before it."""
         keys = list(self.module._forward_pre_hooks)
-        if self._key in keys:
+        if self.is_installed:
             self._before = keys[: keys.index(self._key)]
             del self.module._forward_pre_hooks[self._key]
 
@@ -249,6 +255,7 @@ class Checker:
         self.always = always
         self.is_staged = is_staged
         self.may_leave = may_leave
+        self.order = 0
         self.names = {module: name for name, module in model.named_modules()}
         self.planned = frozenset(name for name, _ in model.named_parameters())
         self.results: dict[tuple[str, Mode], Result] = {}
@@ -655,11 +662,18 @@ class Checker:
 
 
 _CHECKERS: WeakSet[Checker] = WeakSet()
+_counter = count()
+
+
+def live_checkers() -> list[Checker]:
+    """Return checkers of all plans still applied, in the order of the plans: it is the same on all ranks."""
+    return sorted((one for one in _CHECKERS if one.scopes[0].is_installed), key=lambda checker: checker.order)
 
 
 def _watch(checker: Checker) -> None:
     """Watch registrations: late modules (adapters) have no hooks, and scanning in each call costs more."""
     watch_registrations()
+    checker.order = next(_counter)
     _CHECKERS.add(checker)
 
 
@@ -719,11 +733,14 @@ EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
 
 
 def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Return the largest argument's elements, at least 1, and keywords that are True."""
+    """Return the largest argument's elements, at least 1, and keywords that are True or learn."""
     largest, options = 1, []
-    for x in (*args, *kwargs.values()):  # plain loops: a steady call asks, too
-        if isinstance(x, torch.Tensor) and x.numel() > largest:
-            largest = x.numel()
+    for index, x in enumerate((*args, *kwargs.values())):  # plain loops: a steady call asks, too
+        if isinstance(x, torch.Tensor):
+            if x.requires_grad:  # an input without a gradient now may have one later
+                options.append(f"gradient of {index}")
+            if x.numel() > largest:
+                largest = x.numel()
     for name, x in kwargs.items():
         if x is True:
             options.append(name)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
 from tp_styles.check.weights import Weights
@@ -131,7 +132,9 @@ class Run:
             if parameter is not None:
                 parameter_key = (id(parameter), reverted)
                 if parameter_key not in copies:  # a tied parameter: one copy
-                    copies[parameter_key] = self._weights.full(parameter) if reverted else self._weights.shard(parameter)
+                    copies[parameter_key] = (
+                        self._weights.full(parameter) if reverted else self._weights.shard(parameter)
+                    )
                 replaced[id(parameter)] = self.parameters[name, key] = copies[parameter_key]
             parameters[key] = None if parameter is None else copies[parameter_key]
         for key, buffer in module._buffers.items():

@@ -87,9 +87,7 @@ class Weights:
             value = local_of(parameter).detach()
             if drawing is not None:
                 full = drawing.full().to(value.device)
-                value = drawing.applied(
-                    value, distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
-                )
+                value = drawing.applied(value, distribute_tensor(full, mesh, placements, src_data_rank=None).to_local())
             wrapped = as_dtensor(self.cast(value), mesh, placements, parameter.shape, parameter.stride())
             return nn.Parameter(wrapped, self.learns(parameter))
         value = parameter.detach().as_subclass(torch.Tensor)
