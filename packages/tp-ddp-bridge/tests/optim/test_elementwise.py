@@ -9,10 +9,8 @@ import pytest
 import torch
 from bridge_cells import zero_optimizer
 from ranktest import Ranks
-from torch import nn
 from torch.distributed.tensor import DTensor
 from tp_ddp_bridge import PlanError, check_optimizer, clip_grad_norm_, pre_dp_module_transform, wrap_ddp
-from tp_ddp_bridge._shared.elementwise import ELEMENTWISE, is_elementwise
 
 
 def sharded(ranks: Ranks) -> Any:
@@ -238,48 +236,3 @@ def test_torchs_clip_raises_at_the_step(ranks: Ranks) -> None:
                 optimizer.step()
                 steps += 1
             assert steps == (0 if is_refused else 5)
-
-
-class Renamed(torch.optim.AdamW):
-    """Torch's AdamW with other defaults."""
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", [*ELEMENTWISE, Renamed], ids=lambda kind: kind.__name__)
-def test_known_optimizers_are_elementwise(kind: Any, dtype: torch.dtype) -> None:
-    """Twelve steps on a tensor are those of its halves, along every dim, bit for bit but for vector lanes."""
-    compared = 0
-    for ndim in (1, 2, 3):
-        full = torch.linspace(-1.0, 1.5, 6**ndim, dtype=dtype).sin().view((6,) * ndim)
-        for dim in range(ndim):
-            parts = [full, *full.chunk(2, dim)]
-            parameters = [nn.Parameter(part.clone()) for part in parts]
-            optimizers = [kind([parameter], lr=0.1) for parameter in parameters]
-            for step in range(12):
-                grad = (full * (step + 1)).cos()
-                for parameter, optimizer, part in zip(parameters, optimizers, [grad, *grad.chunk(2, dim)], strict=True):
-                    assert is_elementwise(optimizer)
-                    parameter.grad = part.clone()
-                    optimizer.step()
-            moved = torch.cat([parameter.detach() for parameter in parameters[1:]], dim)
-            torch.testing.assert_close(parameters[0].detach(), moved, rtol=1e-5, atol=1e-6)
-            assert not torch.equal(moved, full)
-            compared += moved.numel()
-    assert compared == 6 + 2 * 36 + 3 * 216
-
-
-def test_others_are_elementwise_by_their_word_alone() -> None:
-    parameter = nn.Parameter(torch.ones(4, 4))
-    others: list[Any] = [
-        torch.optim.LBFGS([parameter]),
-        torch.optim.Adafactor([parameter]),
-        TrustRatio([parameter]),
-        ScaledAdam([parameter]),
-    ]
-    for optimizer in others:
-        assert not is_elementwise(optimizer)
-        optimizer.is_elementwise = True
-        assert is_elementwise(optimizer)
-    adam: Any = torch.optim.Adam([parameter])
-    adam.is_elementwise = False  # hooks of its own scale by norms
-    assert not is_elementwise(adam)
