@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -56,12 +56,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         (group.get("fused"), group.get("foreach"), *[(id(p), p.requires_grad) for p in group["params"]])
         for group in optimizer.param_groups
     ]
+    groups.append((id(optimizer.state),))  # another one after `load_state_dict`
     before, steps = _checked.get(optimizer, (None, 0))
     if before != groups:
         parameters = _parameters(optimizer)
         if any(p.is_meta or is_stale(p) for p in parameters):
             return  # a stale one raises in the step
         _refuse(optimizer)
+        _place_state(optimizer)
         steps = 0
     _checked[optimizer] = groups, steps + 1
     # A gradient may be zero on all ranks at first, behind a projection of zeros: 1, 2, 4, 8 ... steps are compared.
@@ -102,6 +104,24 @@ def _refuse(optimizer: Optimizer) -> None:
     """Raise all problems, outside of a graph."""
     if problems := list(_problems(optimizer)):
         raise PlanError(problems)
+
+
+def _place_state(optimizer: Optimizer) -> None:
+    """Take this rank's part of full state tensors: `load_state_dict` has read the file of one process."""
+    for parameter, state in optimizer.state.items():
+        info = None if isinstance(parameter, DTensor) else sharding_info_of(parameter)
+        if info is None and not isinstance(parameter, DTensor):
+            continue
+        shape = parameter.shape if info is None else info.shape
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != shape:
+                continue
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                state[key] = distribute_tensor(value.clone(), mesh, placements, src_data_rank=None)
+            elif info is not None and value.shape != parameter.shape:
+                split, axis = split_of(info), TPGroup(info.mesh)
+                state[key] = split.take(value, axis.rank, axis.size)
 
 
 # ---------------------------------------------------------------------------------------------- replicas

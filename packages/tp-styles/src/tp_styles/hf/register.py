@@ -7,6 +7,7 @@ One name is new: `"kv_replicate"` on an attention module, for fewer key-value he
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -146,6 +147,10 @@ class ProjectionsCheck:
 
 
 def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
+    weight = module._parameters.get("weight")
+    if type(module) is nn.Linear and isinstance(weight, DTensor):
+        # Peft sizes an adapter by one rank's shard of the base layer, and then wraps its weight as a global DTensor.
+        module.out_features, module.in_features = weight.shape
     info = describe(module, type(module).__name__)  # transformers does not pass the name
     spec = style.spec(info, mesh.size())
     _raise(spec)
@@ -196,8 +201,13 @@ class ReplicatedInputCheck:
 
 
 def _raise(spec: StyleSpec) -> None:
+    """Raise a style's problems. transformers passes no module's name, so they name its class."""
+    way = (
+        "; or tp_styles.apply_plan(model, mesh, from_hf_tp_plan(model)) after an ordinary from_pretrained, which names"
+    )
+    way += " the module and takes adapters and further styles"
     if spec.problems:
-        raise PlanError(spec.problems)
+        raise PlanError([replace(problem, hint=problem.hint + way) for problem in spec.problems])
 
 
 for name in list(ALL_PARALLEL_STYLES):

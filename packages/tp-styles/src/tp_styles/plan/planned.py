@@ -372,6 +372,10 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
                 found="no plain parameter of that name (a parametrization or weight norm)",
                 hint="remove it before, and put it back after",
             )
+        elif not isinstance(parameter, DTensor) and hasattr(parameter, "__tensor_flatten__"):  # torchao's
+            reason = f"a weight of {type(parameter).__module__}.{type(parameter).__name__}"
+            hint = "shard first, then quantise each rank's weights; or leave the module out of the plan"
+            yield Problem("module-not-shardable", found.info.where(name), found=reason, hint=hint)
         elif isinstance(parameter, DTensor):
             hint = "tensor parallelism comes first, before FSDP and before another plan"
             yield Problem(

@@ -39,6 +39,14 @@ class ShardParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
 
+    def full_tensor(self) -> torch.Tensor:
+        """Return the full weight on every rank, with a gradient, as a DTensor's `full_tensor()` does.
+
+        Every rank calls it, and uses the result alike: a penalty over it is the one of a single process.
+        """
+        result: torch.Tensor = _Full.apply(self)  # type: ignore[no-untyped-call]  # torch's Function
+        return result
+
     # `nn.init` takes bounds from a tensor's shape, and each rank's generator draws the same numbers for other rows.
 
     def _draw(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
@@ -272,6 +280,21 @@ class _Local(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------- putting together
+
+
+class _Full(torch.autograd.Function):
+    """The full value of a shard in sections; each rank takes its rows of the gradient, which all ranks have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: ShardParameter) -> Any:
+        info = shard._sharding_info
+        axis, split = TPGroup(info.mesh), split_of(info)
+        ctx.take = functools.partial(split.take, rank=axis.rank, tp_size=axis.size)
+        return full_tensor(shard.as_subclass(torch.Tensor), axis, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.take(gradient)
 
 
 def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
