@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.consensus import as_bytes
+from tp_styles._shared.full_reads import FULL_READS, full_read
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, is_transformed, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
@@ -47,18 +48,29 @@ class ShardParameter(nn.Parameter):
         result: torch.Tensor = _Full.apply(self)  # type: ignore[no-untyped-call]  # torch's Function
         return result
 
-    # `nn.init` takes bounds from a tensor's shape, and each rank's generator draws the same numbers for other rows.
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions that would take the shard for the full weight; results are plain tensors."""
+        kwargs = kwargs or {}
+        if func in FULL_READS:
+            _refuse_full_read(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
-    def _draw(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
-        if self.is_meta:  # without values: harmless
-            getattr(torch.Tensor, name)(self, *args, **kwargs)
-            return self
-        hint = "initialise before the plan is applied; or reset_parameters() of the module; or load_state_dict()"
-        reason = f"{name} on one rank's shard of {list(self._sharding_info.shape)}"
+
+def _refuse_full_read(func: Any, args: Any, kwargs: Any) -> None:
+    shard = next(
+        (x for x in (*args[:1], kwargs.get("input"), kwargs.get("out")) if isinstance(x, ShardParameter)), None
+    )
+    info = None if shard is None or shard.is_meta else sharding_info_of(shard)  # a meta tensor has no values
+    if info is None or info.placements[0].is_replicate():
+        return
+    dim = getattr(info.placements[0], "dim", 0)
+    if name := full_read(func, args, kwargs, dim, len(info.shape)):
+        hint = "weight.full_tensor() is the full weight, with a gradient; initialise before the plan is applied, by"
+        hint += " reset_parameters() of the module, or by load_state_dict()"
+        reason = f"{name} on one rank's shard of {list(info.shape)}"
         raise PlanError(Problem("local-shard-as-full", found=reason, hint=hint))
-
-    uniform_ = functools.partialmethod(_draw, "uniform_")
-    normal_ = functools.partialmethod(_draw, "normal_")
 
 
 def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
