@@ -141,8 +141,18 @@ def _run(job: Job, meeting: Meeting) -> None:
         intercept.add(GlooChecks())
         if job.ranks_argument:
             funcargs["ranks"] = Ranks(meeting.rank, job.world_size, device, job.placement.backend)
+        if job.debugger and job.debugger[0] == meeting.rank:
+            _await_debugger(job.debugger[1])
         with _nothing_ignored():
             _function(module, job.qualname)(**funcargs)
+
+
+def _await_debugger(port: int) -> None:
+    """Listen on a port of this machine until an editor has attached: VS Code's "attach", for example."""
+    import debugpy
+
+    debugpy.listen(("127.0.0.1", port))
+    debugpy.wait_for_client()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ranktest import _torch_compat as compat
+from ranktest import supervise
 from ranktest.job import Job, Meeting
 
 
@@ -22,7 +23,8 @@ def join(job: Job, meeting: Meeting) -> torch.device:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # since 2.30; older ones refuse several on a device
         compat.use_cuda(device)
         bound = device if "nccl" in job.placement.backend else None
-    timeout = timedelta(seconds=job.group_timeout_s)
+    # A collective waits for a busy rank, or for one in a debugger, as long as the test may take.
+    timeout = timedelta(seconds=supervise.LIMIT_S)
     store = compat.TCPStore(
         "127.0.0.1",
         meeting.port,

@@ -25,7 +25,8 @@ class Job:
     """One test body on `world_size` ranks.
 
     `funcargs` is a pickle of the fixture values: it is opened in the rank only after the test module is imported,
-    because it may hold objects of classes defined there.
+    because it may hold objects of classes defined there. `debugger` is a rank and the port of this machine on which
+    that rank waits for a debugger before its body starts.
     """
 
     nodeid: str
@@ -36,11 +37,11 @@ class Job:
     world_size: int
     seed: int
     rest_s: float
-    group_timeout_s: float
     filterwarnings: tuple[str, ...]
     folder: str
     tbstyle: str = "auto"
     placement: Placement = Placement()
+    debugger: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

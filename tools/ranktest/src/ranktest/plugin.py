@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import pickle
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--ranks-per-gpu", type=int, default=1, metavar="N", help="how many ranks share a GPU (default: %(default)s)"
+    )
+    group.addoption(
+        "--ranks-debugger",
+        type=int,
+        metavar="RANK",
+        help="this rank waits for a debugger (debugpy) on a port that is printed; ranks may rest until the limit",
     )
 
 
@@ -231,6 +238,7 @@ def _job(item: pytest.Function, folder: str) -> Job:
     marker = item.get_closest_marker("ranks")
     assert marker is not None
     names = item._fixtureinfo.argnames
+    debugger = _debugger(item.config, world_size_of(item))
     return Job(
         nodeid=item.nodeid,
         path=str(item.path),
@@ -239,13 +247,31 @@ def _job(item: pytest.Function, folder: str) -> Job:
         ranks_argument="ranks" in names,
         world_size=world_size_of(item),
         seed=seed_of(item.nodeid),
-        rest_s=min(float(marker.kwargs.get("timeout", REST_S)), REST_S),
-        group_timeout_s=supervise.LIMIT_S,  # a collective waits for a busy rank as long as the test does
+        # Ranks at a breakpoint rest: with a debugger the limit of the whole test alone ends them.
+        rest_s=supervise.LIMIT_S if debugger else min(float(marker.kwargs.get("timeout", REST_S)), REST_S),
         filterwarnings=tuple(arg for mark in item.iter_markers("filterwarnings") for arg in reversed(mark.args)),
         folder=folder,
         tbstyle=str(item.config.getoption("tbstyle")),
         placement=_placement(item.config),
+        debugger=debugger,
     )
+
+
+def _debugger(config: pytest.Config, world_size: int) -> tuple[int, int] | None:
+    """The rank that `--ranks-debugger` names and a free port for it, which stands on the terminal."""
+    rank = config.getoption("ranks_debugger")
+    if rank is None:
+        return None
+    if not 0 <= rank < world_size:
+        raise pytest.UsageError(f"--ranks-debugger {rank}: the test runs on ranks 0 to {world_size - 1}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    terminal, capture = map(config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
+    assert terminal is not None, "--ranks-debugger prints a port: run without pytest-xdist (-n 0)"
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
+        terminal.write(f"\nrank {rank} of {world_size} waits for a debugger: attach to 127.0.0.1:{port}\n", flush=True)
+    return rank, port
 
 
 def _pickled(funcargs: dict[str, Any]) -> bytes:
