@@ -62,6 +62,8 @@ def full_read(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     name = FULL_READS.get(func, "")
     if not name or func not in REDUCTIONS:
         return name
+    if name in ("max", "min") and any(isinstance(x, torch.Tensor) for x in (*args[1:2], kwargs.get("other"))):
+        return ""  # of two tensors, element by element
     place = 2 if name in THIRD else 1
     default = 1 if name == "normalize" else None
     dims = kwargs.get("dim", kwargs.get("axis", args[place] if place < len(args) else default))

@@ -59,9 +59,8 @@ class ShardParameter(nn.Parameter):
 
 
 def _refuse_full_read(func: Any, args: Any, kwargs: Any) -> None:
-    shard = next(
-        (x for x in (*args[:1], kwargs.get("input"), kwargs.get("out")) if isinstance(x, ShardParameter)), None
-    )
+    # The first argument, under whatever name (`nn.init` passes `tensor=`), or the one written to (`out=`).
+    shard = next((x for x in (*args[:1], *kwargs.values()) if isinstance(x, ShardParameter)), None)
     info = None if shard is None or shard.is_meta else sharding_info_of(shard)  # a meta tensor has no values
     if info is None or info.placements[0].is_replicate():
         return
