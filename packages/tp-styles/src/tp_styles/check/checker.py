@@ -801,7 +801,8 @@ HINTS = {
     "input-gradient": "the ranks' gradients of the input are not summed: a module takes a shard's part of it unstyled",
     "raises": "a layer after a column-wise one takes its shard: RowwiseParallel() for it, or"
     " ColwiseParallel(output_layouts=Replicate()) for the one before; RowwiseParallel(input_layouts=Replicate())"
-    " for a full input; local sizes where code has numbers of its own",
+    " for a full input; local sizes where code has numbers of its own; BlockParallel(shard={name: dim}) for a module's"
+    " own parameter of each head or channel (sinks, scales of [heads, 1, 1])",
     "cache": "a filled key-value cache comes in with all heads (prefix tuning of peft makes one), where a rank's cache"
     " holds its own: PromptTuningConfig and LoRA are right",
     "buffer": "each rank updates it from its own shard",
@@ -829,8 +830,8 @@ def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: boo
         name, reason = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
     hint = HINTS["cache" if difference.kind == "raises" and has_cache else difference.kind]
     if "mixed torch.Tensor and DTensor" in difference.detail:
-        hint = "PrepareModuleInput(use_local_output=False), its default, hands DTensors to a module of plain"
-        hint += " parameters: use_local_output=True"
+        hint = "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of your"
+        hint += " own that makes DTensors of parameters prepares the inputs too (distribute_module(input_fn=...))"
     if difference.kind == "gradient" and difference.name not in scope.unstyled:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
     return Problem(

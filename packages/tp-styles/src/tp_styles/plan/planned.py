@@ -82,7 +82,11 @@ def _not_a_style(pattern: str, style: object) -> Problem:
 def _unmatched(pattern: str, names: list[str]) -> Problem:
     import difflib  # only for the hint
 
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    # `layers.*.atn` is near `layers.0.attn` by what all layers share.
+    starred = {".".join("*" if part.isdigit() else part for part in name.split(".")): name for name in reversed(names)}
+    near = difflib.get_close_matches(
+        pattern, [name for name in {**dict.fromkeys(names), **starred} if name], n=3, cutoff=0.5
+    )
     near = near or [name for name in names if name and name.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
     hint = "modules with similar names: " + ", ".join(near) if near else "`*` is one name, `**` any number of them"
     return Problem("unmatched-pattern", pattern, found="no module of that name", hint=hint)
@@ -230,8 +234,8 @@ def plan_module(
     ordered = [planned[name] for name in modules if name in planned]  # the model's order on all ranks
     ordered = _without_shared(ordered, modules, problems)
     for entry in ordered:
+        problems += _state_problems(entry, modules[entry.name], tp_size)  # first: a weight norm hides the weight
         problems += entry.spec.problems
-        problems += _state_problems(entry, modules[entry.name], tp_size)
     claims = _claims(ordered, problems)
     problems += _tied_problems(model, claims, ordered, is_staged)
     left = [
