@@ -287,7 +287,7 @@ def test_next_to_fsdp2(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_predicted_collectives_are_those_that_happen(ranks: Ranks) -> None:
-    from tp_styles.plan.explain import collectives
+    from tp_styles.plan.model import collectives
 
     mesh = ranks.mesh((2,), ("tp",))
     plans: list[dict[str, tp.ParallelStyle]] = [
@@ -325,7 +325,7 @@ def test_predicted_collectives_are_those_that_happen(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_predictions_for_a_whole_model(ranks: Ranks) -> None:
     """Embedding, attention, feed-forward blocks and head: `explain`'s counts and bytes are those that the group saw."""
-    from tp_styles.plan.explain import collectives
+    from tp_styles.plan.model import collectives
 
     mesh = ranks.mesh((2,), ("tp",))
     model = models.seeded(lambda: models.GPT(vocab=18))

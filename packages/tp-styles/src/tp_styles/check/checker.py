@@ -34,7 +34,7 @@ from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
 from tp_styles.check.runs import Original, Run, full_numel, has_fsdp_below
 from tp_styles.check.weights import Weights
-from tp_styles.plan.planned import TPPlan
+from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.dropout import default_generator
 from tp_styles.runtime.forwards import Forward
@@ -830,8 +830,8 @@ def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: boo
         name, reason = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
     hint = HINTS["cache" if difference.kind == "raises" and has_cache else difference.kind]
     if "mixed torch.Tensor and DTensor" in difference.detail:
-        hint = "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of your"
-        hint += " own that makes DTensors of parameters prepares the inputs too (distribute_module(input_fn=...))"
+        hint = "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of"
+        hint += " your own that makes DTensors of parameters prepares the inputs too (distribute_module(input_fn=...))"
     if difference.kind == "gradient" and difference.name not in scope.unstyled:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
     return Problem(

@@ -22,6 +22,7 @@ from torch import nn
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
 from tp_styles.check.weights import Weights
+from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.install import TABLES, DisableFastPath, KeyRemover, ModuleChange
 
 Key = tuple[str, str]
@@ -287,7 +288,8 @@ def _of_fsdp(hook: Any) -> bool:
 
 def _is_ours(hook: Any) -> bool:
     owner = getattr(hook, "__self__", hook)
-    return type(owner).__module__.startswith("tp_styles.") and not isinstance(owner, DisableFastPath)
+    is_known = isinstance(owner, Forward) or type(owner).__module__.startswith("tp_styles.")  # also others' forwards
+    return is_known and not isinstance(owner, DisableFastPath)
 
 
 def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Partial, Replicate
 from tp_styles._shared.problems import own_errors
 from tp_styles.from_plan.convert import add_learned_activations, keep_ties, styles_of_blocks
 from tp_styles.from_plan.regions import AxisCuts, region_of
-from tp_styles.plan.explain import regions_of
-from tp_styles.plan.planned import TPPlan, match_plan, plan_styles
+from tp_styles.plan.model import TPPlan
+from tp_styles.plan.planned import match_plan, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.attention import GQAParallel, TransformerLayerParallel
 from tp_styles.styles.base import ParallelStyle
@@ -250,7 +250,7 @@ def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:
     free = {left.name for left in plan.unstyled}
     # Beside column-wise layers activations may be shards; a block with parameters of its own (Mamba's) may read the
     # weights of its layers itself.
-    left_out = {name.rpartition(".")[0] for columns, _ in regions_of(plan).values() for name in columns}
+    left_out = {name.rpartition(".")[0] for columns, _ in plan.regions.values() for name in columns}
     left_out |= {name for name, module in model.named_modules() if module._parameters}
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear and f"{name}.weight" in free]
     style = ColwiseParallel(output_layouts=Replicate())

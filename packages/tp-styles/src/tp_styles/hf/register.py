@@ -20,7 +20,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 from tp_styles._torch_compat import is_compiling, is_fake
 from tp_styles.check.inputs import Inputs
 from tp_styles.hf.plan import OLDER, OUTPUTS, TODAY, attention_style, style_of
-from tp_styles.plan.planned import PlannedModule
+from tp_styles.plan.model import PlannedModule
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.redistribute import TPGroup
