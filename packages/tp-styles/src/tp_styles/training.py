@@ -55,14 +55,9 @@ def vocab_parallel_cross_entropy(
         IndexError: On CPU, a target outside of the classes.
     """
     if not torch.compiler.is_compiling() and IN_ORIGINAL.get():
-        losses = F.cross_entropy(  # the original of a check has full logits
-            logits.flatten(0, -2),
-            target.flatten(),
-            weight=weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
+        options: Any = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        # The original of a check has full logits.
+        losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction=reduction, **options)
         return losses.view(target.shape) if reduction == "none" else losses
     target = _local_replica(target)
     weight = None if weight is None else _local_replica(weight)

@@ -11,9 +11,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
-from itertools import count
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -255,7 +254,6 @@ class Checker:
         self.always = always
         self.is_staged = is_staged
         self.may_leave = may_leave
-        self.order = 0
         self.names = {module: name for name, module in model.named_modules()}
         self.planned = frozenset(name for name, _ in model.named_parameters())
         self.results: dict[tuple[str, Mode], Result] = {}
@@ -661,20 +659,19 @@ class Checker:
         return list(worst.values())
 
 
-_CHECKERS: WeakSet[Checker] = WeakSet()
-_counter = count()
+_CHECKERS: WeakKeyDictionary[Checker, None] = WeakKeyDictionary()
+"""In the order of their plans."""
 
 
 def live_checkers() -> list[Checker]:
     """Return checkers of all plans still applied, in the order of the plans: it is the same on all ranks."""
-    return sorted((one for one in _CHECKERS if one.scopes[0].is_installed), key=lambda checker: checker.order)
+    return [checker for checker in _CHECKERS if checker.scopes[0].is_installed]
 
 
 def _watch(checker: Checker) -> None:
     """Watch registrations: late modules (adapters) have no hooks, and scanning in each call costs more."""
     watch_registrations()
-    checker.order = next(_counter)
-    _CHECKERS.add(checker)
+    _CHECKERS[checker] = None
 
 
 @cache
