@@ -16,6 +16,7 @@ import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
+from tp_styles.check import checker
 
 WIDTH = 16
 
@@ -323,3 +324,39 @@ def test_gradients_of_replicas_are_compared_before_the_first_optimizer_step(rank
     optimizer = torch.optim.SGD(grouped.parameters(), 0.1)
     models.square_loss(grouped(batch() * (1 + ranks.rank)), batch()).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
+
+
+class Summed(nn.Module):
+    """A scale between the layers, to whose gradient each rank brings about one half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.scale = nn.Parameter(torch.full((), 1.5))
+        with torch.no_grad():
+            for layer in (self.up, self.down):
+                layer.weight.copy_(0.2 + 0.02 * torch.rand_like(layer.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.up(x)) * self.scale)
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_a_forgotten_sum_is_found_in_bfloat16(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit of float64 runs: one element of a gradient may be off by 0.6 there, and half a sum is 0.5 off."""
+    monkeypatch.setattr(checker, "FLOAT64_LIMIT", 1)
+    mesh, found = ranks.mesh((2,), ("tp",)), 0
+    scaled = tp.BlockParallel(sum_gradient=("scale",))
+    for seed in range(4):
+        for plan in (UP_DOWN, {**UP_DOWN, "": scaled}):
+            model: Any = models.seeded(Summed, seed).bfloat16()
+            tp.apply_plan(model, mesh, plan)
+            x = torch.rand(2, 6, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            if plan is UP_DOWN:
+                with pytest.raises(tp.PlanError, match=r"check-mismatch.*scale.*gradient differs"):
+                    model(x)
+                found += 1
+            else:
+                model(x)
+    assert found == 4
