@@ -27,7 +27,7 @@ def test_the_error_of_another_copy_is_raised_as_this_one(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "other", other)
     spec.loader.exec_module(other)
 
-    class Narrow(other.PlanError, RuntimeError):  # type: ignore[misc]  # a module loaded here has no types
+    class Narrow(other.PlanError, RuntimeError):  # type: ignore[misc, name-defined]  # a module loaded here has no types
         """Another package's error, under another name."""
 
     for kind in (other.PlanError, Narrow):

@@ -1,4 +1,4 @@
-"""What the ranks run, where they meet, and what each rank answers."""
+"""Values that travel between the pytest process, the server and the ranks: job, meeting point, outcome."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks live and what they talk over.
+    """The device of ranks and the backend of their group.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where one rank meets the others of its test.
+    """The meeting point of one rank with the others of its test.
 
     Attributes:
         rank: number in the default group; decides the device.
@@ -61,7 +61,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank says about its run of the body."""
+    """The answer of one rank about its run of the body."""
 
     rank: int
     status: str  # "passed", "failed", "skipped", "xfailed"

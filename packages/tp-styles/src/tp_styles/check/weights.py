@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import local_of
 from tp_styles.check.inputs import varied
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
-from tp_styles.runtime.redistribute import TPGroup, as_dtensor
+from tp_styles.runtime.redistribute import TPGroup
 
 DRAWABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

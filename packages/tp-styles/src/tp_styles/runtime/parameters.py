@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.consensus import as_bytes
+from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.full_reads import FULL_READS, full_read
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, is_transformed, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
-from tp_styles.runtime.redistribute import TPGroup, as_dtensor, refuse_transforms
+from tp_styles.runtime.redistribute import TPGroup, refuse_transforms
 from tp_styles.values import ParameterSpec, Split, StyleSpec
 
 
