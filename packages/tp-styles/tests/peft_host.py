@@ -107,7 +107,7 @@ def test_fewer_key_value_heads_than_ranks(ranks: Ranks, targets: Any, planner: s
 def test_other_adapters_are_refused_by_name(kind: str) -> None:
     import peft
 
-    options = {"total_step": 10} if kind == "AdaLoraConfig" else {}
+    options: dict[str, Any] = {"total_step": 10} if kind == "AdaLoraConfig" else {}
     options |= {"feedforward_modules": []} if kind == "IA3Config" else {}
     options |= {"oft_block_size": 8, "r": 0} if kind == "OFTConfig" else {}
     model = get_peft_model(model_of("llama"), getattr(peft, kind)(target_modules=["q_proj", "v_proj"], **options))

@@ -6,6 +6,7 @@ The mistakes show in no output and in no gradient of the first call. Each has a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,7 +159,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {
 }
 RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     **{
-        name: (lambda close=close: Attention(close), PLAN | {"q_norm": tp.NoParallel(sum_gradient=True)})
+        name: (partial(Attention, close), PLAN | {"q_norm": tp.NoParallel(sum_gradient=True)})
         for name, close in CLOSED.items()
     },
     "LoRA": (Adapter, LORA | {"a": tp.NoParallel()}),
@@ -174,7 +175,7 @@ def batch() -> torch.Tensor:
 def test_mistakes_behind_zeros_are_found_at_the_first_call(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
     mistakes: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {
-        f"{name}; the norm's gradient is not summed": (lambda close=close: Attention(close), PLAN, True)
+        f"{name}; the norm's gradient is not summed": (partial(Attention, close), PLAN, True)
         for name, close in CLOSED.items()
     }
     raised = 0
@@ -208,7 +209,7 @@ def test_right_twins_pass_and_train_as_one_process(ranks: Ranks) -> None:
         for _ in range(3):
             for each, optimizer in zip((alone, model), optimizers, strict=True):
                 optimizer.zero_grad()
-                models.square_loss(each(batch()), batch()).backward()  # type: ignore[no-untyped-call]
+                models.square_loss(each(batch()), batch()).backward()
                 optimizer.step()
         assert {key for key, p in model.named_parameters() if not p.requires_grad} == frozen, name
         assert "equal to the original" in handle.report(), name
@@ -297,7 +298,7 @@ def test_gradients_of_replicas_are_compared_before_the_first_optimizer_step(rank
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for step in range(4):
             optimizer.zero_grad()
-            models.square_loss(model(batch()), batch()).backward()  # type: ignore[no-untyped-call]
+            models.square_loss(model(batch()), batch()).backward()
             if step == (3 if thawed else 0):
                 model.q_norm.requires_grad_(True)
                 model.q_norm.weight.grad = torch.full((4,), 1.0 + ranks.rank, dtype=torch.float64)
@@ -312,7 +313,7 @@ def test_gradients_of_replicas_are_compared_before_the_first_optimizer_step(rank
     plan = {"": tp.GQAParallel(q="q", k="k", v="v", o="o", norms=("q_norm", "k_norm"), kv_replicate=True)}
     handle = tp.apply_plan(grouped, mesh, plan)  # one key-value head on two ranks: each holds a copy
     optimizer = torch.optim.SGD([grouped.q.weight], 0.1)
-    models.square_loss(grouped(batch()), batch()).backward()  # type: ignore[no-untyped-call]
+    models.square_loss(grouped(batch()), batch()).backward()
     optimizer.step()
     optimizer.add_param_group({"params": [grouped.k.weight]})
     optimizer.step()
@@ -322,7 +323,7 @@ def test_gradients_of_replicas_are_compared_before_the_first_optimizer_step(rank
         optimizer.step()
     handle.undo()  # from here on each rank's model is its own
     optimizer = torch.optim.SGD(grouped.parameters(), 0.1)
-    models.square_loss(grouped(batch() * (1 + ranks.rank)), batch()).backward()  # type: ignore[no-untyped-call]
+    models.square_loss(grouped(batch() * (1 + ranks.rank)), batch()).backward()
     optimizer.step()
 
 

@@ -99,7 +99,7 @@ def _is_refused(optimizer: Optimizer, count: int) -> bool:
     return next(_problems(optimizer), None) is not None
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def _refuse(optimizer: Optimizer) -> None:
     """Raise all problems, outside of a graph."""
     if problems := list(_problems(optimizer)):

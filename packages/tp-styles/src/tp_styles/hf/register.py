@@ -147,7 +147,7 @@ class ProjectionsCheck:
 
 
 def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
-    weight = module._parameters.get("weight")
+    weight: Any = module._parameters.get("weight")
     if type(module) is nn.Linear and isinstance(weight, DTensor):
         # Peft sizes an adapter by one rank's shard of the base layer, and then wraps its weight as a global DTensor.
         module.out_features, module.in_features = weight.shape
