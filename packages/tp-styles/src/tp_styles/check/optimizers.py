@@ -41,12 +41,6 @@ _checked: WeakKeyDictionary[Optimizer, tuple[Groups, int]] = WeakKeyDictionary()
 """Groups of the last verdict, and the steps since."""
 
 
-@functools.cache
-def check_optimizers() -> None:
-    """From now on check each optimizer at its steps; installed once for the process."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if is_compiling():  # `torch.compile(optimizer.step)`: the number of parameters is a guard, so growth compiles again
         if _is_refused(optimizer, sum([len(group["params"]) for group in optimizer.param_groups])):
@@ -69,6 +63,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A gradient may be zero on all ranks at first, behind a projection of zeros: 1, 2, 4, 8 ... steps are compared.
     if (steps + 1) & steps == 0 and steps < LAST:
         _compare_replicas(optimizer)
+
+
+check_optimizers = functools.cache(functools.partial(register_optimizer_step_pre_hook, _before_step))
+"""From now on check each optimizer at its steps; installed once for the process."""
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

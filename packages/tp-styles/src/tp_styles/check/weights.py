@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import local_of
+from tp_styles._torch_compat import local_of, without_dispatch_modes
 from tp_styles.check.inputs import varied
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
 from tp_styles.runtime.redistribute import TPGroup
@@ -70,7 +70,8 @@ class Weights:
 
     def __init__(self, module: nn.Module, axis: TPGroup, dtype: torch.dtype | None, *, lively: bool) -> None:
         self.axis, self.dtype, self.lively = axis, dtype, lively
-        self._drawings = _drawings(module, axis) if lively else {}
+        with without_dispatch_modes():  # the check's mode would see each of these small operations
+            self._drawings = _drawings(module, axis) if lively else {}
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
         """Copy, even in the same type. A forward may write to tensors it reads, like a teacher's weights."""
@@ -82,6 +83,10 @@ class Weights:
 
     def shard(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return this rank's shard as a new leaf."""
+        with without_dispatch_modes():
+            return self._shard(parameter)
+
+    def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
         drawing = self._drawings.get(id(parameter))
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
@@ -108,6 +113,10 @@ class Weights:
 
     def full(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the full parameter as a new leaf, gathered from the shards."""
+        with without_dispatch_modes():
+            return self._full(parameter)
+
+    def _full(self, parameter: nn.Parameter) -> nn.Parameter:
         value = parameter.detach()
         if isinstance(value, DTensor):
             value = value.full_tensor()
