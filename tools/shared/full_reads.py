@@ -1,0 +1,73 @@
+"""Functions that read a weight as if it were full: on one rank's shard they are refused, all in one list.
+
+Of a shard `weight.norm()`, `weight.std()`, `torch.linalg.svdvals(weight)` and the bound of `nn.init.xavier_uniform_`
+are other numbers on each rank, without an error. A reduction that leaves the sharded dim alone (the norm of each row,
+where rows are sharded) is right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Names = dict[Callable[..., Any], str]
+
+
+def _named(names: str, *places: Any) -> Names:
+    return {getattr(place, name): name for name in names.split() for place in places if hasattr(place, name)}
+
+
+REDUCTIONS = (
+    _named("sum nansum mean nanmean std var std_mean var_mean prod norm", torch, torch.Tensor)
+    | _named("max min amax amin aminmax argmax argmin median nanmedian mode", torch, torch.Tensor)
+    | _named("quantile nanquantile kthvalue topk sort argsort msort unique", torch, torch.Tensor)
+    | _named("logsumexp softmax log_softmax softmin normalize", torch, torch.Tensor, F)
+    | _named("cumsum cumprod cummax cummin logcumsumexp count_nonzero all any", torch, torch.Tensor)
+    | _named("unique_consecutive renorm flip roll", torch, torch.Tensor)
+    | _named("vector_norm", torch.linalg)
+)
+"""Function -> name; right if they name dims, and not the sharded one."""
+
+FULL_READS = (
+    _named(" ".join(name for name, value in vars(torch.linalg).items() if inspect.isbuiltin(value)), torch.linalg)
+    | REDUCTIONS
+    | _named("svd qr det logdet slogdet inverse pinverse matrix_power", torch, torch.Tensor)
+    | _named("matrix_exp trace histc cosine_similarity", torch, torch.Tensor, F)
+    | _named("uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_", torch.Tensor)
+    # Functions of `nn.init` with overrides of their own; others but `orthogonal_` end in one of these.
+    | _named("uniform_ normal_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_", nn.init)
+    | {torch.eye: "eye", torch.Tensor.__setitem__: "a write by index"}
+)
+"""Function -> name of all that see a full weight."""
+
+THIRD = ("norm", "vector_norm", "normalize", "renorm", "quantile", "nanquantile", "kthvalue", "topk")
+"""Reductions with `dim` as their third argument; the others have it as their second."""
+
+
+def full_read(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, ndim: int) -> str:
+    """Return the name of a function that would take a shard for the full weight, `""` for any other.
+
+    Args:
+        func: The function, as `__torch_function__` gets it.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        dim: The sharded dim, from 0.
+        ndim: Dims of the weight.
+    """
+    name = FULL_READS.get(func, "")
+    if not name or func not in REDUCTIONS:
+        return name
+    if name in ("max", "min") and any(isinstance(x, torch.Tensor) for x in (*args[1:2], kwargs.get("other"))):
+        return ""  # of two tensors, element by element
+    place = 2 if name in THIRD else 1
+    default = 1 if name == "normalize" else None
+    dims = kwargs.get("dim", kwargs.get("axis", args[place] if place < len(args) else default))
+    dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    if isinstance(dims, list | tuple) and dims and all(isinstance(d, int) and d % ndim != dim for d in dims):
+        return ""
+    return name
