@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shard_spec import Box
 
@@ -25,7 +25,8 @@ from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
 from shard_reshard.plan import group_problems
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
+from shard_reshard.state_dict.pairs import Pair
+from shard_reshard.state_dict.plan import DstLayouts, KeyRule, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
 
 _SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
 
@@ -169,10 +170,13 @@ def plan_load(
     world_size: int,
     *,
     outs: Sequence[RankMeta] = (),
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     bucket_bytes: int = 64 * 2**20,
     to_group: ToGroup | None = None,
     strict: bool = True,
+    casts: str = "exact",
+    pairs: Sequence[Pair] = (),
+    unexpected: Sequence[str] = (),
 ) -> LoadPlan:
     """Plan the move of ``stored`` tensors, from `stored_tensors`, to their layouts. Pure, equal on every rank.
 
@@ -183,7 +187,8 @@ def plan_load(
     def planned(layouts: Mapping[str, ShardMap]) -> StateDictPlan:
         sources = {name: TensorMeta(shape, dtype, layouts[name], name) for name, (shape, dtype, _) in stored.items()}
         facts = [replace(held, sources=sources if rank == 0 else {}) for rank, held in enumerate(targets)]
-        return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, strict)
+        rules: Any = {"strict": strict, "casts": casts, "pairs": pairs, "unexpected": unexpected}
+        return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, **rules)
 
     # Demand does not depend on readers: a first plan, with one rank as reader of everything, gives it.
     wanted = planned({name: BoxShardMap.whole(shape, 0) for name, (shape, _, _) in stored.items()})

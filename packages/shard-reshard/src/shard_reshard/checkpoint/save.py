@@ -36,7 +36,8 @@ from shard_reshard.state_dict.agreement import (
     tensors_of,
 )
 from shard_reshard.state_dict.outputs import LocalTargets, move_buckets, staged
-from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan, plan_state_dict
+from shard_reshard.state_dict.pairs import Pair, as_pairs
+from shard_reshard.state_dict.plan import KeyRule, RankMeta, StateDictPlan, plan_state_dict
 
 _WORDS = {name: word for word, name in DTYPES.items()}
 _UNPUBLISHED = "no file of the save has its name yet"
@@ -81,10 +82,11 @@ def save_safetensors(
     *,
     src_layouts: Mapping[str, LayoutLike] | None = None,
     shapes: Mapping[str, Any] | None = None,
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     max_file_bytes: int = 5 * 10**9,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
+    pairs: Pair | Sequence[Pair] = (),
 ) -> SavePlan:
     """Write sharded tensors in full into safetensors files, for `load_safetensors` and Hugging Face.
 
@@ -102,6 +104,8 @@ def save_safetensors(
         max_file_bytes: A file ends before the tensor that would make it larger; several files have an index.
         bucket_bytes: About how many bytes a rank exchanges and writes at a time.
         group: The ranks that save; None is the default group.
+        pairs: Quantised weights and their scales, written as they are: a local scale without a layout has the one that
+            goes with its weight's, and parts of a weight take their scales along.
 
     Returns:
         The plan: ``.files``, ``.written_bytes(rank)``, ``.explain()``.
@@ -114,9 +118,14 @@ def save_safetensors(
     members, problems = group_info(group), list[Problem]()
     try:
         tensors, path = tensors_of(state_dict), Path(folder)
-        facts = collect_metadata(tensors, {}, src_layouts or {}, shapes or {}, members)
+        pairs = as_pairs(pairs)
+        if any(pair.dequantize or pair.quantize for pair in pairs):
+            reason, hint = "a Pair that changes values", "reshard_state_dict with it first, then save the result"
+            raise PlanError(Problem("conflicting-arguments", "pairs", found=reason, hint=hint))
+        facts = collect_metadata(tensors, {}, src_layouts or {}, shapes or {}, members, pairs)
         sources, sums = local_tensors(tensors), plain_checksums(facts, tensors)
-        asked = [f"folder {path}", f"{sorted((key_map or {}).items())} {max_file_bytes} {bucket_bytes}"]
+        keys = "a function" if callable(key_map) else sorted((key_map or {}).items())
+        asked = [f"folder {path}", f"{keys} {max_file_bytes} {bucket_bytes} {pairs}"]
         if members.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             present = sorted([*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")])
@@ -128,7 +137,8 @@ def save_safetensors(
 
     def make(everyone: list[Any], problems: list[Problem]) -> tuple[SavePlan, list[str]]:
         problems += differing([sums for _, sums in everyone], *PLAIN)
-        plan = plan_save([held for held, _ in everyone], key_map, max_file_bytes, bucket_bytes, members.to_group)
+        facts, limits = [held for held, _ in everyone], (max_file_bytes, bucket_bytes)
+        plan = plan_save(facts, key_map, *limits, members.to_group, pairs)
         problems += LocalTargets(members, plan.moves).source_problems(sources)
         return plan, [*plan.moves.lines, plan.digest]
 
@@ -153,7 +163,7 @@ def save_safetensors(
         buckets = (  # arrivals of one are written before the next
             (
                 [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
-                [tensor for move in moves for tensor in held[move.target]],
+                [move.target_view(tensor) for move in moves for tensor in held[move.target]],
             )
             for moves, held in staged(here, "a save", plan.digest, attrgetter("target"), rows, states, write)
         )
@@ -172,14 +182,15 @@ def save_safetensors(
 
 def plan_save(
     everyone: Sequence[RankMeta],
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     max_file_bytes: int = 5 * 10**9,
     bucket_bytes: int = 64 * 2**20,
     to_group: ToGroup | None = None,
+    pairs: Sequence[Pair] = (),
 ) -> SavePlan:
     """Plan a save from the metadata of all ranks. Pure and equal on every rank."""
     # Ownership does not depend on writers: a first plan, with one rank as writer of everything, gives it.
-    held = plan_state_dict(everyone, "rank 0", key_map, bucket_bytes, to_group)
+    held = plan_state_dict(everyone, "rank 0", key_map, bucket_bytes, to_group, pairs=pairs)
     written = {name: target for name, target in held.targets.items() if name not in held.aliases}
     problems = [
         Problem("partial-value", move.source, found=move.plan.src.describe(), hint="reduce it before writing")
@@ -210,7 +221,8 @@ def plan_save(
     for alias, name in held.aliases.items():
         layouts[alias] = layouts[name]
         tied[name].append(alias)
-    moves = plan_state_dict(everyone, layouts, key_map, bucket_bytes, to_group)
+    # A writer gets its rows of a scale as of any other tensor: only names and parts of pairs count here.
+    moves = plan_state_dict(everyone, layouts, held.keys, bucket_bytes, to_group)
     order = {name: at for at, name in enumerate(dict.fromkeys(n for facts in everyone for n in facts.sources))}
     names = [sorted(group, key=lambda name: (order.get(name, len(order)), name)) for group in tied.values()]
     names.sort(key=lambda group: (order.get(group[0], len(order)), group[0]))

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from shard_reshard.state_dict.agreement import (
     device_of,
     local_tensors,
     tensors_of,
+    values_of,
 )
 from shard_reshard.state_dict.outputs import (
     Bucket,
@@ -39,7 +41,8 @@ from shard_reshard.state_dict.outputs import (
     move_buckets,
     write_outputs,
 )
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, kept_layouts
+from shard_reshard.state_dict.pairs import Pair, as_pairs, cast_mode
+from shard_reshard.state_dict.plan import DstLayouts, KeyRule, kept_layouts
 
 
 @outside_of_graphs
@@ -50,19 +53,22 @@ def reshard_state_dict(
     src_layouts: Mapping[str, LayoutLike] | None = None,
     shapes: Mapping[str, Any] | None = None,
     out: torch.nn.Module | Mapping[str, Any] | None = None,
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
     atomic: bool = True,
     strict: bool = True,
     check: str = "first",
+    casts: str = "exact",
+    pairs: Pair | Sequence[Pair] = (),
 ) -> MovedStateDict:
     """Move all tensors of a state dict to other layouts, ranks, names or dtypes.
 
     Every rank of ``group`` calls it. A rank outside of the source passes an empty mapping.
 
     Args:
-        state_dict: A module, or FQN -> DTensor or local tensor. A local tensor's layout is in ``src_layouts``, or else
+        state_dict: A module, or FQN -> DTensor, ShardedTensor or local tensor; or a nested state dict, such as an
+            optimizer's, with DCP's names for its leaves. A local tensor's layout is in ``src_layouts``, or else
             in its ``_sharding_info``. Without either it has to be full and equal on all ranks that pass it, which is
             checked. DTensors on separate sub-meshes of one kind (the tensor-parallel groups of data parallelism) are
             replicas.
@@ -71,7 +77,8 @@ def reshard_state_dict(
         src_layouts: Layouts of local tensors, the same on every rank; it may name tensors missing on this rank.
         shapes: Global shapes of local tensors, if their layout has none.
         out: A module or mapping of tensors to fill in place; values are cast to its dtypes.
-        key_map: Source name -> destination name, `Part` of one, several parts, or None to leave it out.
+        key_map: Source name -> destination name, `Part` of one, several parts, or None to leave it out. Or a function
+            of all sources' global shapes by name that returns such a mapping, the same on every rank.
         bucket_bytes: Approximate buffer bytes of a rank for one exchange.
         group: The union of all ranks; None is the default group.
         atomic: Fill ``out`` only after everything has arrived: it costs memory for one more copy, and if a sender dies
@@ -79,6 +86,9 @@ def reshard_state_dict(
             mixture; problems found before the transfer leave ``out`` unchanged in either case.
         strict: Report elements of ``out`` without a source as a problem; False leaves these unchanged.
         check: "first" or "always", see `reshard`.
+        casts: "exact" refuses casts into ``out`` that lose a scale (float8 or int8 with a scale beside it, to floats)
+            or most values (floats to integers, bools or float8). "values" casts the numbers as they are.
+        pairs: Quantised weights and their scales, see `Pair`.
 
     Returns:
         The tensors of this rank by destination name, with ``.plan``.
@@ -90,13 +100,17 @@ def reshard_state_dict(
     not_transformed("reshard_state_dict")
     members = group_info(group)
     try:
-        shapes, key_map = _snapshot(shapes), _snapshot(key_map)
-        asked = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, bucket_bytes, strict, check
+        shapes, key_map, pairs = _snapshot(shapes), _kept_keys(key_map), as_pairs(pairs)
+        options: Any = {"bucket_bytes": bucket_bytes, "strict": strict, "check": check, "casts": casts, "pairs": pairs}
+        asked = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, options
+        replays = None not in asked[:2] and not callable(key_map)
         tensors, targets = tensors_of(state_dict), tensors_of(out)
+        values, paths = values_of(state_dict)
+        asked = *asked, repr(values), paths
         # What an earlier call with the same arguments, metadata and ties has found out.
         recent: tuple[StateDictResharder, PreparedState] | None = None
         earlier = memo.get(members.group, {}).get("state dict", {}).values()
-        for resharder in [] if None in asked[:2] else reversed(list(earlier)):
+        for resharder in reversed(list(earlier)) if replays else []:
             if recent is None and resharder._asked == asked and resharder._guards is not None:
                 with torch.no_grad():  # as when the guards were recorded
                     compared = resharder._matched(tensors, targets)
@@ -107,12 +121,12 @@ def reshard_state_dict(
     if recent is not None:
         resharder, call = recent
         return resharder._move(resharder._agree(call, ONE_SHOT)[0])
-    options: Any = {"src_layouts": src_layouts, "shapes": shapes, "out": out, "key_map": key_map, "strict": strict}
-    resharder = _OneShot(state_dict, dst_layouts, bucket_bytes=bucket_bytes, group=group, check=check, **options)
+    given: Any = {"src_layouts": src_layouts, "shapes": shapes, "out": out, "key_map": key_map, "group": group}
+    resharder = _OneShot(state_dict, dst_layouts, **given, **options)
     call = resharder._prepare(tensors, targets, atomic)
     assert_consistent(members, "a state dict", [f"tensors of plan {resharder.plan.digest}"], call.problems)
     result = resharder._move(call)
-    if None not in asked[:2] and resharder._guards is not None:
+    if replays and resharder._guards is not None:
         resharder._asked = asked
         remember(members.group, "state dict", object(), resharder)
     return result
@@ -146,22 +160,32 @@ class StateDictResharder(NotPicklable):
         src_layouts: Mapping[str, LayoutLike] | None = None,
         shapes: Mapping[str, Any] | None = None,
         out: torch.nn.Module | Mapping[str, Any] | None = None,
-        key_map: KeyMap | None = None,
+        key_map: KeyRule | None = None,
         bucket_bytes: int = 64 * 2**20,
         group: dist.ProcessGroup | None = None,
         strict: bool = True,
         check: str = "always",
         changed_only: bool = False,
+        casts: str = "exact",
+        pairs: Pair | Sequence[Pair] = (),
     ) -> None:
         self._members = group_info(group)
         try:
             self._check = check_mode(check)
             tensors, targets = tensors_of(state_dict), tensors_of(out)
             self._changed_only, self._token = changed_only, os.urandom(16)  # no other rank's: all is sent at first
-            facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
-            layouts = kept_layouts(dst_layouts)
-            serial = next(_SERIALS) if self._keeps or callable(layouts) else 0
-            self._question = Question(layouts, _snapshot(key_map), bucket_bytes, strict, check, changed_only, serial)
+            pairs, (values, paths) = as_pairs(pairs), values_of(state_dict)
+            if values and self._keeps:
+                hint = (
+                    "values that are no tensors change between calls: use reshard_state_dict, or pass the tensors alone"
+                )
+                raise PlanError(Problem("wrong-type", next(iter(values)), found="no tensor", hint=hint))
+            facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members, pairs)
+            facts = replace(facts, values=values, paths=paths)
+            layouts, keys = kept_layouts(dst_layouts), _kept_keys(key_map)
+            serial = next(_SERIALS) if self._keeps or callable(layouts) or callable(keys) else 0
+            options: Any = {"serial": serial, "casts": cast_mode(casts), "pairs": pairs}
+            self._question = Question(layouts, keys, bucket_bytes, strict, check, changed_only, **options)
             self._digest = self._question.digest(facts)
         except Exception as error:
             raise_on_all_ranks(self._members, error)
@@ -172,9 +196,8 @@ class StateDictResharder(NotPicklable):
     def _follow(self, agreed: Agreed) -> None:
         """Work out, once for all calls, what this rank does in a plan."""
         self._agreed, self.plan = agreed, agreed.plan
-        dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
         options: Any = {"check": self._check, "keep": self._keeps, "changed_only": self._changed_only}
-        options |= {"known": self._facts.sources, "dropped": dropped}
+        options |= {"known": self._facts.sources}
         self._here = LocalTargets(self._members, self.plan, self._question.dst_layouts, **options)
         self._compared = False  # all ranks have compared their tensors with the plan
         self._guards: TensorGuards | None = None  # on the local tensors of the last call
@@ -273,9 +296,9 @@ class StateDictResharder(NotPicklable):
                     calls = [
                         (
                             [move.view(sources[move.source]) for move in moves if move.source in sources],
-                            [tensor for name in filled for tensor in arriving.tensors[name]],
+                            arriving.views(filling),
                         )
-                        for moves, filled in here.buckets
+                        for moves, filling in here.buckets
                     ]
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
@@ -302,6 +325,7 @@ class StateDictResharder(NotPicklable):
             unchanged = call.match is Match.MEMORY
             move_buckets(here, call.buckets, arriving.fresh, unchanged)
             result = write_outputs(here, arriving, call.targets, call.outs)
+        result.update(self.plan.values)
         result.plan = self.plan
         return result
 
@@ -365,6 +389,11 @@ _SERIALS = count(1)
 def _snapshot(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Copy a mapping, with its lists, so that the caller's later changes have no effect."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in (given or {}).items()}
+
+
+def _kept_keys(key_map: KeyRule | None) -> KeyRule:
+    """Copy a mapping of names; a function is kept as it is."""
+    return key_map if callable(key_map) else _snapshot(key_map)
 
 
 def _as_values(layouts: Any) -> Any:
