@@ -18,7 +18,7 @@ from shard_spec import Box
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.boxes import LocalTensor, PieceShardMap
-from shard_reshard.layout.shard_map import FLOATING, Index, Piece, ShardMap, dtype_name, torch_dtype
+from shard_reshard.layout.shard_map import FLOAT8, Index, Piece, ShardMap, dtype_name, loses_values, torch_dtype
 
 Block = tuple[int | None, ...]  # for each dim of a weight; None: all of the dim
 
@@ -76,6 +76,15 @@ class Pair:
             return None
         return self.scale.replace("*", name[len(before) : len(name) - len(after)])
 
+    def scale_for(self, source: str, target: str) -> str | None:
+        """Return the scale's name for the destination ``target`` of the weight ``source``.
+
+        A name of another form, as the ``experts.up`` of ``experts.0.up.weight``, takes the scale's ending.
+        """
+        own = self.scale_of(source) or ""
+        ending = target + own.removeprefix(source) if own.startswith(source) else None
+        return self.scale_of(target) or ending
+
     def block_of(self, shape: Index) -> Block:
         """Return the size of a block in each dim of a weight of ``shape``."""
         block: Block = (None,) * len(shape) if self.block is None else self.block
@@ -100,8 +109,7 @@ def as_pairs(pairs: Pair | Iterable[Pair]) -> tuple[Pair, ...]:
 
 # ---- casts -----------------------------------------------------------------------------------------------------
 
-_FLOAT8 = frozenset(name for name in FLOATING if name.startswith("float8"))
-QUANTISED = _FLOAT8 | {"int8", "uint8", "int32"}  # int32 holds packed numbers of 4 bits
+QUANTISED = FLOAT8 | {"int8", "uint8", "int32"}  # int32 holds packed numbers of 4 bits
 _SCALE = re.compile(r"scale|absmax|scb$|quant_state", re.IGNORECASE)
 _VALUES = "casts='values' casts the numbers as they are"
 
@@ -111,12 +119,6 @@ def cast_mode(casts: str) -> str:
     if casts not in ("exact", "values"):
         raise PlanError(Problem("invalid-argument", "casts", found=repr(casts), hint="'exact' or 'values'"))
     return casts
-
-
-def loses_values(source: str, target: str) -> bool:
-    """Return True for a cast of floats to integers or bools, or to float8: most weights become 0 without a scale."""
-    narrow = target not in FLOATING or (target in _FLOAT8 and source not in _FLOAT8)
-    return source in FLOATING and narrow and source != target
 
 
 class TensorDtype(Protocol):
@@ -215,7 +217,7 @@ def matched_pairs(
                     block = pair.block_of(shape)
                     scale_axes(scale, shape, block, sources[scale][0])
                     matched[name] = Matched(pair, scale, block)
-                elif dtype in _FLOAT8 or dtype == "int8":
+                elif dtype in FLOAT8 or dtype == "int8":
                     hint = "pass its scale too, or a Pair with the scale's name"
                     problems.append(Problem("missing-tensor", scale, found=f"{name} of {dtype} alone", hint=hint))
                 elif pair.quantize and dtype in _PLAIN_FLOATS and len(shape) >= len(pair.block or ()):
@@ -442,7 +444,7 @@ def quantised_in_blocks(
 def convertible(name: str, source: str, target: str) -> Problem | None:
     """Return the problem of arithmetic between a quantised dtype and a float, or None."""
     quantised, plain = (target, source) if source in _PLAIN_FLOATS else (source, target)
-    if quantised in _FLOAT8 - {"float8_e8m0fnu"} | {"int8"} and plain in _PLAIN_FLOATS:
+    if quantised in FLOAT8 - {"float8_e8m0fnu"} | {"int8"} and plain in _PLAIN_FLOATS:
         return None
     hint = "float8 and int8 are converted; move packed numbers as bytes, and unpack them with their own library"
     return Problem("unsupported-dtype", name, found=f"{source} to {target} by a Pair", hint=hint)

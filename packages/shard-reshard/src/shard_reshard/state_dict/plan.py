@@ -295,7 +295,7 @@ def plan_state_dict(
     where.pair(by_target, matched, problems)
     targets, fills = where.targets(by_target, strict, casts, problems)
     if strict:
-        arrived = {name for name in targets if name not in where.consumed} | where.made
+        arrived = (by_target.keys() - where.consumed) | where.made | where.failed(targets)
         filled = {where.outs[name].tied_to for name in arrived if name in where.outs}
         reason, hint = "a tensor of out= without a source", "pass its source, name it in key_map, or pass strict=False"
         problems += [
@@ -389,9 +389,7 @@ def _with_scales(
 def _scale_part(name: str, pair: Pair, entry: str | Part, shape: Index, block: Block, axes: Axes) -> Part:
     """Return the part of a scale that goes with a part of its weight."""
     part = Part(entry) if isinstance(entry, str) else entry
-    scale, own = pair.scale_of(part.name), pair.scale_of(name) or ""
-    if scale is None and own.startswith(name):  # `experts.0.up.weight` into `experts.up`: what follows a name stays
-        scale = part.name + own.removeprefix(name)
+    scale = pair.scale_for(name, part.name)
     if scale is None:
         hint = f"name the scale in key_map, or map to a name of the form {pair.weight!r}"
         raise PlanError(Problem("missing-argument", name, found=f"{part.name!r} has no scale's name", hint=hint))
@@ -457,7 +455,9 @@ class _Where:
             (pair, block), *others = pairs
             own = matched[routes[0].source].scale
             has_scale = own in self.sources
-            wanted = [pair.scale_of(name), *targets_of.get(own, ())] if has_scale else [pair.scale_of(name) or own]
+            scales, places = targets_of.get(own, []), targets_of[routes[0].source]
+            alike = scales[places.index(name)] if len(scales) == len(places) else None  # parts in one order
+            wanted = [alike, pair.scale_for(routes[0].source, name)] if has_scale else [pair.scale_of(name) or own]
             scale = next((s for s in wanted if s is not None and (s in self.shapes or not has_scale)), None)
             if scale is None:  # left out by key_map: a cast of the weight is refused
                 continue
@@ -506,6 +506,10 @@ class _Where:
             except PlanError as error:
                 problems += [p.named(name) for p in error.problems]
         return dict(sorted(targets.items())), fills
+
+    def failed(self, targets: Collection[str]) -> set[str]:
+        """Return scales whose weights have a problem: that problem is theirs too."""
+        return {scale for scale, entry in self._scaled.items() if entry.weight not in targets}
 
     def _layout(self, name: str, shape: Index) -> ShardMap:
         """Return the layout that the caller or the tensor of ``out`` gives."""
@@ -560,7 +564,12 @@ class _Where:
         if not entry.has_scale and held is not None and final in QUANTISED:
             raise_problems(filter(None, [convertible(name, dtype, final)]))
             axes = axes_by_dims(scale, shape, block, len(held.shape))
-            scaled = self._checked(scale, self._derived("scale", scale, layout, block, axes))
+            derived = self._derived("scale", scale, layout, block, axes)
+            scaled = self._checked(scale, derived)
+            if any(scaled.local_shapes(rank) != derived.local_shapes(rank) for rank in layout.ranks):
+                reason = f"{scaled.describe()}; a receiver makes the scales of its own part of the weight"
+                hint = "pass a local scale for a local weight, or leave out its layout"
+                raise PlanError(Problem("layout-mismatch", scale, found=reason, hint=hint))
             self.conversions[name] = Conversion(scale, True, block, axes, layout, final, scaled, held.dtype)
             self.made.add(scale)
             return self._derived("grown", name, layout, block, ()), dtype
