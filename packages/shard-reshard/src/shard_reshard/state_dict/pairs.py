@@ -305,6 +305,8 @@ def _spans(
     length, size = layout.shape[dim], block[dim]
     unit = max(length, 1) if size is None else size
     scaled = unit if grown else 1
+    if not pieces and grown and any(each is not None for each in block):  # nothing to quantise, and no scale
+        return [(0, 0, 0)], 0
     alike = len({(piece.start[dim], piece.stop[dim]) for piece in pieces}) <= 1
     if size is None and (alike or not grown):  # one block: every rank has its scale, also one with an empty shard
         end = length if grown else 1
@@ -378,10 +380,13 @@ class Conversion(NamedTuple):
             assert scale is not None
             return [_times(weight, self._on_grid(scale, weight.ndim), self.block, shifts, torch_dtype(self.dtype))]
         dtype, scale_dtype = torch_dtype(self.dtype), torch_dtype(self.scale_dtype)
+        scale_shape = self.scale_layout.local_shapes(rank)[number]
+        if not pieces and not prod(scale_shape):
+            return [weight.new_empty(shape, dtype=dtype), weight.new_empty(scale_shape, dtype=scale_dtype)]
         quantised, grid = quantised_in_blocks(weight, self.block, dtype, scale_dtype)
         for dim, (shift, size) in enumerate(zip(shifts, shape, strict=True)):
             quantised = quantised.narrow(dim, shift, size)
-        return [quantised.contiguous(), grid.reshape(self.scale_layout.local_shapes(rank)[number])]
+        return [quantised.contiguous(), grid.reshape(scale_shape)]
 
     def _on_grid(self, scale: torch.Tensor, dims: int) -> torch.Tensor:
         """Return a scale with the weight's dims, of size 1 where all elements share it."""

@@ -437,6 +437,7 @@ class _Where:
         self.conversions: dict[str, Conversion] = {}
         self.consumed, self.made = set[str](), set[str]()
         self._scaled: dict[str, Scaled] = {}  # by the scale of a destination
+        self._local = set[str]()  # scales of `out` that are shards, without a layout of their own
         # Large models have many tensors and few layouts: equal ones are resolved, planned and scheduled once.
         self._resolved: dict[object, ShardMap] = {}
 
@@ -475,8 +476,8 @@ class _Where:
             # A plain scale of another size than the full one is the shard that goes with a shard of the weight.
             grid = prod(grid_of(self.shapes[entry.weight][0], entry.block)) if entry.weight in self.shapes else 0
             if any(scale in table and prod(table[scale].shape) != grid for table in tables):
-                located.add(scale)
-        self.outs = _merge("out", tables, problems, located)
+                self._local.add(scale)
+        self.outs = _merge("out", tables, problems, located | self._local)
 
     def _given(self, name: str) -> LayoutLike | None:
         return given_layout(name, self.shapes[name][0], self.dst_layouts)
@@ -599,7 +600,7 @@ class _Where:
         """Return a scale's layout: the given one, if it has all that the weight needs, else the derived one."""
         out = self.outs.get(name)
         wanted = self.dst_layouts.get(name) if isinstance(self.dst_layouts, Mapping) else None
-        own = out.layout if out is not None and prod(out.shape) == prod(derived.shape) else None
+        own = None if out is None or name in self._local else out.layout
         if wanted is None and own is None:
             return derived
         layout = resolve_layout(wanted, derived.shape, self.to_group) if wanted is not None else own
