@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -38,10 +37,8 @@ def test_sharded_state_dicts_and_the_optimizers(ranks: Ranks) -> None:
     from torch.distributed.fsdp import StateDictType
 
     model, optimizer, full = _trained(ranks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            state, nested = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state, nested = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
     everywhere = f"{ranks.world_size}: R"
     moved = reshard_state_dict(state, everywhere)
     assert moved.keys() == full.keys()
@@ -73,7 +70,7 @@ def test_values_beside_tensors_are_the_calls_own(ranks: Ranks) -> None:
     optimizer.step()
     for lr in (0.1, 0.2, 0.2):  # a changed number in an equal call
         optimizer.param_groups[0]["lr"] = lr
-        nested = get_optimizer_state_dict(linear, optimizer)
+        nested: Any = get_optimizer_state_dict(linear, optimizer)
         moved = reshard_state_dict(nested if ranks.rank == 0 else {}, "rank 1")
         assert moved["param_groups.0.lr"] == lr
         if ranks.rank == 1:

@@ -187,6 +187,8 @@ def _pair(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.T
 
 
 class _Up(nn.Module):
+    up: Any
+
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, scale: tuple[int, ...] | None = None) -> None:
         super().__init__()
         self.up, self.norm = nn.Module(), nn.LayerNorm(3, bias=False)
@@ -328,7 +330,7 @@ def test_casts_of_floats_that_lose_most_values(ranks: Ranks, dtype: torch.dtype)
     out = {"w": torch.ones(6, 4).to(dtype)}
     for call in (reshard_state_dict, StateDictResharder):
         with pytest.raises(PlanError, match=r"dtype-mismatch.*quantize=True.*casts='values'"):
-            call({"w": weight}, "2: R", out=out)
+            call({"w": weight}, "2: R", out=out)  # type: ignore[operator]
     assert bool((out["w"].float() == 1).all())
     with pytest.raises(PlanError, match=r"dtype-mismatch.*dtype="):
         reshard(weight.chunk(2)[ranks.rank], "2: S(0)", "2: R", shape=(6, 4), out=out["w"])
@@ -349,7 +351,7 @@ def test_a_pair_is_checked_when_it_is_written() -> None:
         ("unsupported-dtype", ("*.weight", "*.scale", (4, 4), torch.int32)),
     ):
         with pytest.raises(PlanError, match=code):
-            Pair(*arguments)  # type: ignore[arg-type]
+            Pair(*arguments)
     assert Pair("*.weight", "*.scale", (4,)).block_of((2, 3, 5)) == (1, 1, 4)
     assert Pair("*.weight", "*.scale").scale_of("a.b.weight") == "a.b.scale"
     assert Pair("*.weight", "*.scale").scale_of("a.b.bias") is None

@@ -216,16 +216,18 @@ def _as_part(piece: Piece, target: str) -> Part:
     stacked = piece.dims[:1] == (None,)
     dims = [_known(dim) for dim in piece.dims[1 if stacked else 0 :]]
     starts = piece.start[1 if stacked else 0 :]
-    cut = {dim: (start, 0, None) for dim, start in zip(dims, starts, strict=True) if start}
+    cut: dict[int, tuple[int, int, int | None]] = {
+        dim: (start, 0, None) for dim, start in zip(dims, starts, strict=True) if start
+    }
     if piece.window is not None:
         dim, low, size = piece.window
-        cut[dim] = cut.get(dim, (0, 0, None))[0], low, size  # type: ignore[assignment]  # a size
+        cut[dim] = cut.get(dim, (0, 0, None))[0], low, size
     if len(cut) > 1 or (piece.unstack is not None and dims != sorted(dims)):
         hint = "load the folder with transformers and save it in the model's names"
         raise PlanError(Problem("unsupported-tensor", target, found=f"{piece.source} is cut along two dims", hint=hint))
-    dim, (start, low, size) = next(iter(cut.items()), (0, (0, 0, None)))
-    turned = tuple(dims) if dims != sorted(dims) else None
-    return Part(target, start, dim, low, size, None, piece.start[0] if stacked else None, turned, piece.unstack)
+    at, window = next(iter(cut.items()), (0, (0, 0, None)))
+    turned, stack = tuple(dims) if dims != sorted(dims) else None, piece.start[0] if stacked else None
+    return Part(target, window[0], at, window[1], window[2], None, stack, turned, piece.unstack)
 
 
 def _known(dim: int | None) -> int:

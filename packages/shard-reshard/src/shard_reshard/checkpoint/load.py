@@ -132,9 +132,15 @@ def load_safetensors(
         uninitialized, sums = uninitialized_buffers(out) if strict else ([], {})
         listed, states, tables, unreadable = _own_headers(files, members)
         asked = [f"file {path}" for path in listed]
-        pairs, globs = as_pairs(pairs), ("*",) if unexpected == "ignore" else _as_globs(unexpected)
+        globs = (unexpected,) if isinstance(unexpected, str) else tuple(unexpected)
+        globs, pairs = ("*",) if globs == ("ignore",) else globs, as_pairs(pairs) if pairs else ()
         keys = "a function" if callable(key_map) else sorted((key_map or {}).items())
-        options: Any = {"strict": strict, "casts": cast_mode(casts), "pairs": pairs, "unexpected": globs}
+        options: Any = {
+            "strict": strict,
+            "casts": casts if casts == "exact" else cast_mode(casts),
+            "pairs": pairs,
+            "unexpected": globs,
+        }
         asked += [f"{sorted((shapes or {}).items())} {keys} {bucket_bytes} {options}"]
     except Exception as error:
         raise_on_all_ranks(members, error)
@@ -142,7 +148,8 @@ def load_safetensors(
 
     def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
         reason = "other values on other ranks, and it is in no file"
-        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
+        if any(sums for *_, sums in everyone):
+            problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
         readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(listed))]
         for table in readable:
             seen = states.get(table.path)  # the header may be older or newer than this state
@@ -170,13 +177,18 @@ def load_safetensors(
             raise_on_all_ranks(members, error)
         assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
-        arriving.fill(plan.moves.fills, outs)
+        if plan.moves.fills:
+            arriving.fill(plan.moves.fills, outs)
         own_reads, later = plan.reads[members.rank], WHILE_WRITING if arriving.in_place else BEFORE_WRITING
         needs = attrgetter("source"), lambda name: _read_boxes(own_reads.get(name, ()), device, states)
         buckets = (
             (
                 [move.view(tensor) for move in moves for tensor in held[move.source]],
-                arriving.views(moves),
+                [
+                    tensor.unsqueeze(0) if move.unstacked else tensor
+                    for move in moves
+                    for tensor in arriving.tensors[move.target]
+                ],
             )
             for moves, held in staged(here, "a load", plan.digest, *needs, (BEFORE_MOVING, later))
         )
@@ -189,10 +201,6 @@ def load_safetensors(
     if late is not None:
         raise late
     return result
-
-
-def _as_globs(unexpected: str | Sequence[str]) -> tuple[str, ...]:
-    return (unexpected,) if isinstance(unexpected, str) else tuple(unexpected)
 
 
 def _own_headers(

@@ -163,7 +163,7 @@ def save_safetensors(
         buckets = (  # arrivals of one are written before the next
             (
                 [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
-                [move.target_view(tensor) for move in moves for tensor in held[move.target]],
+                [tensor.unsqueeze(0) if move.unstacked else tensor for move in moves for tensor in held[move.target]],
             )
             for moves, held in staged(here, "a save", plan.digest, attrgetter("target"), rows, states, write)
         )

@@ -46,24 +46,35 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, A
         everything: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
         everything.update(given.named_parameters(remove_duplicate=False))
         return {name: value for name, value in everything.items() if name in tensors}
-    return {name: plain_shard(name, value) for name, value in leaves_of(given)[0].items()}
+    unusual = [kind for kind in set(map(type, given.values())) - PLAIN_TYPES if not hasattr(kind, "device_mesh")]
+    return unusual_tensors(given) if unusual else dict(given)  # most are plain tensors and DTensors
 
 
-def leaves_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return tensors, other values and paths of a mapping; all but tensors are of nested ones, such as an optimizer's.
+class NestedTensors(dict[str, Any]):
+    """Tensors of a nested state dict by DCP's names.
 
-    A flat mapping has neither values nor paths: what is no tensor there is refused.
+    Attributes:
+        beside: What is no tensor in it, by name.
+        paths: Keys of each name, from the outermost mapping on.
     """
-    if not any(isinstance(value, Mapping | list | tuple) for value in given.values()):
-        return dict(given), {}, {}
+
+    beside: Mapping[str, Any]
+    paths: Mapping[str, tuple[Any, ...]]
+
+
+def unusual_tensors(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a nested mapping, as an optimizer's, and the local shards of ShardedTensors.
+
+    In a flat mapping what is no tensor is refused later.
+    """
+    if not any(isinstance(value, Mapping) for value in given.values()):
+        return {name: plain_shard(name, value) for name, value in given.items()}
     leaves, paths = flattened(given)
     tensors = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor)}
-    return tensors, {name: value for name, value in leaves.items() if name not in tensors}, paths
-
-
-def values_of(given: Any) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return what is no tensor in a nested state dict, and the keys of all its names."""
-    return leaves_of(given)[1:] if isinstance(given, Mapping) else ({}, {})
+    nested = NestedTensors({name: plain_shard(name, value) for name, value in tensors.items()})
+    nested.beside = {name: value for name, value in leaves.items() if name not in tensors}
+    nested.paths = paths
+    return nested
 
 
 def plain_shard(name: str, value: Any) -> Any:
@@ -100,7 +111,9 @@ def collect_metadata(
             Problem("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
         )
     problems: list[Problem] = []
-    src_layouts = dict(src_layouts) | _scale_layouts(state_dict, src_layouts, shapes, members, pairs, problems)
+    if pairs:
+        derived = _scale_layouts(state_dict, src_layouts, shapes, members, pairs, problems)
+        src_layouts = {**src_layouts, **derived}
     sources: dict[str, TensorMeta] = {}
     known_outs: dict[str, TensorMeta] = {}
     alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object, pickled once
@@ -132,7 +145,8 @@ def collect_metadata(
             except Exception as error:
                 problems += [p.named(name) for p in problems_of(error)]
     elsewhere = tuple(name for name in src_layouts if name not in state_dict)
-    return RankMeta(_tied(sources, state_dict), _tied(known_outs, outs), tuple(problems), elsewhere)
+    beside = (state_dict.beside, state_dict.paths) if isinstance(state_dict, NestedTensors) else ()
+    return RankMeta(_tied(sources, state_dict), _tied(known_outs, outs), tuple(problems), elsewhere, *beside)
 
 
 def _scale_layouts(
@@ -145,7 +159,7 @@ def _scale_layouts(
 ) -> dict[str, ShardMap]:
     """Return layouts of local scales by the layouts of their weights in ``src_layouts``."""
     layouts: dict[str, ShardMap] = {}
-    for name in src_layouts if pairs else ():
+    for name in src_layouts:
         for pair in pairs:
             scale = pair.scale_of(name)
             value = None if scale is None or scale in src_layouts else state_dict.get(scale)

@@ -69,6 +69,7 @@ class LocalTargets:
     With ``keep`` buffers and views are kept between calls. Sources of a call are compared with ``known`` metadata.
 
     Attributes:
+        converted: Names that arrive apart from their destination, because arithmetic follows.
         shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
         buckets: For each bucket, the moves that take a source from this rank, and all its moves.
         movers: For each bucket, what moves it.
@@ -86,6 +87,7 @@ class LocalTargets:
         known: Mapping[str, TensorMeta] | None = None,
     ) -> None:
         self.plan, self.rank, self.members, self.dst_layouts = plan, members.rank, members, dst_layouts
+        self.converted = {name for weight, entry in plan.conversions.items() for name in (weight, entry.scale)}
         self._known, moved = known or {}, {move.source for move in plan.moves}
         self._tied = [
             (name, entry.tied_to)
@@ -205,16 +207,12 @@ class ReceiveBuffers:
         self.fresh = not outs
         self.in_place: set[str] = set()  # names filled in the caller's memory
         for name, shapes in here.shapes.items():
-            if outs and name in outs and len(shapes) == 1 and name not in here.plan.converted:
+            if outs and name in outs and len(shapes) == 1 and name not in here.converted:
                 self.tensors[name] = [outs[name]]
                 self.in_place.add(name)
                 continue
             self.tensors[name] = [torch.empty(shape, dtype=here.dtypes[name], device=device) for shape in shapes]
         self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
-
-    def views(self, moves: Iterable[TensorMove]) -> list[torch.Tensor]:
-        """Return the destinations of moves on this rank, with the dims of their plans."""
-        return [move.target_view(tensor) for move in moves for tensor in self.tensors[move.target]]
 
     def fill(self, fills: Mapping[str, float | None], outs: Mapping[str, torch.Tensor]) -> None:
         """Write the elements without a source; before the moves."""

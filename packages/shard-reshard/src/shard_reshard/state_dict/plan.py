@@ -115,6 +115,7 @@ class TensorMove(NamedTuple):
     source: str
     target: str
     plan: ReshardPlan
+    unstacked: bool = False  # the plan has a first dim of size 1 that the local destination lacks
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a local source tensor with its dims in the destination's order."""
@@ -126,11 +127,6 @@ class TensorMove(NamedTuple):
             view = view.unsqueeze(at)
         return view
 
-    def target_view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a local destination tensor with the source's first dim, which an unstacked destination lacks."""
-        unstacked = isinstance(self.plan.dst, ShardMapView) and self.plan.dst.dims is not None
-        return tensor.unsqueeze(0) if unstacked else tensor
-
 
 @dataclass(frozen=True)
 class StateDictPlan:
@@ -140,6 +136,7 @@ class StateDictPlan:
         moves: Every move, in execution order.
         buckets: For each collective, the positions of its moves.
         targets: Layout and dtype of every tensor that arrives.
+        outputs: Layout and dtype of every result: of ``targets`` after the conversions.
         aliases: Destination names tied to another destination, which is moved for both.
         fills: Destination names with elements without a source, and the value of these; None: they stay unchanged.
         conversions: Destination weights that a receiver quantises or dequantises after the moves.
@@ -152,6 +149,7 @@ class StateDictPlan:
     moves: tuple[TensorMove, ...]
     buckets: tuple[tuple[int, ...], ...]
     targets: Mapping[str, tuple[ShardMap, str]]
+    outputs: Mapping[str, tuple[ShardMap, str]]
     aliases: Mapping[str, str]
     fills: Mapping[str, float | None] = field(default_factory=dict)
     conversions: Mapping[str, Conversion] = field(default_factory=dict)
@@ -159,25 +157,6 @@ class StateDictPlan:
     dropped: frozenset[str] = frozenset()
     values: Mapping[str, Any] = field(default_factory=dict)
     paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-
-    @cached_property
-    def outputs(self) -> Mapping[str, tuple[ShardMap, str]]:
-        """Layout and dtype of every result: of ``targets`` after the conversions."""
-        if not self.conversions:
-            return self.targets
-        outputs = dict(self.targets)
-        for name, conversion in self.conversions.items():
-            outputs[name] = conversion.layout, conversion.dtype
-            if conversion.quantize:
-                outputs[conversion.scale] = conversion.scale_layout, conversion.scale_dtype
-            else:
-                outputs.pop(conversion.scale, None)
-        return dict(sorted(outputs.items()))
-
-    @cached_property
-    def converted(self) -> frozenset[str]:
-        """Names that arrive apart from their destination, because arithmetic follows."""
-        return frozenset(self.conversions) | {entry.scale for entry in self.conversions.values()}
 
     @cached_property
     def wire_bytes(self) -> int:
@@ -213,7 +192,7 @@ class StateDictPlan:
     def lines(self) -> list[str]:
         """One line for each move, for comparison between ranks."""
         return [
-            f"{_title(move)}: {move.plan.dtype} {move.plan.shape} from {move.plan.src.describe()} to "
+            f"{move.source}{f' -> {move.target}' * (move.source != move.target)}: {move.plan.dtype} {move.plan.shape} from {move.plan.src.describe()} to "
             f"{move.plan.dst.describe()}, plan {move.plan.digest[:12]}"
             for move in self.moves
         ]
@@ -280,22 +259,33 @@ def plan_state_dict(
     asked = key_map({name: meta.shape for name, meta in sources.items()}) if callable(key_map) else key_map or {}
     hint = "key_map names tensors of the source state dict"
     problems += [_unknown("key_map", name, sources, hint) for name in asked if name not in sources]
-    matched = matched_pairs({name: meta[:2] for name, meta in sources.items()}, pairs, problems)
-    keys = _with_scales(asked, sources, matched, problems)
+    matched: dict[str, Matched] = {}
+    keys = asked
+    if pairs:
+        matched = matched_pairs({name: meta[:2] for name, meta in sources.items()}, pairs, problems)
+        keys = _with_scales(asked, sources, matched, problems)
     by_target = _routes(sources, keys, problems)
-    if unexpected is not None:
+    if unexpected:
         names = {name for facts in everyone for name in facts.outs}
         by_target = _expected(by_target, names, dst_layouts, unexpected)
-    values, paths = _values(everyone, problems)
+    values, paths = _values(everyone, problems) if any(facts.paths for facts in everyone) else ({}, {})
     dropped = frozenset(sources) - {route.source for routes in by_target.values() for route in routes}
 
     # Layout and dtype of each destination: the caller's, or those of its tensor in `out`.
     shapes = {name: _least_shape(name, sources, by_target[name], problems) for name in sorted(by_target)}
-    where = _Where(everyone, sources, shapes, dst_layouts, to_group, unexpected is not None)
-    where.pair(by_target, matched, problems)
+    given = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
+    by_name = dst_layouts if isinstance(dst_layouts, Mapping) else {}
+    where = _Where(everyone, sources, shapes, given, by_name, to_group, unexpected is not None)
+    if matched:
+        where.pair(by_target, matched, problems)
+    located = {name for name, layout in given.items() if layout is not None} - where.scaled.keys() | where.local
+    where.outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets, fills = where.targets(by_target, strict, casts, problems)
+    outputs = where.outputs(targets) if where.conversions else targets
     if strict:
-        arrived = (by_target.keys() - where.consumed) | where.made | where.failed(targets)
+        arrived = by_target.keys() | outputs.keys()
+        if where.scaled:  # not what is used up; a scale whose weight has a problem has that problem too
+            arrived = (arrived - where.consumed) | where.failed(targets)
         filled = {where.outs[name].tied_to for name in arrived if name in where.outs}
         reason, hint = "a tensor of out= without a source", "pass its source, name it in key_map, or pass strict=False"
         problems += [
@@ -306,18 +296,21 @@ def plan_state_dict(
         hint = "dst_layouts names destination tensors; leave it out, or pass strict=False"
         problems += [
             _unknown("dst_layouts", name, shapes, hint)
-            for name in (dst_layouts if isinstance(dst_layouts, Mapping) else ())
-            if name not in shapes and name not in where.made and keys.get(name, name) is not None
+            for name in by_name
+            if name not in shapes and name not in outputs and keys.get(name, name) is not None
         ]
     if problems:
         raise PlanError(condensed(problems))
     routes = [route for of_target in by_target.values() for route in of_target]
     order = {name: at for at, name in enumerate(sources)}
     routes.sort(key=lambda route: order[route.source])  # stable: parts of a source stay in their order
-    aliases = _aliases(sources, where.outs, by_target, routes, targets)
+    tied = any(meta.tied_to != name for name, meta in sources.items())
+    aliases = _aliases(sources, where.outs, by_target, routes, targets) if tied else {}
     moves = _moves(sources, routes, aliases, targets, bucket_bytes)
     buckets = _buckets(moves, bucket_bytes)
-    return StateDictPlan(moves, buckets, targets, aliases, fills, where.conversions, keys, dropped, values, paths)
+    return StateDictPlan(
+        moves, buckets, targets, outputs, aliases, fills, where.conversions, keys, dropped, values, paths
+    )
 
 
 def _values(everyone: Sequence[RankMeta], problems: list[Problem]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
@@ -412,34 +405,56 @@ def _scale_part(name: str, pair: Pair, entry: str | Part, shape: Index, block: B
     return values
 
 
+@dataclass
 class _Where:
     """Layout and dtype of each destination while a plan is made, and the conversions of pairs.
 
     Attributes:
+        everyone: Metadata by rank.
+        sources: Metadata of all sources.
+        shapes: By destination, the smallest shape that contains all its parts, and their dtype.
+        given: By destination, the layout in ``dst_layouts``; None for a layout by ``out``.
+        by_name: Layouts that the caller gives for single names, also of scales.
+        to_group: See `resolve_layout`.
+        of_files: True if the sources are files.
         outs: Metadata of the tensors to fill.
         conversions: By destination weight.
-        consumed: Names that arrive, but are no result: scales of dequantised weights.
-        made: Names that are results, but do not arrive: scales of quantised weights.
+        scaled: By destination scale, its weight.
+        local: Scales of ``out`` that are shards, without a layout of their own.
+        resolved: Layouts; large models have many tensors and few of them, which are then planned once.
     """
 
-    def __init__(
-        self,
-        everyone: Sequence[RankMeta],
-        sources: Mapping[str, TensorMeta],
-        shapes: Mapping[str, tuple[Index, str]],
-        dst_layouts: DstLayouts,
-        to_group: ToGroup | None,
-        of_files: bool,
-    ) -> None:
-        self.everyone, self.sources, self.shapes = everyone, sources, shapes
-        self.dst_layouts, self.to_group, self.of_files = dst_layouts, to_group, of_files
-        self.outs: dict[str, TensorMeta] = {}
-        self.conversions: dict[str, Conversion] = {}
-        self.consumed, self.made = set[str](), set[str]()
-        self._scaled: dict[str, Scaled] = {}  # by the scale of a destination
-        self._local = set[str]()  # scales of `out` that are shards, without a layout of their own
-        # Large models have many tensors and few layouts: equal ones are resolved, planned and scheduled once.
-        self._resolved: dict[object, ShardMap] = {}
+    everyone: Sequence[RankMeta]
+    sources: Mapping[str, TensorMeta]
+    shapes: Mapping[str, tuple[Index, str]]
+    given: Mapping[str, LayoutLike | None]
+    by_name: Mapping[str, LayoutLike]
+    to_group: ToGroup | None
+    of_files: bool
+    outs: Mapping[str, TensorMeta] = field(default_factory=dict)
+    conversions: dict[str, Conversion] = field(default_factory=dict)
+    scaled: dict[str, Scaled] = field(default_factory=dict)
+    local: set[str] = field(default_factory=set)
+    resolved: dict[object, ShardMap] = field(default_factory=dict)
+
+    @property
+    def consumed(self) -> set[str]:
+        """Names that arrive, but are no result: scales of dequantised weights."""
+        return {entry.scale for entry in self.conversions.values() if not entry.quantize}
+
+    @property
+    def made(self) -> set[str]:
+        """Names that are results, but do not arrive: scales of quantised weights."""
+        return {entry.scale for entry in self.conversions.values() if entry.quantize}
+
+    def outputs(self, targets: Mapping[str, tuple[ShardMap, str]]) -> dict[str, tuple[ShardMap, str]]:
+        """Return layout and dtype of every result."""
+        outputs = {name: entry for name, entry in targets.items() if name not in self.consumed}
+        for name, entry in self.conversions.items():
+            outputs[name] = entry.layout, entry.dtype
+            if entry.quantize:
+                outputs[entry.scale] = entry.scale_layout, entry.scale_dtype
+        return dict(sorted(outputs.items()))
 
     def pair(
         self, by_target: Mapping[str, Sequence[Route]], matched: Mapping[str, Matched], problems: list[Problem]
@@ -465,22 +480,17 @@ class _Where:
             if others:
                 reason, hint = f"parts with blocks {sorted(str(b) for _, b in pairs)}", "one block for a destination"
                 problems.append(Problem("conflicting-arguments", name, found=reason, hint=hint))
-            elif scale in self._scaled:
-                reason, hint = f"{scale} is the scale of {self._scaled[scale].weight} too", "one scale for each weight"
+            elif scale in self.scaled:
+                reason, hint = f"{scale} is the scale of {self.scaled[scale].weight} too", "one scale for each weight"
                 problems.append(Problem("duplicate-name", name, found=reason, hint=hint))
             else:
-                self._scaled[scale] = Scaled(name, pair, block, has_scale)
-        tables = [facts.outs for facts in self.everyone]
-        located = {name for name in self.shapes if name not in self._scaled and self._given(name) is not None}
-        for scale, entry in self._scaled.items():
+                self.scaled[scale] = Scaled(name, pair, block, has_scale)
+        for scale, entry in self.scaled.items():
             # A plain scale of another size than the full one is the shard that goes with a shard of the weight.
-            grid = prod(grid_of(self.shapes[entry.weight][0], entry.block)) if entry.weight in self.shapes else 0
+            grid = prod(grid_of(self.shapes[entry.weight][0], entry.block))
+            tables = [facts.outs for facts in self.everyone]
             if any(scale in table and prod(table[scale].shape) != grid for table in tables):
-                self._local.add(scale)
-        self.outs = _merge("out", tables, problems, located | self._local)
-
-    def _given(self, name: str) -> LayoutLike | None:
-        return given_layout(name, self.shapes[name][0], self.dst_layouts)
+                self.local.add(scale)
 
     def targets(
         self, by_target: Mapping[str, Sequence[Route]], strict: bool, casts: str, problems: list[Problem]
@@ -488,17 +498,19 @@ class _Where:
         """Return layout and dtype of what arrives by name, and the values of elements without a source."""
         targets: dict[str, tuple[ShardMap, str]] = {}
         fills: dict[str, float | None] = {}
-        scales = Scales([*self.sources, *self.outs])
-        by_weight = {entry.weight: scale for scale, entry in self._scaled.items()}
-        for name in sorted(self.shapes, key=lambda name: (name in self._scaled, name)):  # scales follow their weights
+        scales: Scales | None = None  # few state dicts are cast
+        by_weight = {entry.weight: scale for scale, entry in self.scaled.items()}
+        for name in sorted(self.shapes, key=lambda name: (name in self.scaled, name)):  # scales follow their weights
             try:
-                if name in self._scaled:
+                if name in self.scaled:
                     targets[name] = self._scale_target(name, targets)
                 else:
                     targets[name] = self._target(name, by_target[name][0].source, by_weight.get(name))
                 out, (layout, dtype) = self.outs.get(name), targets[name]
                 source = self.sources[by_target[name][0].source].dtype
-                if casts == "exact" and out is not None and name not in self.conversions and name not in self.consumed:
+                kept = name not in self.conversions and name not in self.scaled
+                if casts == "exact" and out is not None and source != dtype and kept:
+                    scales = scales or Scales([*self.sources, *self.outs])
                     problem = cast_problem(by_target[name][0].source, source, dtype, scales, name)
                     problems += [] if problem is None else [problem]
                 routes = by_target[name]
@@ -510,33 +522,19 @@ class _Where:
 
     def failed(self, targets: Collection[str]) -> set[str]:
         """Return scales whose weights have a problem: that problem is theirs too."""
-        return {scale for scale, entry in self._scaled.items() if entry.weight not in targets}
-
-    def _layout(self, name: str, shape: Index) -> ShardMap:
-        """Return the layout that the caller or the tensor of ``out`` gives."""
-        out, wanted = self.outs.get(name), self._given(name)
-        key = id(wanted), id(out.layout) if out is not None and wanted is None else 0, shape
-        if key not in self._resolved:
-            own = None if out is None else out.layout
-            if wanted is None and own is None:
-                hint = "name it in dst_layouts, pass an out= that has it, or leave it out: key_map={name: None}"
-                if self.of_files:
-                    hint += ", or unexpected='ignore'; experts in files and a model of transformers: hf_key_map(model)"
-                raise PlanError(Problem("missing-argument", name, found="no destination layout", hint=hint))
-            self._resolved[key] = own if wanted is None and own else resolve_layout(wanted, shape, self.to_group)
-        return self._resolved[key]
+        return {scale for scale, entry in self.scaled.items() if entry.weight not in targets}
 
     def _target(self, name: str, source: str, scale: str | None) -> tuple[ShardMap, str]:
         """Return layout and dtype of a tensor that is no scale; of a weight of a pair, with its conversion."""
         (shape, dtype), out = self.shapes[name], self.outs.get(name)
-        try:
-            layout = self._layout(name, shape)
-        except PlanError:
-            weight = weight_beside(source, self.sources)
-            if weight is None or self._given(name) is not None:
-                raise
-            hint = f"move it with its weight: pairs=Pair({weight!r}, {source!r}, block)"
-            raise PlanError(Problem("missing-argument", name, found=f"the scale of {weight}", hint=hint)) from None
+        wanted = self.given[name]
+        key = id(wanted), id(out.layout) if out is not None and wanted is None else 0, shape
+        if key not in self.resolved:
+            own = None if out is None else out.layout
+            if wanted is None and own is None:
+                raise PlanError(self._no_layout(name, source))
+            self.resolved[key] = own if wanted is None and own else resolve_layout(wanted, shape, self.to_group)
+        layout = self.resolved[key]
         if out is not None and len(out.shape) == len(shape) - 1 and shape[0] == 1:
             reason = f"{source} arrives as {shape}, the tensor of out= has {len(out.shape)} dims"
             hint = "for one index of the first dim write Part(..., unstack=index)"
@@ -544,22 +542,21 @@ class _Where:
         final = dtype if out is None else out.dtype
         if scale is None:
             return layout, final
-        entry = self._scaled[scale]
+        entry = self.scaled[scale]
         block, pair = entry.block, entry.pair
         if entry.has_scale and pair.dequantize:
             if out is None and pair.dequantize is True:
                 hint = "Pair(..., dequantize=torch.bfloat16), or pass out="
                 raise PlanError(Problem("missing-argument", name, found="no dtype to dequantize to", hint=hint))
-            wanted = final if pair.dequantize is True else dtype_name(pair.dequantize)
-            if wanted != final and out is not None:
+            into = final if pair.dequantize is True else dtype_name(pair.dequantize)
+            if into != final and out is not None:
                 hint = "pass dequantize=True for the dtype of out"
-                raise PlanError(Problem("dtype-mismatch", name, found=f"{wanted}, out is of {final}", hint=hint))
+                raise PlanError(Problem("dtype-mismatch", name, found=f"{into}, out is of {final}", hint=hint))
             (scale_shape, scale_dtype) = self.shapes[scale]
             axes = scale_axes(scale, shape, block, scale_shape)
-            raise_problems(filter(None, [convertible(name, dtype, wanted)]))
+            raise_problems(filter(None, [convertible(name, dtype, into)]))
             scaled = self._derived("scale", scale, layout, block, axes)
-            self.conversions[name] = Conversion(scale, False, block, axes, layout, wanted, scaled, scale_dtype)
-            self.consumed.add(scale)
+            self.conversions[name] = Conversion(scale, False, block, axes, layout, into, scaled, scale_dtype)
             return layout, dtype
         held = self.outs.get(scale)
         if not entry.has_scale and held is not None and final in QUANTISED:
@@ -572,13 +569,22 @@ class _Where:
                 hint = "pass a local scale for a local weight, or leave out its layout"
                 raise PlanError(Problem("layout-mismatch", scale, found=reason, hint=hint))
             self.conversions[name] = Conversion(scale, True, block, axes, layout, final, scaled, held.dtype)
-            self.made.add(scale)
             return self._derived("grown", name, layout, block, ()), dtype
         return layout, final
 
+    def _no_layout(self, name: str, source: str) -> Problem:
+        """Return the problem of a destination without a layout; of the scale of a quantised weight names the Pair."""
+        if (weight := weight_beside(source, self.sources)) is not None:
+            hint = f"move it with its weight: pairs=Pair({weight!r}, {source!r}, block)"
+            return Problem("missing-argument", name, found=f"the scale of {weight}", hint=hint)
+        hint = "name it in dst_layouts, pass an out= that has it, or leave it out: key_map={name: None}"
+        if self.of_files:
+            hint += ", or unexpected='ignore'; experts in files and a model of transformers: hf_key_map(model)"
+        return Problem("missing-argument", name, found="no destination layout", hint=hint)
+
     def _scale_target(self, name: str, targets: Mapping[str, tuple[ShardMap, str]]) -> tuple[ShardMap, str]:
         """Return layout and dtype of the scale of a pair."""
-        entry, (shape, dtype), out = self._scaled[name], self.shapes[name], self.outs.get(name)
+        entry, (shape, dtype), out = self.scaled[name], self.shapes[name], self.outs.get(name)
         if name in self.consumed:
             return self.conversions[entry.weight].scale_layout, dtype
         if entry.weight not in targets:
@@ -591,16 +597,16 @@ class _Where:
 
     def _derived(self, kind: str, name: str, layout: ShardMap, block: Block, axes: Axes) -> ShardMap:
         key = kind, id(layout), block, axes
-        if key not in self._resolved:
+        if key not in self.resolved:
             made = grown_layout(name, layout, block) if kind == "grown" else scale_layout(name, layout, block, axes)
-            self._resolved[key] = made
-        return self._resolved[key]
+            self.resolved[key] = made
+        return self.resolved[key]
 
     def _checked(self, name: str, derived: ShardMap) -> ShardMap:
         """Return a scale's layout: the given one, if it has all that the weight needs, else the derived one."""
         out = self.outs.get(name)
-        wanted = self.dst_layouts.get(name) if isinstance(self.dst_layouts, Mapping) else None
-        own = None if out is None or name in self._local else out.layout
+        wanted = self.by_name.get(name)
+        own = None if out is None or name in self.local else out.layout
         if wanted is None and own is None:
             return derived
         layout = resolve_layout(wanted, derived.shape, self.to_group) if wanted is not None else own
@@ -638,7 +644,7 @@ def _moves(
                 layout = ShardMapView(layout, route.start, route.shape)
             num_bytes = (src.largest + layout.largest) * max(ITEMSIZES[meta.dtype], ITEMSIZES[dtype])
             plans[same] = make_plan(src, layout, meta.dtype, dtype, bucket_bytes if num_bytes > bucket_bytes else None)
-        moves.append(TensorMove(route.source, route.target, plans[same]))
+        moves.append(TensorMove(route.source, route.target, plans[same], route.unstacked))
     return tuple(moves)
 
 

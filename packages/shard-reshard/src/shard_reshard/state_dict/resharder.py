@@ -6,7 +6,6 @@ import gc
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -25,13 +24,13 @@ from shard_reshard.state_dict.agreement import (
     NEW_RESHARDER,
     ONE_SHOT,
     Agreed,
+    NestedTensors,
     Question,
     agreed_plan,
     collect_metadata,
     device_of,
     local_tensors,
     tensors_of,
-    values_of,
 )
 from shard_reshard.state_dict.outputs import (
     Bucket,
@@ -100,13 +99,14 @@ def reshard_state_dict(
     not_transformed("reshard_state_dict")
     members = group_info(group)
     try:
-        shapes, key_map, pairs = _snapshot(shapes), _kept_keys(key_map), as_pairs(pairs)
+        shapes, key_map = _snapshot(shapes) if shapes else {}, _snapshot(key_map) if key_map else {}
+        pairs = as_pairs(pairs) if pairs else ()
         options: Any = {"bucket_bytes": bucket_bytes, "strict": strict, "check": check, "casts": casts, "pairs": pairs}
-        asked = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, options
+        asked: tuple[Any, ...] = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, options
         replays = None not in asked[:2] and not callable(key_map)
         tensors, targets = tensors_of(state_dict), tensors_of(out)
-        values, paths = values_of(state_dict)
-        asked = *asked, repr(values), paths
+        if isinstance(tensors, NestedTensors):
+            asked = *asked, repr(tensors.beside), tensors.paths
         # What an earlier call with the same arguments, metadata and ties has found out.
         recent: tuple[StateDictResharder, PreparedState] | None = None
         earlier = memo.get(members.group, {}).get("state dict", {}).values()
@@ -174,17 +174,14 @@ class StateDictResharder(NotPicklable):
             self._check = check_mode(check)
             tensors, targets = tensors_of(state_dict), tensors_of(out)
             self._changed_only, self._token = changed_only, os.urandom(16)  # no other rank's: all is sent at first
-            pairs, (values, paths) = as_pairs(pairs), values_of(state_dict)
-            if values and self._keeps:
-                hint = (
-                    "values that are no tensors change between calls: use reshard_state_dict, or pass the tensors alone"
-                )
-                raise PlanError(Problem("wrong-type", next(iter(values)), found="no tensor", hint=hint))
+            if isinstance(tensors, NestedTensors) and tensors.beside and self._keeps:
+                hint = "such values change between calls: use reshard_state_dict, or pass the tensors alone"
+                raise PlanError(Problem("wrong-type", next(iter(tensors.beside)), found="no tensor", hint=hint))
+            pairs = as_pairs(pairs) if pairs else ()
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members, pairs)
-            facts = replace(facts, values=values, paths=paths)
-            layouts, keys = kept_layouts(dst_layouts), _kept_keys(key_map)
+            layouts, keys = kept_layouts(dst_layouts), _snapshot(key_map) if key_map else {}
             serial = next(_SERIALS) if self._keeps or callable(layouts) or callable(keys) else 0
-            options: Any = {"serial": serial, "casts": cast_mode(casts), "pairs": pairs}
+            options: Any = {"serial": serial, "casts": casts if casts == "exact" else cast_mode(casts), "pairs": pairs}
             self._question = Question(layouts, keys, bucket_bytes, strict, check, changed_only, **options)
             self._digest = self._question.digest(facts)
         except Exception as error:
@@ -296,7 +293,11 @@ class StateDictResharder(NotPicklable):
                     calls = [
                         (
                             [move.view(sources[move.source]) for move in moves if move.source in sources],
-                            arriving.views(filling),
+                            [
+                                tensor.unsqueeze(0) if move.unstacked else tensor
+                                for move in filling
+                                for tensor in arriving.tensors[move.target]
+                            ],
                         )
                         for moves, filling in here.buckets
                     ]
@@ -321,7 +322,8 @@ class StateDictResharder(NotPicklable):
                 self._seen = (list(call.tensors), list(call.targets)), layouts, call.atomic
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
-            arriving.fill(self.plan.fills, call.outs)
+            if self.plan.fills:
+                arriving.fill(self.plan.fills, call.outs)
             unchanged = call.match is Match.MEMORY
             move_buckets(here, call.buckets, arriving.fresh, unchanged)
             result = write_outputs(here, arriving, call.targets, call.outs)
@@ -386,14 +388,13 @@ class PreparedState(NamedTuple):
 _SERIALS = count(1)
 
 
-def _snapshot(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copy a mapping, with its lists, so that the caller's later changes have no effect."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in (given or {}).items()}
-
-
-def _kept_keys(key_map: KeyRule | None) -> KeyRule:
-    """Copy a mapping of names; a function is kept as it is."""
-    return key_map if callable(key_map) else _snapshot(key_map)
+def _snapshot(given: Any) -> Any:
+    """Copy a mapping, with its lists, so that the caller's later changes have no effect. A function stays as it is."""
+    return (
+        given
+        if callable(given)
+        else {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    )
 
 
 def _as_values(layouts: Any) -> Any:
