@@ -192,7 +192,8 @@ class StateDictPlan:
     def lines(self) -> list[str]:
         """One line for each move, for comparison between ranks."""
         return [
-            f"{move.source}{f' -> {move.target}' * (move.source != move.target)}: {move.plan.dtype} {move.plan.shape} from {move.plan.src.describe()} to "
+            f"{move.source}{f' -> {move.target}' * (move.source != move.target)}: "
+            f"{move.plan.dtype} {move.plan.shape} from {move.plan.src.describe()} to "
             f"{move.plan.dst.describe()}, plan {move.plan.digest[:12]}"
             for move in self.moves
         ]
