@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -47,7 +48,7 @@ from shard_reshard.state_dict.agreement import (
     tensors_of,
 )
 from shard_reshard.state_dict.outputs import LocalTargets, Progress, ReceiveBuffers, move_buckets, staged, write_outputs
-from shard_reshard.state_dict.pairs import Pair, as_pairs, cast_mode
+from shard_reshard.state_dict.pairs import Pair, as_pairs
 from shard_reshard.state_dict.plan import DstLayouts, KeyRule, kept_layouts
 
 PathLike = str | Path
@@ -112,8 +113,7 @@ def load_safetensors(
             False leaves both unchanged.
         casts: As in `reshard_state_dict`: a scaled float8 weight is not cast to bfloat16 without its scale.
         pairs: Quantised weights and their scales, see `Pair`; with ``dequantize=True`` into plain weights of ``out``.
-        unexpected: Globs of stored tensors that may lack a destination, as ``"*.inv_freq"``; "ignore" is ``"*"``. They
-            are not read.
+        unexpected: Globs of stored tensors that may lack a destination, and are not read then; "ignore" is ``"*"``.
 
     Returns:
         The tensors of this rank by name, with ``.plan`` and ``.read_bytes``.
@@ -135,31 +135,14 @@ def load_safetensors(
         globs = (unexpected,) if isinstance(unexpected, str) else tuple(unexpected)
         globs, pairs = ("*",) if globs == ("ignore",) else globs, as_pairs(pairs) if pairs else ()
         keys = "a function" if callable(key_map) else sorted((key_map or {}).items())
-        options: Any = {
-            "strict": strict,
-            "casts": casts if casts == "exact" else cast_mode(casts),
-            "pairs": pairs,
-            "unexpected": globs,
-        }
-        asked += [f"{sorted((shapes or {}).items())} {keys} {bucket_bytes} {options}"]
+        rules: dict[str, Any] = {"strict": strict, "casts": casts, "pairs": pairs, "unexpected": globs}
+        asked += [f"{sorted((shapes or {}).items())} {keys} {bucket_bytes} {rules}"]
     except Exception as error:
         raise_on_all_ranks(members, error)
     assert_consistent(members, "a load", asked, [*facts.problems, *uninitialized, *unreadable])
 
-    def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
-        reason = "other values on other ranks, and it is in no file"
-        if any(sums for *_, sums in everyone):
-            problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
-        readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(listed))]
-        for table in readable:
-            seen = states.get(table.path)  # the header may be older or newer than this state
-            if seen is not None and seen.host == table.state.host and seen != table.state:
-                problems.append(file_changed(table.path))
-        stored, outs = stored_tensors(readable, stored_as or {}, shapes or {}), [held for _, held, _ in everyone]
-        given: Any = {"key_map": key_map, "bucket_bytes": bucket_bytes, "to_group": members.to_group, **options}
-        plan = plan_load(stored, dst_layouts, members.size, outs=outs, **given)
-        return plan, [*plan.moves.lines, plan.digest]
-
+    rules |= {"key_map": key_map, "bucket_bytes": bucket_bytes}
+    make = partial(_make_plan, members, states, dst_layouts, stored_as or {}, shapes or {}, rules)
     plan = plan_of_all(members, "a load", (tables, facts, sums), make)
     here, device = LocalTargets(members, plan.moves, dst_layouts), device_of({}, targets, members)
     with torch.no_grad():
@@ -184,23 +167,42 @@ def load_safetensors(
         buckets = (
             (
                 [move.view(tensor) for move in moves for tensor in held[move.source]],
-                [
-                    tensor.unsqueeze(0) if move.unstacked else tensor
-                    for move in moves
-                    for tensor in arriving.tensors[move.target]
-                ],
+                [t.unsqueeze(0) if move.unstacked else t for move in moves for t in arriving.tensors[move.target]],
             )
             for moves, held in staged(here, "a load", plan.digest, *needs, (BEFORE_MOVING, later))
         )
         late = move_buckets(here, buckets, True, progress=progress)
         result = LoadedStateDict(write_outputs(here, arriving, targets, outs))
-    for part in () if module is None else module.modules():  # last: a failed load leaves the module unchanged
-        for table in (part._parameters, part._buffers):
-            table.update({name: fresh[id(value)][1] for name, value in table.items() if id(value) in fresh})
+    if fresh and module is not None:  # last: a failed load leaves the module unchanged
+        _install(module, fresh)
     result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), names
     if late is not None:
         raise late
     return result
+
+
+def _make_plan(
+    members: GroupInfo,
+    states: Mapping[str, FileState | None],
+    dst_layouts: DstLayouts,
+    stored_as: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Sequence[int]],
+    rules: dict[str, Any],
+    everyone: list[Any],
+    problems: list[Problem],
+) -> tuple[LoadPlan, list[str]]:
+    """Plan a load from all ranks' headers, destinations and checksums of buffers; add to the problems."""
+    reason = "other values on other ranks, and it is in no file"
+    if any(sums for *_, sums in everyone):
+        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
+    readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(states))]
+    for table in readable:
+        seen = states.get(table.path)  # the header may be older or newer than this state
+        if seen is not None and seen.host == table.state.host and seen != table.state:
+            problems.append(file_changed(table.path))
+    stored, outs = stored_tensors(readable, stored_as, shapes), [held for _, held, _ in everyone]
+    plan = plan_load(stored, dst_layouts, members.size, outs=outs, to_group=members.to_group, **rules)
+    return plan, [*plan.moves.lines, plan.digest]
 
 
 def _own_headers(
@@ -320,6 +322,13 @@ def materialized(
             new.set_(memory[storage_key(local)], local.storage_offset(), local.shape, local.stride())
             fresh[id(value)] = value, _like(value, new)
     return fresh
+
+
+def _install(module: nn.Module, fresh: Mapping[int, tuple[Any, Any]]) -> None:
+    """Put new tensors in place of a module's tensors on meta."""
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            table.update({name: fresh[id(value)][1] for name, value in table.items() if id(value) in fresh})
 
 
 def _place(local: torch.Tensor) -> object:

@@ -28,7 +28,7 @@ from shard_reshard.plan import group_problems
 from shard_reshard.state_dict.pairs import Pair
 from shard_reshard.state_dict.plan import DstLayouts, KeyRule, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
 
-_SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
+SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
 
 
 class Stored(NamedTuple):
@@ -177,6 +177,7 @@ def plan_load(
     casts: str = "exact",
     pairs: Sequence[Pair] = (),
     unexpected: Sequence[str] = (),
+    smallest_read_bytes: int = SMALLEST_READ_BYTES,
 ) -> LoadPlan:
     """Plan the move of ``stored`` tensors, from `stored_tensors`, to their layouts. Pure, equal on every rank.
 
@@ -205,7 +206,7 @@ def plan_load(
         boxes: dict[int, list[Box]] = {}
         # Of equal shards in several files the first one is read.
         for part in {tuple((p.start, p.stop) for p in part.pieces): part for part in reversed(parts)}.values():
-            for rank, low, high in shared_out(part, dtype, demand[name], load):
+            for rank, low, high in shared_out(part, dtype, demand[name], load, smallest_read_bytes):
                 read, held = _read(name, dtype, part, low, high)
                 reads[rank][name] = (*reads[rank].get(name, ()), read)
                 boxes.setdefault(rank, []).extend(held)
@@ -246,7 +247,9 @@ def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
         yield Wanted(low, high, tuple(sorted(ranks[at])))
 
 
-def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> list[tuple[int, int, int]]:
+def shared_out(
+    part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int], smallest: int = SMALLEST_READ_BYTES
+) -> list[tuple[int, int, int]]:
     """Return (rank, first row, last row) of every read of a shard. Adjacent rows of one rank are joined."""
     rows: dict[tuple[int, int], set[int]] = {}  # of the stored shard, and the ranks that need them
     for wanted in demand:
@@ -259,7 +262,7 @@ def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[in
                 rows.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
     row_bytes, shares = prod(part.shape[1:]) * ITEMSIZES[dtype], list[tuple[int, int, int]]()
     for low, high, ranks in _cut_rows(rows):
-        count = max(1, min(len(ranks), high - low, (high - low) * row_bytes // _SMALLEST_READ_BYTES))
+        count = max(1, min(len(ranks), high - low, (high - low) * row_bytes // smallest))
         chosen = ranks if count == len(ranks) else sorted(sorted(ranks, key=lambda rank: (load[rank], rank))[:count])
         for number, rank in enumerate(chosen):
             begin, end = (low + at * (high - low) // count for at in (number, number + 1))

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -118,10 +118,7 @@ def save_safetensors(
     members, problems = group_info(group), list[Problem]()
     try:
         tensors, path = tensors_of(state_dict), Path(folder)
-        pairs = as_pairs(pairs)
-        if any(pair.dequantize or pair.quantize for pair in pairs):
-            reason, hint = "a Pair that changes values", "reshard_state_dict with it first, then save the result"
-            raise PlanError(Problem("conflicting-arguments", "pairs", found=reason, hint=hint))
+        pairs = _unchanging(pairs)
         facts = collect_metadata(tensors, {}, src_layouts or {}, shapes or {}, members, pairs)
         sources, sums = local_tensors(tensors), plain_checksums(facts, tensors)
         keys = "a function" if callable(key_map) else sorted((key_map or {}).items())
@@ -145,21 +142,13 @@ def save_safetensors(
     plan = plan_of_all(members, "a save", (facts, sums), make)
     here, rank, device = LocalTargets(members, plan.moves), members.rank, device_of(tensors, {}, members)
 
-    def create() -> None:
-        for name, file in plan.files.items():
-            with _unfinished(path / name).open("wb") as target:
-                target.write(file.head)
-                target.truncate(file.num_bytes)
-
     def rows(name: str) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=here.dtypes[name], device=device) for shape in here.shapes[name]]
 
-    def write(name: str, held: list[torch.Tensor]) -> None:
-        _write_rows(plan, path, name, rank, held)
-
+    write = partial(_write_rows, plan, path, rank)
     states = (_UNPUBLISHED, _UNPUBLISHED)
     try:
-        _on_first_rank(members, plan, create, BEFORE_MOVING)
+        _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
         buckets = (  # arrivals of one are written before the next
             (
                 [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
@@ -175,6 +164,15 @@ def save_safetensors(
             for name in plan.files:  # of a save that failed
                 _unfinished(path / name).unlink(missing_ok=True)
     return plan
+
+
+def _unchanging(pairs: Pair | Sequence[Pair]) -> tuple[Pair, ...]:
+    """Return pairs that move as they are, or refuse: a writer has rows, not blocks."""
+    listed = as_pairs(pairs)
+    if any(pair.dequantize or pair.quantize for pair in listed):
+        reason, hint = "a Pair that changes values", "reshard_state_dict with it first, then save the result"
+        raise PlanError(Problem("conflicting-arguments", "pairs", found=reason, hint=hint))
+    return listed
 
 
 # ---- layout of files ------------------------------------------------------------------------------------------
@@ -279,6 +277,14 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
 
 
+def _create(plan: SavePlan, folder: Path) -> None:
+    """Write the headers of files at their full lengths, under names that no reader takes."""
+    for name, file in plan.files.items():
+        with _unfinished(folder / name).open("wb") as target:
+            target.write(file.head)
+            target.truncate(file.num_bytes)
+
+
 def _publish(plan: SavePlan, folder: Path) -> None:
     """Rename files to their final names, after the index. Without it some of several would pass for all."""
     if len(plan.files) > 1:
@@ -292,7 +298,7 @@ def _publish(plan: SavePlan, folder: Path) -> None:
         _unfinished(folder / name).replace(folder / name)
 
 
-def _write_rows(plan: SavePlan, folder: Path, name: str, rank: int, held: Sequence[torch.Tensor]) -> None:
+def _write_rows(plan: SavePlan, folder: Path, rank: int, name: str, held: Sequence[torch.Tensor]) -> None:
     layout, dtype = plan.moves.targets[name]
     assert isinstance(layout, BoxShardMap)
     row_bytes = prod(layout.shape[1:]) * ITEMSIZES[dtype]

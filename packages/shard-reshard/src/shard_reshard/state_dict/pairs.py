@@ -114,13 +114,6 @@ _SCALE = re.compile(r"scale|absmax|scb$|quant_state", re.IGNORECASE)
 _VALUES = "casts='values' casts the numbers as they are"
 
 
-def cast_mode(casts: str) -> str:
-    """Return ``casts`` if it is a valid mode."""
-    if casts not in ("exact", "values"):
-        raise PlanError(Problem("invalid-argument", "casts", found=repr(casts), hint="'exact' or 'values'"))
-    return casts
-
-
 class TensorDtype(Protocol):
     """Metadata of a tensor with the name of its dtype."""
 

@@ -251,6 +251,8 @@ def plan_state_dict(
     Pure and equal on every rank. ``unexpected`` are globs of sources that may lack a destination.
     """
     problems: list[Problem] = [p for facts in everyone for p in facts.problems]
+    if casts not in ("exact", "values"):
+        problems.append(Problem("invalid-argument", "casts", found=repr(casts), hint="'exact' or 'values'"))
 
     # Sources of all ranks, and the destinations of each.
     sources = _merge("source", [facts.sources for facts in everyone], problems)

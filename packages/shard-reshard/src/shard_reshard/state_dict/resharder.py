@@ -40,7 +40,7 @@ from shard_reshard.state_dict.outputs import (
     move_buckets,
     write_outputs,
 )
-from shard_reshard.state_dict.pairs import Pair, as_pairs, cast_mode
+from shard_reshard.state_dict.pairs import Pair, as_pairs
 from shard_reshard.state_dict.plan import DstLayouts, KeyRule, kept_layouts
 
 
@@ -181,7 +181,7 @@ class StateDictResharder(NotPicklable):
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members, pairs)
             layouts, keys = kept_layouts(dst_layouts), _snapshot(key_map) if key_map else {}
             serial = next(_SERIALS) if self._keeps or callable(layouts) or callable(keys) else 0
-            options: Any = {"serial": serial, "casts": casts if casts == "exact" else cast_mode(casts), "pairs": pairs}
+            options: Any = {"serial": serial, "casts": casts, "pairs": pairs}
             self._question = Question(layouts, keys, bucket_bytes, strict, check, changed_only, **options)
             self._digest = self._question.digest(facts)
         except Exception as error:
