@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -209,14 +208,6 @@ def flattened(nested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tupl
 
     leaves, paths = flatten_state_dict(dict(nested))
     return leaves, {name: tuple(path) for name, path in paths.items()}
-
-
-def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int]) -> DTensor:
-    """Return the DTensor of a local tensor. Uneven shards do not determine the global shape and stride."""
-    from torch.distributed.tensor import DTensor
-
-    stride = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def dtensor_maker(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
