@@ -330,7 +330,7 @@ def test_casts_of_floats_that_lose_most_values(ranks: Ranks, dtype: torch.dtype)
     out = {"w": torch.ones(6, 4).to(dtype)}
     for call in (reshard_state_dict, StateDictResharder):
         with pytest.raises(PlanError, match=r"dtype-mismatch.*quantize=True.*casts='values'"):
-            call({"w": weight}, "2: R", out=out)  # type: ignore[operator]
+            call({"w": weight}, "2: R", out=out)
     assert bool((out["w"].float() == 1).all())
     with pytest.raises(PlanError, match=r"dtype-mismatch.*dtype="):
         reshard(weight.chunk(2)[ranks.rank], "2: S(0)", "2: R", shape=(6, 4), out=out["w"])
