@@ -228,7 +228,7 @@ def test_a_scaled_file_into_plain_weights(ranks: Ranks, tmp_path: Path, meta: bo
         ("dtype-mismatch.*Pair", {"dst_layouts": "2: R"}),
         ("shape-mismatch.*block", {"pairs": Pair("*.weight", "*.weight_scale_inv", (8, 8), dequantize=True)}),
         ("dtype-mismatch.*dequantize", {"pairs": DEEPSEEK}),
-        ("unknown-name.*no name", {"pairs": [pair, Pair("*.qweight", "*.scales")]}),
+        ("unknown-name.*no weight with a scale", {"pairs": [pair, Pair("*.qweight", "*.scales")]}),
         ("missing-tensor", {"pairs": Pair("*.weight", "*.wrong", (4, 4), dequantize=True), "unexpected": "*"}),
     ]
     for match, options in calls:
@@ -269,6 +269,34 @@ def test_a_trainer_quantises_for_an_engine_and_the_pair_moves_on(ranks: Ranks, t
     assert torch.equal(again["up.weight_scale_inv"], scale[:, rank : rank + 2])
     with pytest.raises(PlanError, match=r"conflicting-arguments.*reshard_state_dict"):
         save_safetensors(state, folder, pairs=Pair("*.weight", "*.weight_scale_inv", (4, 4), dequantize=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_weight_with_two_scales_is_two_tensors(ranks: Ranks) -> None:
+    """It moved once, and both names got the values of the first scale."""
+    _, numbers, scale = _pair(10, 8)
+    pair = Pair("*.weight", "*.weight_scale_inv", (4, 4), dequantize=torch.float32)
+    values = numbers.float() * spread(scale, (4, 4), (10, 8))
+    for factor in (1.0, 2.0):
+        other = scale if factor == 1 else scale * factor
+        state = {"a.weight": numbers, "a.weight_scale_inv": scale, "b.weight": numbers, "b.weight_scale_inv": other}
+        moved = reshard_state_dict(state, "2: S(0)", pairs=pair)
+        assert torch.equal(moved["a.weight"], values.chunk(2)[ranks.rank])
+        assert torch.equal(moved["b.weight"], (values * factor).chunk(2)[ranks.rank])
+        assert len(moved.plan.moves) == (2 if factor == 1 else 4)
+    alone = {"a.weight": numbers, "a.weight_scale_inv": scale, "b.weight": numbers}  # the second one is no pair's
+    moved = reshard_state_dict(alone, "2: S(0)", pairs=Pair("a.weight", "a.weight_scale_inv", (4, 4), torch.float32))
+    assert torch.equal(moved["a.weight"], values.chunk(2)[ranks.rank])
+    assert _same(moved["b.weight"], numbers.chunk(2)[ranks.rank])
+    plain = torch.randn(10, 8, generator=torch.Generator().manual_seed(0)) * 0.02
+    out = {f"{name}.weight": torch.zeros(10, 8).to(E4M3) for name in "ab"}
+    out |= {f"{name}.weight_scale_inv": torch.zeros(3, 2) for name in "ab"}
+    pair = Pair("*.weight", "*.weight_scale_inv", (4, 4), quantize=True)
+    reshard_state_dict({"a.weight": plain, "b.weight": plain}, out=out, pairs=pair)
+    assert all(_same(out[f"{name}.weight"], numbers) for name in "ab")
+    assert all(torch.equal(out[f"{name}.weight_scale_inv"], scale) for name in "ab")
+    with pytest.raises(PlanError, match=r"missing-argument\] pairs.*quantises no weight"):  # it has no effect
+        reshard_state_dict({"a.weight": plain}, "2: R", pairs=pair)
 
 
 @pytest.mark.ranks(2)

@@ -201,25 +201,28 @@ def matched_pairs(
             scale = pair.scale_of(name)
             if scale is None or scale == name:
                 continue
-            used = True
             try:
                 if scale in sources:
                     if name in matched:
                         reason, hint = "a weight of two pairs", "write patterns that exclude one another"
                         raise PlanError(Problem("conflicting-arguments", name, found=reason, hint=hint))
                     block = pair.block_of(shape)
+                    used = True
                     scale_axes(scale, shape, block, sources[scale][0])
                     matched[name] = Matched(pair, scale, block)
                 elif dtype in FLOAT8 or dtype == "int8":
+                    used = True
                     hint = "pass its scale too, or a Pair with the scale's name"
                     problems.append(Problem("missing-tensor", scale, found=f"{name} of {dtype} alone", hint=hint))
                 elif pair.quantize and dtype in _PLAIN_FLOATS and len(shape) >= len(pair.block or ()):
+                    used = True
                     matched.setdefault(name, Matched(pair, scale, pair.block_of(shape)))
             except PlanError as error:
                 problems += [p.named(name) for p in error.problems]
         if not used:
-            hint = "a Pair names weights of the source, as '*.weight'"
-            problems.append(Problem("unknown-name", "pairs", found=f"{pair.weight!r} matches no name", hint=hint))
+            hint = "a Pair names weights and scales of the source, as '*.weight' and '*.weight_scale'; or leave it out"
+            reason = f"{pair.weight!r} and {pair.scale!r} match no weight with a scale"
+            problems.append(Problem("unknown-name", "pairs", found=reason, hint=hint))
     return matched
 
 

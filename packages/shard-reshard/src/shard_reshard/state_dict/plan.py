@@ -285,6 +285,9 @@ def plan_state_dict(
     where.outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets, fills = where.targets(by_target, strict, casts, problems)
     outputs = where.outputs(targets) if where.conversions else targets
+    if any(pair.quantize for pair in pairs) and not where.made:
+        hint = "pass an out= with quantised weights and their scales"
+        problems.append(Problem("missing-argument", "pairs", found="quantize=True quantises no weight", hint=hint))
     if strict:
         arrived = by_target.keys() | outputs.keys()
         if where.scaled:  # not what is used up; a scale whose weight has a problem has that problem too
@@ -309,6 +312,7 @@ def plan_state_dict(
     routes.sort(key=lambda route: order[route.source])  # stable: parts of a source stay in their order
     tied = any(meta.tied_to != name for name, meta in sources.items())
     aliases = _aliases(sources, where.outs, by_target, routes, targets) if tied else {}
+    aliases = where.alike(aliases) if where.conversions else aliases
     moves = _moves(sources, routes, aliases, targets, bucket_bytes)
     buckets = _buckets(moves, bucket_bytes)
     return StateDictPlan(
@@ -522,6 +526,16 @@ class _Where:
             except PlanError as error:
                 problems += [p.named(name) for p in error.problems]
         return dict(sorted(targets.items())), fills
+
+    def alike(self, aliases: Mapping[str, str]) -> dict[str, str]:
+        """Return the ties that hold after the conversions: one weight with two scales is two tensors."""
+        changed = self.conversions.keys()
+        kept = {name: first for name, first in aliases.items() if (name in changed) == (first in changed)}
+        for name, entry in self.conversions.items():
+            first = self.conversions.get(aliases.get(name, ""))
+            if first is None or entry.quantize or aliases.get(entry.scale) != first.scale:
+                kept.pop(name, None)
+        return kept
 
     def failed(self, targets: Collection[str]) -> set[str]:
         """Return scales whose weights have a problem: that problem is theirs too."""
