@@ -51,7 +51,7 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
-    if type(group).__name__ in ("str", "DeviceMesh"):
+    if isinstance(group, str) or hasattr(group, "mesh_dim_names"):  # an axis, or a DeviceMesh
         hint = "pass a process group, as mesh.get_group('tp') returns it"
         raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
     group = dist.group.WORLD if group is None else group
