@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,8 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
-    if isinstance(group, str) or hasattr(group, "mesh_dim_names"):  # an axis, or a DeviceMesh
+    given: Any = group  # callers are untyped
+    if isinstance(given, str) or hasattr(given, "mesh_dim_names"):  # an axis, or a DeviceMesh
         hint = "pass a process group, as mesh.get_group('tp') returns it"
         raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
     group = dist.group.WORLD if group is None else group

@@ -430,16 +430,18 @@ class _Recorder(DispatchMode):
             return self._joined_with_constants(packet, args, kwargs)
         if kwargs:
             return None
-        source, copies = args[0], list[tuple[torch.Tensor, torch.Tensor]]()
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        source: torch.Tensor = args[0]
+        result: torch.Tensor
         if packet is aten.repeat:
             extra = len(args[1]) - source.dim()
             taken = source[(None,) * extra]
             result = source.new_empty([n * size for n, size in zip(args[1], taken.shape, strict=True)])
             if prod(args[1]) > _MAX_BOXES:
                 return None
-            for place in product(*map(range, args[1])):
+            for repetition in product(*map(range, args[1])):
                 into = result
-                for dim, at in enumerate(place):
+                for dim, at in enumerate(repetition):
                     into = into.narrow(dim, at * taken.shape[dim], taken.shape[dim])
                 copies.append((into, taken))
         elif packet is aten.roll:
@@ -460,7 +462,7 @@ class _Recorder(DispatchMode):
                 values = values.expand([*slices[:dim], len(places), *slices[dim:]])
                 for at, place in enumerate(places):
                     self.__torch_dispatch__(aten.copy_.default, (), (source.select(dim, place), values.select(dim, at)))
-                return source  # type: ignore[no-any-return]  # the first argument
+                return source
             result = source.new_empty([*source.shape[:dim], len(places), *source.shape[dim + 1 :]])
             copies = [(result.select(dim, at), source.select(dim, place)) for at, place in enumerate(places)]
         self.read.add(storage_key(source))
