@@ -142,7 +142,7 @@ def load_safetensors(
     assert_consistent(members, "a load", asked, [*facts.problems, *uninitialized, *unreadable])
 
     rules |= {"key_map": key_map, "bucket_bytes": bucket_bytes}
-    make = partial(_make_plan, members, states, dst_layouts, stored_as or {}, shapes or {}, rules)
+    make = partial(_make_plan, members, listed, states, dst_layouts, stored_as or {}, shapes or {}, rules)
     plan = plan_of_all(members, "a load", (tables, facts, sums), make)
     here, device = LocalTargets(members, plan.moves, dst_layouts), device_of({}, targets, members)
     with torch.no_grad():
@@ -183,6 +183,7 @@ def load_safetensors(
 
 def _make_plan(
     members: GroupInfo,
+    listed: Sequence[str],
     states: Mapping[str, FileState | None],
     dst_layouts: DstLayouts,
     stored_as: Mapping[str, LayoutLike],
@@ -195,7 +196,7 @@ def _make_plan(
     reason = "other values on other ranks, and it is in no file"
     if any(sums for *_, sums in everyone):
         problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
-    readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(states))]
+    readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(listed))]
     for table in readable:
         seen = states.get(table.path)  # the header may be older or newer than this state
         if seen is not None and seen.host == table.state.host and seen != table.state:
