@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 import torch
@@ -33,15 +32,14 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
 from shard_spec.estimate.data_parallel import block_names, gathered_bytes, unit_transfers, units_of
 from shard_spec.estimate.roles import (
-    EXPERT_AXIS_NAMES,
     Batch,
-    data_axes_of,
     expert_modules,
     forward_inputs,
     is_embedding,
     is_token_batch,
     role,
 )
+from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import require_floating
 from shard_spec.plan.resolve import Resolution, resolve
 
@@ -69,6 +67,7 @@ class ActivationEstimate:
         loss_bytes: Share of ``peak_bytes`` for logits, loss and the gradient of the logits.
         gathered_bytes: Share of ``peak_bytes`` for parameters gathered along data axes, and their full gradients.
         notes: Uncounted parts, a line each.
+        assumptions: Roles of axes that follow from their names alone, a line each.
     """
 
     local_bytes: int
@@ -77,19 +76,22 @@ class ActivationEstimate:
     loss_bytes: int = 0
     gathered_bytes: int = 0
     notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
         text += f"{human_bytes(self.loss_bytes)} for logits and loss, {human_bytes(self.gathered_bytes)} for gathered "
         text += f"layers; {human_bytes(self.local_bytes)} are kept between forward and backward (an estimate)"
-        return "\n".join([text, *(f"- {note}" for note in self.notes)])
+        return "\n".join([text, *(f"- {note}" for note in (*self.notes, *self.assumptions))])
 
 
 class StepOptions(TypedDict, total=False):
     """Options of a training step.
 
     Attributes:
-        data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
+        data_axes: Axes along which ranks see different samples; ranks along the others see the same. Default: the
+            roles of the plan (planners know theirs), then those of conventional names (dp, fsdp, tp, ...), which the
+            result repeats as an assumption. An axis of neither is refused.
         dtype: Dtype of all floating tensors after a conversion, as by ``module.to(dtype)``.
         loss: For logits of token ids: ``"causal-lm"`` (default), the cross entropy of the next token, on gathered
             logits; ``"vocab-parallel"``, the same on logits that stay sharded along the vocabulary. Or a function
@@ -114,8 +116,7 @@ def estimate_activations(
     resolution = resolve(plan, module)
     step = run_on_shapes(resolution, module, batch, **options)
     notes = step.notes
-    on_expert_axis = {axis for axis in resolution.one_mesh.axis_names if axis in EXPERT_AXIS_NAMES}
-    if on_expert_axis and expert_modules(resolution.metadata.parameters):
+    if step.roles.axes("expert") and expert_modules(resolution.metadata.parameters):
         notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
@@ -124,7 +125,7 @@ def estimate_activations(
     if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
         notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
     peak, moment, shares = step.flow.timeline.peak(step.first_of_loss)
-    return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes))
+    return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes), step.roles.assumptions)
 
 
 def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> _Step:
@@ -138,12 +139,12 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
         text = f"a {type(module).__name__} has no forward, so its activations are unknown"
         hint = "give a module whose forward calls its parts, or count their forwards one by one"
         raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
-    mesh, data = resolution.one_mesh, data_axes_of(resolution.one_mesh, options.get("data_axes"))
-    model_axes = [axis for axis in mesh.axis_names if axis not in data]
-    state, weights = _meta_state(module, resolution, model_axes, dtype, gathers=loss != "vocab-parallel")
-    flow = _Flow(weights, dict(mesh.axes))
+    mesh, roles = resolution.one_mesh, resolution.axis_roles(options.get("data_axes"))
+    model_axes, gathers = [axis for axis in mesh.axis_names if axis not in roles.data], loss != "vocab-parallel"
+    state, weights = _meta_state(module, resolution, model_axes, dtype, gathers=gathers)
+    flow = _Flow(weights, dict(mesh.axes), gathers)
     # all ranks' batch: a data rank gets its share
-    arguments, named = flow.inputs(forward_inputs(module, batch, prod(map(mesh.axis_size, data))))
+    arguments, named = flow.inputs(forward_inputs(module, batch, mesh, roles))
     # Modules of transformers with this attribute checkpoint their blocks themselves.
     checkpointing = options.get("checkpointing", False) and not any(
         getattr(each, "gradient_checkpointing", False) for each in module.modules()
@@ -151,9 +152,9 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     if checkpointing and "use_cache" in inspect.signature(module.forward).parameters:
         named.setdefault("use_cache", False)  # recomputed blocks would append their keys and values again
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
-    step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named))
+    step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named), roles)
     blocks = [module.get_submodule(name) for name in block_names(resolution.metadata)]
-    sizes = gathered_bytes(unit_transfers(resolution, data, units, dtype))
+    sizes = gathered_bytes(unit_transfers(resolution, roles, units, dtype))
     members = units_of(resolution.metadata, units)
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
     with (
@@ -176,13 +177,14 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
 class _Step(nn.Module):
     """Forward, loss and backward as one call: recomputation in backward needs the same parameters on meta."""
 
-    def __init__(self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any) -> None:
+    def __init__(self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any, roles: AxisRoles) -> None:
         super().__init__()
         self.model = model
         self.notes: list[str] = []
         self.local_bytes = 0
         self.first_of_loss: int | None = None  # allocation of the logits
         self.flow = flow
+        self.roles = roles
         self._loss, self._batch = loss, batch
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -212,6 +214,10 @@ class _Step(nn.Module):
         logits = field if isinstance(field, torch.Tensor) and field.is_floating_point() else None
         if logits is not None:
             self.first_of_loss = flow.alive.get(memory_of(logits))
+        if self._loss == "vocab-parallel" and not (logits is not None and flow.is_sharded(logits)):
+            found = "loss='vocab-parallel', and the plan shards no logits of this model along a model axis"
+            hint = "shard the head's vocabulary, as MegatronPlanner does, or use the loss 'causal-lm'"
+            raise PlanError(Problem("conflicting-arguments", "loss", found=found, hint=hint))
         timeline.begin("loss")
         scalars = self._scalars(output, logits)
         if logits is None or not logits.requires_grad:
@@ -468,8 +474,9 @@ class _Weight:
 class _Flow:
     """Track, memory by memory, the sharding axes and lifetime of each result."""
 
-    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int]) -> None:
+    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool) -> None:
         self.weights = weights  # by memory of a parameter or buffer
+        self._gathers = gathers  # scores over a sharded vocabulary
         self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
         self.scattered: set[int] = set()  # memories of parameters whose gradients FSDP2 scatters
         self.timeline = _Timeline()
@@ -495,6 +502,10 @@ class _Flow:
                 self._values[meta] = torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
             return meta
         return _mapped(value, self.inputs)
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Return True if ranks of a model axis hold different parts of ``tensor``."""
+        return bool(self._cut.get(memory_of(tensor)))
 
     def local_bytes(self, memory: int, storage: torch.UntypedStorage) -> int:
         """Return the bytes of a memory on one rank."""
@@ -539,9 +550,10 @@ class _Flow:
             looked_up = operator is torch.ops.aten.embedding.default
             if forward:
                 summed = weight.row | (weight.ends if looked_up else frozenset())  # a tied table is a head, too
+                gathered = weight.ends - summed if self._gathers else frozenset()
                 collectives += [(axis, "all_reduce", weight.name) for axis in summed]
-                collectives += [(axis, "all_gather", weight.name) for axis in weight.ends - summed]
-                sharded = (sharded | weight.column) - weight.row - weight.ends
+                collectives += [(axis, "all_gather", weight.name) for axis in gathered]
+                sharded = (sharded | weight.column | weight.ends) - summed - gathered
                 if not (recomputes or looked_up):
                     source = next((self.alive[memory] for memory in inputs if memory in self.alive), -1)
                     self._sources.update({(axis, weight.name): source for axis in weight.column | weight.ends})

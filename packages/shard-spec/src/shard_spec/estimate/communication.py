@@ -18,7 +18,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import StepOptions, run_on_shapes
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.data_parallel import Transfer, unit_transfers
-from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES, Batch, data_axes_of, expert_modules, uncounted_axes
+from shard_spec.estimate.roles import Batch, expert_modules, uncounted_axes
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.metadata import ModelMetadata, require_floating
@@ -100,9 +100,9 @@ def communication(
     """Return the communication of a step of a resolved plan; see ``ShardingPlan.communication``."""
     require_floating(options.get("dtype"))
     mesh = resolution.one_mesh
-    data = data_axes_of(mesh, options.get("data_axes"))
-    model_axes = [axis for axis in mesh.axis_names if axis not in (*data, *PIPELINE_AXIS_NAMES)]
-    transfers = unit_transfers(resolution, data, options.get("units"), options.get("dtype"))
+    roles = resolution.axis_roles(options.get("data_axes"))
+    data, model_axes = roles.data, roles.axes("model")
+    transfers = unit_transfers(resolution, roles, options.get("units"), options.get("dtype"))
     lines = [
         f"data axes (ranks see different samples): {', '.join(data) or 'none'}",
         f"model axes (ranks see the same samples): {', '.join(model_axes) or 'none'}",
@@ -131,4 +131,4 @@ def communication(
         for axis in mesh.axis_names:
             link = topology.link(mesh.axes, axis, mesh.rank_list)
             seconds[axis] = sum(t.count * getattr(model, t.op)(t.full_bytes, link) for t in transfers if t.axis == axis)
-    return Communication(mesh, tuple(transfers), seconds, (*lines, *uncounted_axes(mesh)))
+    return Communication(mesh, tuple(transfers), seconds, (*lines, *roles.assumptions, *uncounted_axes(mesh, roles)))

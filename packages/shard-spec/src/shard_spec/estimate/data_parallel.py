@@ -12,8 +12,9 @@ from math import prod
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.roles import EXPERT_AXIS_NAMES, expert_modules, local_numels, role
+from shard_spec.estimate.roles import expert_modules, local_numels, role
 from shard_spec.layout.placements import SpecialShard
+from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution
 
@@ -81,13 +82,13 @@ def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, 
 
 
 def unit_transfers(
-    resolution: Resolution, data_axes: tuple[str, ...], units: Iterable[str] | None, dtype: str | None
+    resolution: Resolution, roles: AxisRoles, units: Iterable[str] | None, dtype: str | None
 ) -> list[Transfer]:
     """Return each unit's collectives along data axes, in the order of the units.
 
     The root is gathered once a step, since FSDP2 frees it at the end alone; other units for forward and for backward.
     """
-    mesh = resolution.one_mesh
+    mesh, data_axes = resolution.one_mesh, roles.data
     mesh_at = {axis: at for at, axis in enumerate(mesh.axis_names)}
     experts = expert_modules(resolution.metadata.parameters)
     transfers: list[Transfer] = []
@@ -102,7 +103,7 @@ def unit_transfers(
             first = prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape))
             numel = max(local_numels(layout, tensor.shape)) if special else first
             # experts stay on their expert axis: tokens travel
-            stays = EXPERT_AXIS_NAMES if tensor.name.rpartition(".")[0] in experts else ()
+            stays = roles.axes("expert") if tensor.name.rpartition(".")[0] in experts else ()
             for axis in data_axes:
                 if mesh.axis_size(axis) == 1 or (axis in stays and role(tensor, layout, axis) != "whole"):
                     continue

@@ -12,7 +12,7 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.estimate.roles import local_numels
-from shard_spec.formatting import Table, human_ranks
+from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
@@ -75,6 +75,7 @@ class Memory:
         optimizer: The counted optimizer state.
         moment: Phase of the peak: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``; ``""`` without a batch.
         notes: Uncounted parts, a line each.
+        assumptions: Roles of axes that follow from their names alone, a line each.
         uncounted: Modules with a Sharder: their sharding is unknown, so their parameters are not in the sums.
     """
 
@@ -84,6 +85,7 @@ class Memory:
     uncounted: tuple[str, ...] = ()
     moment: str = ""
     notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     _resolution: Resolution | None = field(default=None, repr=False)
     _settings: Any = field(default=None, repr=False)
     _slots: tuple[tuple[int, int], ...] = field(default=((0, 0),), repr=False)  # by rank: bytes of one slot, of all and
@@ -147,14 +149,24 @@ class Memory:
             peak, moment = (0, 0, 0, allocated), "optimizer"
         # the fullest rank's figure on all of them
         sizes = {part: (size,) * len(self.ranks) for part, size in zip(STEP_PARTS, peak, strict=True)}
-        return replace(self, parts={**self.parts, **sizes}, moment=moment, notes=estimate.notes)
+        more: dict[str, Any] = {"notes": estimate.notes, "assumptions": estimate.assumptions}
+        return replace(self, parts={**self.parts, **sizes}, moment=moment, **more)
 
-    def verdict(self, limit: int) -> str:
-        """Return one line: does every rank stay within ``limit`` bytes?"""
+    def verdict(self, limit: int | str) -> str:
+        """Return one line: does every rank stay within ``limit``? It ends with what was assumed.
+
+        Args:
+            limit: Bytes, or text with a unit such as ``"80GiB"`` or ``"80GB"``.
+
+        Raises:
+            PlanError: ``invalid-argument`` for a limit of another form.
+        """
+        limit = bytes_of(limit, "limit")
         of = f"{self.max_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB"
         if max(self.max_bytes, limit) < 2**27:  # small models: a tenth of a GiB is too coarse
             of = f"{human_bytes(self.max_bytes)} of {human_bytes(limit)}"
         counted = "" if self.moment else " for parameters, gradients and optimizer state; activations are not counted"
+        counted += "".join(f"; {line}" for line in self.assumptions)
         if self.max_bytes <= limit:
             return f"fits: {of} on each of {len(self.ranks)} ranks{counted}"
         where = f"peak at the {self.moment}" if self.moment else f"rank {self.worst_rank}"
@@ -172,6 +184,7 @@ class Memory:
             "uncounted": list(self.uncounted),
             "moment": self.moment,
             "notes": list(self.notes),
+            "assumptions": list(self.assumptions),
         }
         return json.dumps(document, sort_keys=True, indent=1)
 
@@ -188,7 +201,7 @@ class Memory:
         lines.append(f"optimizer: {self.optimizer.name}")
         if self.moment:
             lines.append(f"peak: {self.moment}; activations, logits and loss are an estimate")
-        lines += [f"- {note}" for note in self.notes]
+        lines += [f"- {note}" for note in (*self.notes, *self.assumptions)]
         if self.uncounted:
             lines.append(f"not counted (sharded by a Sharder): {', '.join(self.uncounted)}")
         return "\n".join(lines)
