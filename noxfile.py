@@ -101,7 +101,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 def _tools_tests(session: nox.Session) -> None:
     """The tests of the rank plugin and of the release tools."""
-    session.install(TORCH, "numpy", *PYTEST, "hatch", "nox[uv]", GRIFFE, IMPORT_LINTER, TOWNCRIER)
+    session.install(TORCH, "numpy", *PYTEST, "hypothesis>=6.100", "hatch", "nox[uv]", GRIFFE, IMPORT_LINTER, TOWNCRIER)
     _install_editable(session, [])
     _link_bytecode(session)
     # Most of them wait, for ranks that hang or for nox. A file is one worker's: its tests share one slow fixture.

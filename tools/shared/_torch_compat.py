@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 

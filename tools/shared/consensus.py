@@ -227,6 +227,15 @@ def device_types(backends: str) -> frozenset[str]:
     return frozenset(map(str, dist.BackendConfig(dist.Backend(backends)).get_device_backend_map()))
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a dense tensor in row-major order, 1-D: backends lack complex numbers and 16-bit integers.
+
+    A contiguous tensor shares its memory with the result, so a collective may write to it.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+
+
 _calls: collections.Counter[str] = collections.Counter()
 
 

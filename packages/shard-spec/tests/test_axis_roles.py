@@ -99,6 +99,13 @@ def test_an_axis_of_no_role_is_refused_and_a_declaration_is_the_way_on() -> None
     assert numbers(plan, data_axes="zero") == numbers(by_name) == numbers(declared)
     assert numbers(plan, data_axes=[]) == numbers(ShardingPlan({"**.weight": "tp:S(0)"}, mesh={"tp": 4}))
     assert ShardingPlan(rules, mesh={"zero": 1}).memory(net(), (8, 32)).assumptions == ()  # one rank: no role needed
+    hybrid = FullyShardPlanner({"replicas": 2, "shards": 4}, "shards").build_plan(net())
+    with pytest.raises(PlanError, match=r"data_axes=\['shards', 'replicas'\] if different"):
+        hybrid.memory(net(), (8, 32))
+    with pytest.raises(PlanError, match="the plan knows shards as a data axis"):
+        hybrid.memory(net(), (8, 32), data_axes="replicas")
+    known = FullyShardPlanner({"dp_replicate": 2, "dp_shard": 4}, "dp_shard").build_plan(net())
+    assert numbers(hybrid, data_axes=["replicas", "shards"]) == numbers(known)
     both = ShardingPlan({}, mesh={"replicas": 2, "shards": 2, "dp": 2})
     with pytest.raises(PlanError) as caught:
         both.communication(net(), (8, 32))

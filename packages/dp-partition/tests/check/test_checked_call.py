@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,6 @@ import torch
 from dp_partition.api import runner_of
 from dp_partition.check import checked_call
 from dp_partition.check.checked_call import CheckMismatch, CheckSchedule
-from dp_partition.check.copying import CannotCopyError, Copier
 from dp_partition.check.reference import Outcome, differences
 from ranktest import Ranks
 from torch import fx, nn
@@ -273,32 +271,6 @@ def test_locks_are_shared_and_what_cannot_be_copied_is_an_error(ranks: Ranks) ->
     compiled = dp.compile(generated, capture="always", mesh=ranks.mesh((2,), ("dp",)))
     with pytest.raises(dp.PlanError, match=r"check-error.*cannot copy.*generator"):
         compiled(model, optim, *batch(ranks, 0))
-
-
-def test_a_copy_shares_nothing_that_is_written() -> None:
-    model = nn.Linear(2, 2)
-    optim = torch.optim.SGD(model.parameters(), 0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
-    rates: list[float] = []
-    optim.register_step_post_hook(lambda own, args, kwargs: rates.append(own.param_groups[0]["lr"]))
-
-    def step(x: torch.Tensor) -> None:
-        model(x).sum().backward()
-        optim.step()
-        optim.zero_grad()
-        schedule.step()
-
-    before = [p.detach().clone() for p in model.parameters()]
-    copied = Copier({}).copy(step)
-    for _ in range(3):
-        copied(torch.ones(1, 2))
-    assert all(map(torch.equal, before, model.parameters())) and rates == []
-    assert optim.param_groups[0]["lr"] == 0.1
-    inside = dict(zip(copied.__code__.co_freevars, copied.__closure__, strict=True))
-    assert inside["optim"].cell_contents.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
-    assert inside["optim"].cell_contents.param_groups[0]["params"][0] is inside["model"].cell_contents.weight
-    with pytest.raises(CannotCopyError, match="generator"):
-        Copier({}).copy(types.SimpleNamespace(held=(i for i in range(3))))
 
 
 def test_a_parameter_of_a_module_named_result_is_no_result() -> None:

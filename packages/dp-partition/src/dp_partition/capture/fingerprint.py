@@ -2,8 +2,8 @@
 
 A trace burns these values in, so a call finds its trace only if all of them are unchanged. Covered are
 the step's arguments, attributes of modules, and values read by the step's function and the functions it names: cells,
-defaults, ``__self__`` and the globals from `inspect.getclosurevars`. This is the only module that inspects
-functions. Of an object's attributes only those named by these functions count: a list of past losses may grow.
+defaults, ``__self__`` and the globals that they name. Of an object's attributes only those named by these functions
+count: a list of past losses may grow.
 
 Tensors and functions count by identity and are held, other values by type alone. The check by execution
 finds anything missed here.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import itertools
 import operator
 import types
@@ -26,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dp_partition._shared.function_names import contents, names_used
 from dp_partition._torch_compat import global_hooks
 
 if TYPE_CHECKING:
@@ -203,23 +203,6 @@ class FunctionReads:
         """Return a fingerprint of the values as they are now; ``placed`` as for `fingerprint`."""
         values = [*self._held, *[table.get(key) for table, key in self._places], *map(contents, self._cells)]
         return fingerprint(values, self.names, placed)
-
-
-def contents(cell: types.CellType, empty: Any = None) -> Any:
-    """Return what a closure's cell holds; ``empty`` if nothing."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return empty
-
-
-def names_used(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of globals and attributes in a function's code."""
-    try:
-        closure = inspect.getclosurevars(function)
-    except (TypeError, ValueError):  # no Python function, or a cell is empty
-        return frozenset()
-    return frozenset([*closure.globals, *closure.builtins, *closure.unbound, *closure.nonlocals])
 
 
 def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:

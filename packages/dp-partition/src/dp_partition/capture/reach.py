@@ -25,7 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from dp_partition.capture.fingerprint import PLAIN, contents, names_used
+from dp_partition._shared.function_names import contents, names_used
+from dp_partition.capture.fingerprint import PLAIN
 
 _LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, types.ModuleType, torch.dtype, torch.device,
            DeviceMesh, dist.ProcessGroup, torch.Generator, io.IOBase, logging.Logger)  # fmt: skip

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dp_partition._shared.consensus import all_gather_objects, capture_errors
+from dp_partition._shared.copying import CannotCopyError, Transform
 from dp_partition._shared.execution_check import Precision, RandomState
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, global_modes, has_gradient_hooks, pytree
 from dp_partition.capture.inputs import CallArguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
 from dp_partition.capture.state import StepState, choose_foreach, index_tensors
-from dp_partition.check.copying import CannotCopyError, Transform
 from dp_partition.check.reference import (
     INTEGERS,
     Difference,

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from dp_partition._shared.copying import Copier, Transform
 from dp_partition._shared.execution_check import as_double, relative_error
-from dp_partition._torch_compat import FakeTensor, pytree
+from dp_partition._torch_compat import FakeTensor, pytree, without_fsdp
 from dp_partition.capture.fingerprint import ById, FunctionReads
 from dp_partition.capture.inputs import states_by_id
 from dp_partition.capture.state import StepState, index_tensors
-from dp_partition.check.copying import Copier, Transform
 from dp_partition.check.gradients import (
     FAILED,
     FINISHED,
@@ -103,7 +103,7 @@ def copy_step(
     args, kwargs = arguments
     step_state = binding.step_state
     owned = {id(one) for one in (*(module for _, module in step_state.modules), *step_state.optimizers)}
-    copier = Copier(replaced, transform, owned)
+    copier = Copier(replaced, transform, owned, without_fsdp)  # parameters are full in the copy
     parts = (function, args, kwargs, step_state.modules, step_state.optimizers)
     new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
     copied_state = StepState(modules, optimizers)

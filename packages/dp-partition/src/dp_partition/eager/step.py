@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from dp_partition._shared.consensus import all_gather_objects, assert_consistent
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import mark_stale
+from dp_partition._shared.tensor_hash import tensor_hashes
 from dp_partition._torch_compat import (
     flat_group,
     hooks_after_accumulation,
@@ -48,9 +49,7 @@ from dp_partition.eager.shards import (
     shard,
 )
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import as_bytes, broadcast_from_first, distinct
-
-_WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
+from dp_partition.runtime.consensus import broadcast_from_first, distinct
 
 
 @dataclass
@@ -230,7 +229,8 @@ class EagerStep:
         fresh = [m for root in reach.modules for m in root.modules() if m not in self.adopted]
         buffers = [] if problems else [b for m in fresh for b in m._buffers.values() if b is not None]
         for sparse in (buffer.to_sparse().coalesce() for buffer in buffers if buffer.layout != torch.strided):
-            lines.append(f"sparse buffer: {checksum(sparse.indices())}, {checksum(sparse.values())}")  # stays as it is
+            hashes = tensor_hashes({"indices": sparse.indices(), "values": sparse.values()})
+            lines.append(f"sparse buffer: {hashes}")  # stays as it is
         error = PlanError(problems) if problems else None
         assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
         if self.reducer is not None:
@@ -256,7 +256,7 @@ class EagerStep:
         if self.mesh.size() == 1:
             return
         full = {name: p for name, p in self.parameters.items() if not isinstance(p, DTensor)}
-        sums = {name: checksum(parameter) for name, parameter in full.items()}
+        sums = tensor_hashes(full)
         rows = all_gather_objects(self.mesh, sums, f"the comparison of parameters in call {self.num_calls}")
         self.num_compared += 1
         names = [name for name in sums if any(row.get(name) != sums[name] for row in rows)]
@@ -321,16 +321,3 @@ class EagerStep:
             f"{len(self.checked)} calls checked against the step on a full copy, {sum(self.checked):,} elements"
             + (f"; unchecked: {self.unchecked}" if self.unchecked else ""),
         ])  # fmt: skip
-
-
-def checksum(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return two sums over a tensor's bits; equal bits give equal sums, also for NaN."""
-    raw = as_bytes(tensor)
-    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    plain = weighted = 0
-    for start in range(0, padded.numel(), _WORDS):
-        words = padded[start : start + _WORDS]
-        places = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
-        plain += int(words.sum())
-        weighted += int((words * places).sum())  # sees swapped words
-    return plain, weighted

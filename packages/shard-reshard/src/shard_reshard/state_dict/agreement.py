@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
+from shard_reshard._shared.tensor_hash import tensor_hash
 from shard_reshard._torch_compat import (
     PLAIN_TYPES,
     dtensor_local,
@@ -294,27 +295,6 @@ def differing(by_rank: Sequence[Mapping[str, bytes]], code: str, reason: str, hi
     return [Problem(code, name, found=reason, hint=hint) for name in names if len(values[name]) > 1]
 
 
-_CHUNK = 1 << 19  # numbers per sum
-_ODD = 0x1E3779B97F4A7C15  # arbitrary odd constant
-
-
 def checksum(tensor: torch.Tensor) -> bytes:
-    """Return a digest of sums over a tensor's bytes mixed with their positions.
-
-    Sums of the bytes alone, even weighted, do not detect swapped signs: 2**63 times an even number is 0.
-    """
-    local = local_tensor(tensor).resolve_conj().resolve_neg().contiguous()
-    if not local.numel():
-        return b""
-    data = local.as_strided((local.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
-    even = data.numel() // 8 * 8
-    body = data[:even]
-    numbers = (body.clone() if body.storage_offset() % 8 else body).view(torch.int64)
-    keys = (torch.arange(min(_CHUNK, max(numbers.numel(), 8)), device=data.device) * 2 + 1) * _ODD
-    sums = []
-    for values in (*torch.split(numbers, _CHUNK), *([data[even:].to(torch.int64)] if even < data.numel() else [])):
-        mixed = values + keys[: values.numel()]
-        mixed ^= mixed >> 29  # the highest bits affect the product too
-        sums += [mixed.sum(), mixed.mul_(keys[: values.numel()]).sum()]
-    # One transfer from the device, at the end.
-    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).digest()[:16]
+    """Return a hash of this rank's values."""
+    return bytes(tensor_hash(local_tensor(tensor)).view(torch.uint8).tolist())

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_spec._shared.consensus import assert_consistent, mesh_order_problems
+from shard_spec._shared.consensus import as_bytes, assert_consistent, mesh_order_problems
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.tensor_hash import tensor_hashes
 from shard_spec.apply.handle import (
     Installed,
     ShardHandle,
@@ -37,7 +38,7 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.distributed.exchange import as_bytes, broadcast_, fingerprint, group_or_default, on_all_ranks, take
+from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, take
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -204,7 +205,7 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
         hint = "use shard_module, or leave them out"
         problems.append(Problem("conflicting-arguments", "output_plan", found=text, hint=hint))
     tensors: list[TensorAction] = []
-    fingerprints = []
+    compared: dict[str, torch.Tensor] = {}
     for metadata in resolution.metadata.tensors:
         name, layout = metadata.name, resolution.layouts.get(metadata.name)
         if layout is None:
@@ -227,8 +228,15 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
             outcome = choose_format(outcome, metadata.shape, name, local=True, strided=True)
         problems += [outcome] if isinstance(outcome, Problem) else []
         if source != "scatter":
+<<<<<<< HEAD
             fingerprints.append(f"{name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
     raise_problems(merged_problems(tuple(dict.fromkeys(problems)), len(resolution.layouts)))
+=======
+            compared[name] = tensor
+    raise_problems(dict.fromkeys(problems))
+    real = {name: tensor for name, tensor in compared.items() if not tensor.is_meta}
+    hashes = tensor_hashes(real) if real else {}
+>>>>>>> main
     how = getattr(call.init, "__qualname__", repr(call.init))
     texts = {"scatter": "", "meta": f"meta tensors filled by {how} with seed {call.seed}"}
     return ExecutionPlan(
@@ -236,7 +244,7 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
         sharders=dict(sorted(resolution.sharders.items())),
         src_rank=call.src_rank,
         source=texts.get(source, "every rank's own values"),
-        values=tuple(fingerprints),
+        values=tuple(f"{name}: {hashes.get(name, 'meta')}" for name in compared),
         device=torch.empty(0, device=mesh.device_type).device,  # with the index of the current one
     )
 

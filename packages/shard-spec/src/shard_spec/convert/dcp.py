@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from shard_spec._shared.consensus import all_gather_header, all_gather_objects
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
+from shard_spec._shared.tensor_hash import tensor_hashes
 from shard_spec._torch_compat import strided_shard_factor
-from shard_spec.distributed.exchange import fingerprint, split
+from shard_spec.distributed.exchange import split
 from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.from_module import layout_of_tensor
@@ -185,7 +186,8 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
     Ranks may hold other names (stages of a pipeline): those are not compared.
     """
     subject = "dcp_state_dict"
-    lines = {name: f"{value.dtype} {list(value.shape)} {fingerprint(value)}" for name, value in plain.items()}
+    hashes = tensor_hashes(plain)
+    lines = {name: f"{value.dtype} {list(value.shape)} {hashes[name]}" for name, value in plain.items()}
     digest = hashlib.sha256(repr(sorted(lines.items())).encode()).digest()
     headers = all_gather_header(dist.group.WORLD, bytes([bool(problems)]) + digest, subject)
     if len(set(headers)) == 1 and not problems:  # one header: no objects to exchange

@@ -79,16 +79,22 @@ def roles_of(mesh: MeshSpec, plan_roles: Mapping[str, str], data_axes: Iterable[
         data_axes: The caller's data axes; every other axis is then a model axis, or a stage.
 
     Raises:
-        PlanError: ``unknown-axis``; ``undeclared-axis`` for each axis of several ranks without a role.
+        PlanError: ``unknown-axis``; ``undeclared-axis`` for each axis of several ranks without a role;
+            ``conflicting-arguments`` for each axis that the plan knows otherwise.
     """
     declared = [data_axes] if isinstance(data_axes, str) else None if data_axes is None else list(data_axes)
     raise_problems(unknown_axis(axis, mesh) for axis in declared or () if axis not in mesh.axis_names)
     by_axis: dict[str, str] = {}
     by_name, problems = [], []
+    data = [axis for axis in mesh.axis_names if (plan_roles.get(axis) or ROLE_BY_NAME.get(axis)) in DATA_ROLES]
     for axis, size in mesh.axes.items():
         role = plan_roles.get(axis) or ROLE_BY_NAME.get(axis)
-        if declared is not None:
-            is_data = axis in declared
+        is_data = declared is not None and axis in declared
+        if declared is not None and axis in plan_roles and is_data != (role in DATA_ROLES):
+            found = f"data_axes={declared}, and the plan knows {axis} as a {role} axis"
+            hint = "name the plan's own data axes too, or plan | ShardingPlan({}, axis_roles=...) to change a role"
+            problems.append(Problem("conflicting-arguments", "data_axes", axis=axis, found=found, hint=hint))
+        elif declared is not None:
             # The declaration decides between data and model; the plan or the name may say which kind of it.
             by_axis[axis] = role if role and (role in DATA_ROLES) == is_data else "data" if is_data else "model"
         elif role is not None:
@@ -96,9 +102,7 @@ def roles_of(mesh: MeshSpec, plan_roles: Mapping[str, str], data_axes: Iterable[
             by_name += [axis] if axis not in plan_roles and size > 1 else []
         elif size > 1:
             found = f"nothing says whether its {size} ranks see different samples or the same"
-            hint = (
-                f"pass data_axes=[{axis!r}] (or data_axes without it), or a plan with axis_roles={{{axis!r}: 'data'}}"
-            )
+            hint = f"pass data_axes={[*data, axis]} if different, data_axes={data} if the same"
             problems.append(Problem("undeclared-axis", axis=axis, found=found, hint=hint))
     raise_problems(problems)
     return AxisRoles(by_axis, tuple(by_name))

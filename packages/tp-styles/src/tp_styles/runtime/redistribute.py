@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tp_styles._shared.consensus import all_gather_objects
+from tp_styles._shared.consensus import all_gather_objects, as_bytes
 from tp_styles._torch_compat import (
     all_gather_into,
     functional_collectives,
@@ -95,9 +95,7 @@ class TPGroup:
             flat = functional_collectives.all_gather_tensor(x.reshape(1, -1), 0, (self.mesh, 0))
             return [part.view(x.shape) for part in flat.unbind(0)]
         out = x.new_empty((self.size, *x.shape))
-        # As bytes: backends do not know every type.
-        sent = x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
-        all_gather_into(out.view(-1).view(torch.uint8), sent, self.group)
+        all_gather_into(as_bytes(out), as_bytes(x), self.group)  # backends do not know every type
         return list(out.unbind(0))
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Copy a train step with everything it works on: function, closure, model, optimizer, schedulers, arguments.
+"""Copy a function or an object with everything it works on: closure, model, optimizer, schedulers, arguments.
 
 One pass of pickle's machinery keeps identity (a parameter in the model, in ``param_groups`` and in a closure is
 one object in the copy, too). Pickle alone would refuse closures and lose an optimizer's hooks; both are reduced here.
@@ -21,14 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dp_partition._shared.stale_parameters import StaleParameter
-from dp_partition._torch_compat import FakeTensor, OpOverload, without_fsdp
-from dp_partition.capture.fingerprint import contents, names_used
-from dp_partition.runtime.state import local_tensor
+from ._torch_compat import FakeTensor, OpOverload, local_of
+from .function_names import contents, names_used
+from .stale_parameters import StaleParameter
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+Plain = Callable[[Any], tuple[type, dict[str, Any]]]
 
 _CALLS = (types.BuiltinFunctionType, functools._lru_cache_wrapper, types.MethodWrapperType, OpOverload)
 # Code, types and handles to unique objects; a copy of them would mean nothing.
@@ -41,7 +42,12 @@ _SHARED = (
 
 
 class CannotCopyError(Exception):
-    """Something within the step's reach cannot be copied."""
+    """An object cannot be copied, such as a generator that has been started."""
+
+
+def class_and_attributes(value: Any) -> tuple[type, dict[str, Any]]:
+    """Return the class and the attributes of an object, as its copy gets them."""
+    return type(value), dict(vars(value))
 
 
 class Copier:
@@ -51,12 +57,18 @@ class Copier:
         replaced: Replacements of tensors, by ``id``: plain full tensors for placed ones.
         transform: Applied to each copied tensor.
         owned: Modules and optimizers by ``id`` that a function may name as globals: it gets copies of them, too.
+        plain: Class and attributes of the copy of a module, an optimizer or a gradient scaler, from the original: a
+            module in FSDP2's shards is copied without them if ``replaced`` has its full parameters.
     """
 
     def __init__(
-        self, replaced: dict[int, torch.Tensor], transform: Transform | None = None, owned: Collection[int] = ()
+        self,
+        replaced: dict[int, torch.Tensor],
+        transform: Transform | None = None,
+        owned: Collection[int] = (),
+        plain: Plain = class_and_attributes,
     ) -> None:
-        self.owned = owned
+        self.owned, self.plain = owned, plain
         self.transform = transform or (lambda tensor: tensor)
         self.handed: list[Any] = []  # objects named in the stream by index
         self.index: dict[int, int] = {}
@@ -142,7 +154,7 @@ class Copier:
         replacement = self.replaced.get(id(value))
         if replacement is not None:
             return replacement
-        source = local_tensor(value) if type(value) is not torch.Tensor else value
+        source = local_of(value) if isinstance(value, DTensor) else value
         if source.layout == torch.strided and source.numel() and not source.untyped_storage().nbytes():
             raise RuntimeError("it reaches memory that FSDP2 has freed")  # reading it would end the process
         copied = self.transform(source.detach().clone())
@@ -188,7 +200,7 @@ class _Pickler(pickle.Pickler):
             return weakref.ref, (_Nothing if target is None else target,)
         # These drop attributes when pickled (hooks, the scale of a running step), or refuse (parametrizations).
         if isinstance(obj, torch.nn.Module | Optimizer | torch.amp.GradScaler):
-            kind, own = without_fsdp(obj)  # parameters are full in the copy
+            kind, own = self.copier.plain(obj)
             return object.__new__, (kind,), own, None, None, lambda new, own: new.__dict__.update(own)
         return NotImplemented
 

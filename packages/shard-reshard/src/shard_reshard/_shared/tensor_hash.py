@@ -1,0 +1,1 @@
+../../../../../tools/shared/tensor_hash.py
