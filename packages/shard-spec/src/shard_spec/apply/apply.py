@@ -228,15 +228,10 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
             outcome = choose_format(outcome, metadata.shape, name, local=True, strided=True)
         problems += [outcome] if isinstance(outcome, Problem) else []
         if source != "scatter":
-<<<<<<< HEAD
-            fingerprints.append(f"{name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
-    raise_problems(merged_problems(tuple(dict.fromkeys(problems)), len(resolution.layouts)))
-=======
             compared[name] = tensor
-    raise_problems(dict.fromkeys(problems))
+    raise_problems(merged_problems(tuple(dict.fromkeys(problems)), len(resolution.layouts)))
     real = {name: tensor for name, tensor in compared.items() if not tensor.is_meta}
     hashes = tensor_hashes(real) if real else {}
->>>>>>> main
     how = getattr(call.init, "__qualname__", repr(call.init))
     texts = {"scatter": "", "meta": f"meta tensors filled by {how} with seed {call.seed}"}
     return ExecutionPlan(
