@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from shard_spec.estimate.activations import ActivationEstimate, StepOptions
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
-    from shard_spec.estimate.memory import Memory, OptimizerLike
+    from shard_spec.estimate.memory import Memory
+    from shard_spec.estimate.optimizers import OptimizerLike
     from shard_spec.estimate.roles import Batch
     from shard_spec.layout.layout import Layout
     from shard_spec.plan.resolve import Resolution
@@ -160,15 +161,18 @@ class ShardingPlan(PlanContent):
         Args:
             module: The model, or its metadata.
             batch: As in :meth:`activations`. None: the state alone is counted.
-            optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
-                :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, or None.
+            optimizer: A name (``"sgd"``, ``"adamw"``, ``"mixed-adamw"``, ``"adafactor"``, ``"adamw8bit"``, ...; see
+                :mod:`shard_spec.estimate.optimizers`), a class, a ``functools.partial`` or an instance of an optimizer,
+                an ``OptimizerState``, None, or a mapping from patterns of parameters to these, of which the first match
+                decides: ``{"**.{up,down}.weight": "muon", "**": "adamw"}``.
             grads: True to count gradients, or their dtype if it is not the parameters'.
             step: How the step runs; see :class:`StepOptions`.
 
         Raises:
             PlanError: If the plan does not match the model, or a name is not known.
         """
-        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=step.get("dtype"))
+        own = None if isinstance(module, ModelMetadata) else module
+        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=step.get("dtype"), module=own)
         if batch is None:
             return static
         if isinstance(module, ModelMetadata):

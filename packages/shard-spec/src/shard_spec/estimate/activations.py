@@ -523,6 +523,8 @@ class _Flow:
                 hint = "the estimate runs on shapes; measure this model, or estimate its parts"
                 raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
             return value.item()
+        if operator is torch.ops.aten.clone.default and args[0].layout == torch.sparse_coo:
+            return args[0].detach()  # a real step keeps a sparse gradient as it is; on meta a clone would lose its size
         if operator is torch.ops.aten._grouped_mm.default:
             # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
             halves = (each.to(torch.bfloat16) for each in args[:2])
@@ -609,6 +611,8 @@ class _Flow:
     def gradient(self, parameter: torch.Tensor) -> None:
         """Leave a gradient to the exact count, or to its unit until it is scattered."""
         assert parameter.grad is not None
+        if parameter.grad.layout != torch.strided:
+            return  # the exact count has none: it stays among the activations
         memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
         allocation = self.alive.get(memory, -1)
         (self.timeline.gathered if memory_of(parameter) in self.scattered else self.timeline.excluded).add(allocation)
@@ -694,7 +698,8 @@ def _meta_state(
 def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Yield the tensors of a container; with ``seen`` also from attributes of its objects (a key-value cache)."""
     if isinstance(value, torch.Tensor):
-        yield value
+        # A sparse gradient's memory is that of its indices and values.
+        yield from (value._indices(), value._values()) if value.layout == torch.sparse_coo else (value,)
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item, seen)

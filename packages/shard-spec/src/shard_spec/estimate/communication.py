@@ -124,6 +124,8 @@ def communication(
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 lines.append(f"{axis}: activations around {names[0]}{more} are not counted: no linear or embedding")
+    if sparse := [tensor.name for tensor in resolution.metadata.parameters if tensor.sparse_grad and data]:
+        lines.append(f"gradients of sparse tables ({', '.join(sparse[:3])}) are not counted: they depend on the batch")
     seconds = None
     if topology is not None:
         model: Any = cost_model or AlphaBetaCostModel()

@@ -12,7 +12,7 @@ from math import prod
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.roles import expert_modules, local_numels, role
+from shard_spec.estimate.roles import expert_modules, local_shapes, role
 from shard_spec.layout.placements import SpecialShard
 from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
@@ -101,7 +101,7 @@ def unit_transfers(
             # Of plain chunks rank 0 has the most elements.
             special = any(isinstance(spec, SpecialShard) for spec in layout.specs)
             first = prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape))
-            numel = max(local_numels(layout, tensor.shape)) if special else first
+            numel = max(map(prod, local_shapes(layout, tensor.shape))) if special else first
             # experts stay on their expert axis: tokens travel
             stays = roles.axes("expert") if tensor.name.rpartition(".")[0] in experts else ()
             for axis in data_axes:
@@ -109,7 +109,7 @@ def unit_transfers(
                     continue
                 trains, is_whole = tensor.requires_grad and tensor.is_floating, role(tensor, layout, axis) == "whole"
                 size = numel * (ITEM_BYTES[dtype] if dtype and tensor.is_floating else tensor.item_bytes)
-                if is_whole and trains:
+                if is_whole and trains and not tensor.sparse_grad:
                     sums[axis, "all_reduce", "gradients"] = sums.get((axis, "all_reduce", "gradients"), 0) + size
                 if is_whole:
                     continue

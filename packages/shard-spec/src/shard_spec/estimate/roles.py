@@ -100,17 +100,17 @@ def is_token_batch(batch: Batch) -> bool:
     return isinstance(batch, int) or (isinstance(batch, Sequence) and all(isinstance(each, int) for each in batch))
 
 
-def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
-    """Return each rank's number of local elements, in mesh order."""
+def local_shapes(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return each rank's local shape, in mesh order."""
     cutting = [spec.dim is not None for spec in layout.specs]
-    numel_by_shape: dict[tuple[int, ...], int] = {}
-    numels = []
+    by_place: dict[tuple[int, ...], tuple[int, ...]] = {}
+    shapes = []
     for rank in layout.mesh.ranks:
         coordinate = layout.mesh.coordinate(rank)
         assert coordinate is not None
         # Only coordinates on sharding axes matter, so ranks that differ elsewhere share one result.
         place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
-        if place not in numel_by_shape:
-            numel_by_shape[place] = prod(layout.local_shape(rank, shape))
-        numels.append(numel_by_shape[place])
-    return numels
+        if place not in by_place:
+            by_place[place] = layout.local_shape(rank, shape)
+        shapes.append(by_place[place])
+    return shapes
