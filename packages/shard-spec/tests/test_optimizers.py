@@ -108,11 +108,14 @@ def test_wrong_optimizers_are_refused_with_a_way_on() -> None:
             PLAN.memory(model, optimizer=optimizer)
 
 
-def test_state_of_another_shape_is_that_of_the_full_tensor() -> None:
-    """Rows and columns of Adafactor stay replicated under DTensor: `new_zeros` of another shape is not sharded."""
+def test_factored_state_of_a_sharded_matrix_is_refused() -> None:
+    """DTensor raises in Adafactor's step on shards of rows (`pow_` of a pending norm), so no number would be right."""
     model = nn.Linear(64, 32, bias=False)
-    memory = FullyShardPlanner({"fsdp": 4}, "fsdp").build_plan(model).memory(model, optimizer="adafactor")
-    assert memory.on(3)["optimizer"] == 4 * (32 + 64) + 4
+    sharded = FullyShardPlanner({"fsdp": 4}, "fsdp").build_plan(model)
+    with pytest.raises(PlanError, match=r"\[32, 64\] in shards of \[8, 64\]"):
+        sharded.memory(model, optimizer="adafactor")
+    assert sharded.memory(model, optimizer="nadam").on(3)["optimizer"] == 2 * 4 * 8 * 64 + 8
+    assert PLAN.memory(model, optimizer="adafactor").on(0)["optimizer"] == 4 * (32 + 64) + 4
 
 
 @given(st.integers(1, 10**5))

@@ -89,7 +89,7 @@ class OptimizerCost:
 
 
 OptimizerLike: TypeAlias = Any
-"""A name, `OptimizerState`, class, ``functools.partial`` or instance of an optimizer, a mapping of patterns, or None."""
+"""A name, `OptimizerState`, class, ``functools.partial`` or instance of an optimizer, mapping of patterns, or None."""
 
 # From torch.optim 2.13: state tensors under the default arguments.
 OPTIMIZERS = {
@@ -233,32 +233,30 @@ def _of_instance(
 def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: Shape, dtype: str) -> OptimizerCost:
     """Return the cost of one parameter, from a step on the meta device.
 
-    State of the parameter's shape is sharded like it. State of another shape (rows and columns of Adafactor) is that of
-    the full parameter, as DTensor replicates it.
-
     Raises:
-        PlanError: ``unverified`` if the optimizer cannot step on shapes.
+        PlanError: ``unverified`` if the optimizer cannot step on shapes, or keeps matrices' rows and columns (Adafactor)
+            of a sharded parameter: torch's DTensor has no step for it.
     """
 
-    def run(shape: Shape, **mode: bool) -> tuple[int, int, int]:
+    def run(shape: Shape, **mode: bool) -> tuple[int, bool, int]:
         parameter = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         parameter.grad = torch.empty_like(parameter)
         optimizer = factory([parameter], **mode)  # type: ignore[call-arg]  # a class with this option
         peak = live_bytes_of(optimizer.step)
         state = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
-        alike = sum(each.nbytes for each in state if each.shape == parameter.shape)
-        others = sum(each.nbytes for each in state if each.shape != parameter.shape)
-        return alike, others, max(peak - alike - others, 0)
+        num_bytes = sum(each.nbytes for each in state)
+        return num_bytes, any(each.shape != shape and each.numel() > 1 for each in state), max(peak - num_bytes, 0)
 
     accepts = "foreach" in inspect.signature(factory).parameters
+    hint = "pass a mapping from patterns to optimizers, or OptimizerState(name, slots, scalar_bytes)"
     try:
-        alike, others, loop = run(local, **({"foreach": False} if accepts else {}))
+        num_bytes, factored, loop = run(local, **({"foreach": False} if accepts else {}))
         step = run(local, foreach=True)[2] if accepts else loop
-        if others and full != local:
-            others = run(full, **({"foreach": False} if accepts else {}))[1]
     except Exception as error:  # another library's code
         line = (str(error).splitlines() or [""])[0][:200]
         found = f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}"
-        hint = "pass a mapping from patterns to optimizers, or OptimizerState(name, slots, scalar_bytes)"
         raise PlanError(Problem("unverified", "optimizer", found=found, hint=hint)) from error
-    return OptimizerCost(alike + others, step, loop)
+    if factored and local != full:
+        found = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
+        raise PlanError(Problem("unverified", "optimizer", found=found, hint=hint))
+    return OptimizerCost(num_bytes, step, loop)
