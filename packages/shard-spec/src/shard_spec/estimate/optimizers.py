@@ -234,8 +234,8 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
     """Return the cost of one parameter, from a step on the meta device.
 
     Raises:
-        PlanError: ``unverified`` if the optimizer cannot step on shapes, or keeps matrices' rows and columns (Adafactor)
-            of a sharded parameter: torch's DTensor has no step for it.
+        PlanError: ``unverified`` if the optimizer cannot step on shapes, or keeps rows and columns (Adafactor) of a
+            sharded parameter: torch's DTensor has no step for it.
     """
 
     def run(shape: Shape, **mode: bool) -> tuple[int, bool, int]:

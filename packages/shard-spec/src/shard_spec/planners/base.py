@@ -30,9 +30,11 @@ class OptimalityBound:
         lower_bound: minimum cost over the same search space, or less.
         unit: unit of `objective` and `lower_bound`.
         method: name of the method behind the bound.
-        memory_bytes: bytes of the modelled part of a step on the fullest rank; ``None`` if memory was not modelled.
+        memory_bytes: bytes of a step on the fullest rank, as ``plan.memory`` counts them: weights, gradients, state,
+            saved activations, gathered weights and loss; ``None`` if memory was not modelled.
         memory_limit: memory cap in bytes, if one was set.
         choices: name of each node of the model to its strategy.
+        transient_bytes: share of `memory_bytes` for gathered weights and the loss.
     """
 
     objective: float
@@ -42,6 +44,7 @@ class OptimalityBound:
     memory_bytes: int | None = None
     memory_limit: int | None = None
     choices: tuple[tuple[str, str], ...] = ()
+    transient_bytes: int = 0
 
     @property
     def gap(self) -> float:
