@@ -131,6 +131,14 @@ def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
     return Mode()  # type: ignore[no-untyped-call]  # torch's constructor is untyped
 
 
+def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply ``function`` to each tensor of a container, which may be of a class registered with torch (model outputs)."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, function, value)
+
+
 def memory_of(tensor: Any) -> int:
     """Return a number shared by tensors that share memory, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)

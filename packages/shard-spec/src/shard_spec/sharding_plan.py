@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
     from shard_spec.apply.apply import Initializer, Source
     from shard_spec.apply.handle import ShardHandle
-    from shard_spec.estimate.activations import ActivationEstimate, StepOptions
+    from shard_spec.estimate.activations import ActivationEstimate
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
     from shard_spec.estimate.memory import Memory
     from shard_spec.estimate.optimizers import OptimizerLike
     from shard_spec.estimate.roles import Batch
+    from shard_spec.estimate.step_options import StepOptions
     from shard_spec.layout.layout import Layout
     from shard_spec.plan.resolve import Resolution
     from shard_spec.report.diff import PlanDiff
@@ -155,8 +156,8 @@ class ShardingPlan(PlanContent):
     ) -> Memory:
         """Count bytes of parameters, buffers, gradients and optimizer state on each rank, exactly.
 
-        With a batch also the peak of a training step beside them: activations, logits and loss. Gradients count from
-        the start of the step, as if several backwards accumulate.
+        With a batch also the peak of a training step beside them: activations, logits and loss. Gradients that backward
+        has yet to make at the peak are taken off again, unless ``accumulate`` says that earlier batches have made them.
 
         Args:
             module: The model, or its metadata.
@@ -183,7 +184,8 @@ class ShardingPlan(PlanContent):
             raise PlanError(Problem("conflicting-arguments", "grads", found=text, hint=hint))
         # Off the CPU torch's optimizers update all parameters at once.
         foreach = any(each.device.type != "cpu" for each in module.parameters())
-        return static.with_activations(self.activations(module, batch, **step), foreach=foreach)
+        estimate = self.activations(module, batch, **step)
+        return static.with_activations(estimate, foreach=foreach, buckets=step.get("ddp") == "buckets")
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.

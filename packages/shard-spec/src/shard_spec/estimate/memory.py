@@ -21,7 +21,7 @@ from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floatin
 from shard_spec.plan.resolve import Resolution
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
-STEP_PARTS = ("activations", "gathered", "logits and loss", "optimizer step")
+STEP_PARTS = ("activations", "gathered", "logits and loss", "optimizer step", "gradients to come", "DDP buckets")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +31,9 @@ class Memory:
     Attributes:
         ranks: The ranks, ascending.
         parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"``, ``"master"`` (copies) and, with a
-            batch, ``"activations"``, ``"gathered"`` (layers along data axes), ``"logits and loss"`` and ``"optimizer
-            step"`` at the peak of the step, to the bytes on each rank of ``ranks``.
+            batch, ``"activations"``, ``"gathered"`` (layers along data axes), ``"logits and loss"``, ``"optimizer
+            step"``, ``"gradients to come"`` (negative: not made yet) and ``"DDP buckets"`` at the peak of the step, to
+            the bytes on each rank of ``ranks``.
         optimizer: Name of the counted optimizer.
         moment: Phase of the peak: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``; ``""`` without a batch.
         notes: Uncounted parts, a line each.
@@ -97,20 +98,23 @@ class Memory:
             groups.setdefault(tuple(values[at] for values in needed.values()), []).append(rank)
         return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in groups.items()]
 
-    def with_activations(self, estimate: ActivationEstimate, *, foreach: bool = True) -> Memory:
+    def with_activations(self, estimate: ActivationEstimate, *, foreach: bool = True, buckets: bool = False) -> Memory:
         """Return a copy with a step's peak beside the state added.
 
         Args:
             estimate: Of forward, loss and backward.
             foreach: True if the optimizer updates all parameters at once, torch's default on accelerators.
+            buckets: True if DDP holds a copy of the gradients in its buckets, from the first step on.
         """
         shares = estimate.gathered_bytes, estimate.loss_bytes
-        peak, moment = (estimate.peak_bytes - sum(shares), *shares, 0), estimate.moment
+        peak, moment, to_come = (estimate.peak_bytes - sum(shares), *shares, 0), estimate.moment, estimate.to_come
         allocated = max(each[0] if foreach else each[1] for each in self._steps)
-        if allocated > estimate.peak_bytes:
-            peak, moment = (0, 0, 0, allocated), "optimizer"
+        if allocated > estimate.peak_bytes - to_come * max(self.parts["gradients"], default=0):
+            peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
         # the fullest rank's figure on all of them
-        sizes = {part: (size,) * len(self.ranks) for part, size in zip(STEP_PARTS, peak, strict=True)}
+        sizes = {part: (size,) * len(self.ranks) for part, size in zip(STEP_PARTS[:4], peak, strict=True)}
+        sizes["gradients to come"] = tuple(-round(to_come * size) for size in self.parts["gradients"])
+        sizes["DDP buckets"] = tuple(size * buckets for size in self.parts["gradients"])
         # Sparse gradients are among the activations of a step.
         more: dict[str, Any] = {"notes": estimate.notes, "assumptions": estimate.assumptions}
         return replace(self, parts={**self.parts, **sizes}, moment=moment, **more)
