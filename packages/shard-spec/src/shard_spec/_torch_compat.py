@@ -132,7 +132,7 @@ def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to each tensor of a container, which may be of a class registered with torch (model outputs)."""
+    """Apply ``function`` to each tensor of a container; classes registered with torch (model outputs) keep type."""
     import torch
     from torch.utils._pytree import tree_map_only
 

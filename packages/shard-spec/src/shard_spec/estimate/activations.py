@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -32,6 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
+from shard_spec.estimate.autocast import Autocast
 from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
 from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
 from shard_spec.estimate.roles import (
@@ -104,7 +106,7 @@ def estimate_activations(
     if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
         notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
     peak, moment, shares, to_come = step.flow.timeline.peak(step.first_of_loss)
-    # Gradients of earlier batches are there, unless they are held in full until the last; views of DDP's buckets always.
+    # Gradients of earlier batches are there, unless they are held in full until the last one; DDP's views always are.
     lasts = options.get("accumulate", 1) > 1 and options.get("sync") != "last"
     to_come = 0.0 if lasts or options.get("ddp") == "views" else to_come
     return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes), step.roles.assumptions, to_come)
@@ -139,6 +141,9 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     members = units_of(resolution.metadata, units)
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
     flow.scattered = {memory_of(each) for listed in parameters.values() for each in listed}
+    devices = {each.device.type for each in module.parameters()}
+    lower = options.get("autocast")
+    autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     schedule = Schedule(
         options.get("reshard_after_forward", True),
         options.get("sync") == "last",
@@ -148,7 +153,7 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
         _checkpointed(blocks if checkpointing else []),
         torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
-        _TorchFunctions(flow),
+        _TorchFunctions(flow, autocast),
         FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
     ):
         handles = flow.sum_experts(module, resolution)
@@ -310,10 +315,10 @@ class _TorchFunctions(TorchFunctionMode):
     Integer lists that index a tensor keep their values.
     """
 
-    def __init__(self, flow: _Flow) -> None:
+    def __init__(self, flow: _Flow, autocast: Autocast) -> None:
         super().__init__()
         # On the meta device torch would pick its unfused formula, which saves every score.
-        self._flow = flow
+        self._flow, self._autocast, self._thread = flow, autocast, get_ident()
 
     def __enter__(self) -> Any:
         # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one), but these
@@ -334,7 +339,8 @@ class _TorchFunctions(TorchFunctionMode):
             return func(values, *args[1:], **(kwargs or {}))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(map(self._index, args[1]))
-        return (self._attention if func is self._unfused else func)(*args, **(kwargs or {}))
+        args, kwargs = self._autocast.arguments(getattr(func, "__name__", ""), args, kwargs or {})
+        return (self._attention if func is self._unfused else func)(*args, **kwargs)
 
     def _index(self, index: Any) -> Any:
         listed = isinstance(index, list) and index and all(type(at) is int for at in index)
@@ -352,11 +358,15 @@ class _TorchFunctions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,  # the kernel reads shared heads in place
     ) -> torch.Tensor:
+        if get_ident() != self._thread:  # another thread's forward keeps its kernel
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        (query, key, value), _ = self._autocast.arguments("scaled_dot_product_attention", (query, key, value), {})
         equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
         # Torch broadcasts one head over many in the unfused formula only.
         equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
         if dropout_p or not equal or (attn_mask is not None and attn_mask.requires_grad):
-            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            options = {"scale": scale, "enable_gqa": enable_gqa}
             return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = attn_mask.to(query.dtype)  # the kernel adds it, and saves it in the dtype of the scores

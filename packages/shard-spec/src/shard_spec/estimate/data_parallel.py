@@ -14,7 +14,7 @@ from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.fully_shard import UnitBytes
 from shard_spec.estimate.roles import expert_modules, local_shapes, role
-from shard_spec.estimate.step_options import StepOptions, check_options, policy_of
+from shard_spec.estimate.step_options import StepOptions, check_effects, check_options, policy_of
 from shard_spec.layout.placements import SpecialShard
 from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
@@ -91,6 +91,7 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
     Raises:
         PlanError: For options that are wrong, or of no effect on this plan.
     """
+    check_options(options)
     units, policy = options.get("units"), policy_of(options)
     compute, accumulate = policy["param_dtype"] or options.get("dtype"), options.get("accumulate", 1)
     reduce = policy["reduce_dtype"] or compute
@@ -132,7 +133,7 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
             uses = 1 if op != "all_gather" and options.get("sync") == "last" else uses
             transfers.append(Transfer(axis, op, what, unit, size, uses, mesh.axis_size(axis)))
     shards = any(each.op == "all_gather" for each in transfers)
-    check_options(options, shards=shards, replicates=any(mesh.axis_size(axis) > 1 for axis in data_axes))
+    check_effects(options, shards=shards, replicates=any(mesh.axis_size(axis) > 1 for axis in data_axes))
     return transfers
 
 

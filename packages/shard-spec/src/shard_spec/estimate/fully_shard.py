@@ -89,8 +89,8 @@ class FullyShard:
             self._handles.append(unit.register_forward_hook(after))
             if self._schedule.holds_full:
                 self._held[name] = self._allocate(sizes.reduced)
-                # A new gradient is added to the one held, and freed.
-                for parameter in self._parameters[name]:
+                # A new gradient is added to the one held, and freed: at once, or after its unit in another dtype.
+                for parameter in self._parameters[name] if sizes.reduced == sizes.gathered else ():
                     hook = parameter.register_post_accumulate_grad_hook
                     self._handles.append(hook(lambda each: setattr(each, "grad", None)))
 
@@ -158,11 +158,16 @@ class FullyShard:
     def _scatter(self, name: str) -> None:
         if self._full.pop(name, None) is not None:
             self._sent = None
+            if name in self._held:  # first added to the gradients held, then sent
+                self._drop_gradients(name)
             self._sent = self._allocate(self._units[name].reduced)
             self._held.pop(name, None)
-            for parameter in self._parameters[name]:
-                parameter.grad = None
+            self._drop_gradients(name)
             self._lasting(self._units[name].sharded)
+
+    def _drop_gradients(self, name: str) -> None:
+        for parameter in self._parameters[name]:
+            parameter.grad = None
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:

@@ -68,13 +68,8 @@ def policy_of(options: StepOptions) -> dict[str, str | None]:
     return {key: None if dtype is None else str(dtype).removeprefix("torch.") for key, dtype in dtypes.items()}
 
 
-def check_options(options: StepOptions, *, shards: bool, replicates: bool) -> None:
-    """Refuse options that are wrong, or without effect on this plan.
-
-    Args:
-        options: As the caller gave them.
-        shards: True if a data axis of several ranks shards parameters, as ``fully_shard`` does.
-        replicates: True if a data axis of several ranks replicates all parameters, as DDP does.
+def check_options(options: StepOptions) -> None:
+    """Refuse options that are wrong on every plan.
 
     Raises:
         PlanError: With every wrong option.
@@ -92,14 +87,29 @@ def check_options(options: StepOptions, *, shards: bool, replicates: bool) -> No
         value = options.get(name, values[0])
         if value not in values:
             problems.append(Problem("invalid-argument", name, found=repr(value), hint=f"one of {values}"))
+    if options.get("sync") == "last" and accumulate == 1:
+        text, hint = "gradients are reduced once anyway", "pass accumulate= with the number of batches, or leave it out"
+        problems.append(Problem("conflicting-arguments", "sync", found=text, hint=hint))
+    raise_problems(problems)
+
+
+def check_effects(options: StepOptions, *, shards: bool, replicates: bool) -> None:
+    """Refuse options without effect on a plan.
+
+    Args:
+        options: As the caller gave them.
+        shards: True if a data axis of several ranks shards parameters, as ``fully_shard`` does.
+        replicates: True if there is a data axis of several ranks.
+
+    Raises:
+        PlanError: With every such option.
+    """
+    problems = []
     text = "no data axis of several ranks shards parameters, so this option has no effect"
     hint = "leave it out, or shard parameters along a data axis as FullyShardPlanner does"
     for name in ("mp_policy", "reshard_after_forward"):
         if options.get(name) not in (None, True) and not shards:
             problems.append(Problem("conflicting-arguments", name, found=text, hint=hint))
-    if options.get("sync") == "last" and accumulate == 1:
-        text, hint = "gradients are reduced once anyway", "pass accumulate= with the number of batches, or leave it out"
-        problems.append(Problem("conflicting-arguments", "sync", found=text, hint=hint))
     if options.get("ddp") and (shards or not replicates):
         text = "DistributedDataParallel wraps models that are replicated along a data axis of several ranks"
         problems.append(Problem("conflicting-arguments", "ddp", found=text, hint="leave it out for this plan"))
