@@ -104,9 +104,8 @@ def measure(model: nn.Module, forward_and_backward: Callable[[], Any]) -> dict[s
 
 def predicted(plan: Any, model: nn.Module, **options: Any) -> dict[str, int]:
     memory = plan.memory(model, batch(), **options)
-    on = memory.on(0)
-    beside = sum(on[part] for part in ("activations", "gathered", "logits and loss"))
-    return {"beside": beside, "total": memory.max_bytes}
+    options.pop("optimizer", None)
+    return {"beside": plan.activations(model, batch(), **options).peak_bytes, "total": memory.max_bytes}
 
 
 def fsdp_ways() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dp_partition import PlanError
-from dp_partition._shared.tensor_hash import tensor_hashes
+from dp_partition._shared.consensus import tensor_hashes
 from dp_partition.eager.step import EagerStep
 from dp_step_patterns import PATTERNS, WIDTH, Bag, mlp, mse_step
 from ranktest import Ranks

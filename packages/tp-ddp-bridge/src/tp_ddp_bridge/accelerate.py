@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from tp_ddp_bridge._shared.consensus import tensor_hash
 from tp_ddp_bridge._shared.norms import clip_grad_norm_
 from tp_ddp_bridge._shared.problems import PlanError, Problem
-from tp_ddp_bridge._shared.tensor_hash import tensor_hash
 from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
 from tp_ddp_bridge.consistency.replicas import raise_on_all_ranks
 from tp_ddp_bridge.ddp import tensor_ranks

@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dp_partition._shared.consensus import all_gather_objects, assert_consistent
+from dp_partition._shared.consensus import all_gather_objects, assert_consistent, tensor_hashes
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import mark_stale
-from dp_partition._shared.tensor_hash import tensor_hashes
 from dp_partition._torch_compat import (
     flat_group,
     hooks_after_accumulation,

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shard_reshard._shared.consensus import problems_of
+from shard_reshard._shared.consensus import problems_of, tensor_hash
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
-from shard_reshard._shared.tensor_hash import tensor_hash
 from shard_reshard._torch_compat import (
     PLAIN_TYPES,
     dtensor_local,
@@ -277,7 +276,7 @@ def plan_of_all(
 def plain_checksums(facts: RankMeta, tensors: Mapping[str, Any]) -> dict[str, bytes]:
     """Return a checksum of each of this rank's tensors without a declared layout."""
     plain = [name for name, metadata in facts.sources.items() if metadata.layout is None and name in tensors]
-    return {name: checksum(tensors[name]) for name in plain}
+    return {name: bytes(tensor_hash(local_tensor(tensors[name])).view(torch.uint8).tolist()) for name in plain}
 
 
 # Code, reason and remedy for plain tensors with different values: they are shards, and would get lost.
@@ -293,8 +292,3 @@ def differing(by_rank: Sequence[Mapping[str, bytes]], code: str, reason: str, hi
     names = sorted({name for sums in by_rank for name in sums})
     values = {name: {sums[name] for sums in by_rank if name in sums} for name in names}
     return [Problem(code, name, found=reason, hint=hint) for name in names if len(values[name]) > 1]
-
-
-def checksum(tensor: torch.Tensor) -> bytes:
-    """Return a hash of this rank's values."""
-    return bytes(tensor_hash(local_tensor(tensor)).view(torch.uint8).tolist())

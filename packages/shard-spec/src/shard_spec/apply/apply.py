@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_spec._shared.consensus import as_bytes, assert_consistent, mesh_order_problems
+from shard_spec._shared.consensus import as_bytes, assert_consistent, mesh_order_problems, tensor_hashes
+from shard_spec._shared.dtensor import as_dtensor
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec._shared.tensor_hash import tensor_hashes
 from shard_spec.apply.handle import (
     Installed,
     ShardHandle,
@@ -38,8 +38,8 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, take
-from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
+from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, source_problems, take
+from shard_spec.distributed.parameter_format import ParameterFormat, choose_format
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import ReplicateSpec
@@ -322,7 +322,7 @@ def stage(call: Call, actions: ExecutionPlan) -> list[torch.Tensor]:
             local = LocalParameter(local, action.requires_grad) if is_parameter else local
             local._sharding_info = sharding_info(mesh, expression, action.shape)  # type: ignore[attr-defined]  # our convention for local tensors
         else:
-            local = dtensor_of(local, mesh, placements, action.shape)
+            local = as_dtensor(local, mesh, placements, action.shape)
             local = nn.Parameter(local, requires_grad=action.requires_grad) if is_parameter else local
             if local.requires_grad:
                 local.register_hook(LayGradient(placements))  # type: ignore[no-untyped-call]  # DTensor's

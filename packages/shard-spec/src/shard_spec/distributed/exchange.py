@@ -48,6 +48,14 @@ def on_all_ranks(
     return value
 
 
+def source_problems(src_rank: object, size: int) -> list[Problem]:
+    """Report a source that is no rank of the group."""
+    if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
+        return []
+    hint = f"a rank in the group, 0 to {size - 1}"
+    return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint)]
+
+
 def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     """The shard of ``full`` that lies on global rank ``rank``. A view where it is one box."""
     shard = full.detach()

@@ -126,7 +126,9 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     sizes = unit_bytes(resolution, transfers, units, dtype)
     compute = policy["param_dtype"] or dtype
     state, weights = _meta_state(module, resolution, model_axes, compute, gathers=gathers)
-    flow = _Flow(weights, dict(mesh.axes), gathers)
+    devices, lower = {each.device.type for each in module.parameters()}, options.get("autocast")
+    autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
+    flow = _Flow(weights, dict(mesh.axes), gathers, autocast)
     # all ranks' batch: a data rank gets its share
     arguments, named = flow.values.inputs(forward_inputs(module, batch, mesh, roles))
     # Modules of transformers with this attribute checkpoint their blocks themselves.
@@ -141,9 +143,6 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     members = units_of(resolution.metadata, units)
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
     flow.scattered = {memory_of(each) for listed in parameters.values() for each in listed}
-    devices = {each.device.type for each in module.parameters()}
-    lower = options.get("autocast")
-    autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     schedule = Schedule(
         options.get("reshard_after_forward", True),
         options.get("sync") == "last",
@@ -153,7 +152,7 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
         _checkpointed(blocks if checkpointing else []),
         torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
-        _TorchFunctions(flow, autocast),
+        _TorchFunctions(flow),
         FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
     ):
         handles = flow.sum_experts(module, resolution)
@@ -224,6 +223,7 @@ class _Step(nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(flow.gradient)
         scalars = [tensor for tensor in scalars if tensor.requires_grad]
+        flow.autocast.end()
         try:
             torch.autograd.backward(scalars, [torch.ones_like(tensor) for tensor in scalars])
         except Exception as error:  # no shape function for an operator; forward's figures are valid all the same
@@ -315,10 +315,10 @@ class _TorchFunctions(TorchFunctionMode):
     Integer lists that index a tensor keep their values.
     """
 
-    def __init__(self, flow: _Flow, autocast: Autocast) -> None:
+    def __init__(self, flow: _Flow) -> None:
         super().__init__()
         # On the meta device torch would pick its unfused formula, which saves every score.
-        self._flow, self._autocast, self._thread = flow, autocast, get_ident()
+        self._flow, self._autocast, self._thread = flow, flow.autocast, get_ident()
 
     def __enter__(self) -> Any:
         # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one), but these
@@ -487,9 +487,10 @@ class _Values:
 class _Flow:
     """Track, memory by memory, the sharding axes and lifetime of each result."""
 
-    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool) -> None:
+    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool, autocast: Autocast) -> None:
         self.weights = weights  # by memory of a parameter or buffer
         self._gathers = gathers  # scores over a sharded vocabulary
+        self.autocast = autocast
         self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
         self.scattered: set[int] = set()  # memories of parameters whose gradients FSDP2 scatters
         self.timeline = _Timeline()

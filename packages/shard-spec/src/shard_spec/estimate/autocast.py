@@ -50,6 +50,10 @@ class Autocast:
         self._dtype, self._device = dtype, device
         self._weights: dict[int, torch.Tensor] = {}  # memory of a weight -> its cast, kept until autocast ends
 
+    def end(self) -> None:
+        """Forget the casts of weights: autograd alone keeps them from here on."""
+        self._weights.clear()
+
     def arguments(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the function called ``name`` as autocast casts them."""
         dtype = self._dtype

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.fully_shard import UnitBytes
@@ -17,7 +18,7 @@ from shard_spec.estimate.roles import expert_modules, local_shapes, role
 from shard_spec.estimate.step_options import StepOptions, check_effects, check_options, policy_of
 from shard_spec.layout.placements import SpecialShard
 from shard_spec.plan.axis_roles import AxisRoles
-from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution
 
 

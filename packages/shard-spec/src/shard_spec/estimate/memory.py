@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
@@ -17,7 +18,7 @@ from shard_spec.estimate.optimizers import OptimizerChoice, OptimizerLike, Optim
 from shard_spec.estimate.roles import local_shapes
 from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
+from shard_spec.plan.metadata import TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")

@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import live_bytes_of
-from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata
+from shard_spec.plan.metadata import ModelMetadata
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
-from shard_spec._shared.consensus import assert_consistent
+from shard_spec._shared.consensus import assert_consistent, tensor_hash
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec._shared.tensor_hash import tensor_hash
 from shard_spec._torch_compat import eager_only
 from shard_spec.apply.tensors import LayGradient, SumGradient, is_sharded, replica_problems, summed_over
 from shard_spec.legacy.forwards import ShardedForward

@@ -13,9 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tp_ddp_bridge._shared.consensus import all_gather_header, assert_consistent, named_collective, ranks_of
+from tp_ddp_bridge._shared.consensus import (
+    all_gather_header,
+    assert_consistent,
+    named_collective,
+    ranks_of,
+    tensor_hash,
+)
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
-from tp_ddp_bridge._shared.tensor_hash import tensor_hash
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_replicated_tag, layout_of
 

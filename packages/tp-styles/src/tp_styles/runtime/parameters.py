@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tp_styles._shared.consensus import as_bytes
+from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, is_transformed, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
-from tp_styles.runtime.redistribute import TPGroup, as_dtensor, refuse_transforms
+from tp_styles.runtime.redistribute import TPGroup, refuse_transforms
 from tp_styles.values import ParameterSpec, Split, StyleSpec
 
 

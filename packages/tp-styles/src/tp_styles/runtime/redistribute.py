@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from tp_styles._shared.consensus import all_gather_objects, as_bytes
 from tp_styles._torch_compat import (
@@ -416,15 +415,3 @@ def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch
         buffer.narrow(dim, start, stop - start).copy_(pieces[index])
         pieces[index] = axis.all_reduce_(buffer).narrow(dim, start, stop - start)
     return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
-
-
-def as_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...] | None = None,
-) -> DTensor:
-    """Return a DTensor of a global shape around a local tensor, contiguous by default. Shards may be uneven."""
-    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

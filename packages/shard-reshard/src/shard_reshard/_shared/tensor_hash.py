@@ -1,1 +1,0 @@
-../../../../../tools/shared/tensor_hash.py
