@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -160,7 +159,7 @@ def main() -> None:
     from shard_spec import FullyShardPlanner, ShardingPlan
     from torch.distributed.device_mesh import init_device_mesh
 
-    torch.backends.mkldnn.enabled = False  # its kernels copy operands
+    torch.backends.mkldnn.set_flags(False)  # its kernels copy operands
     dist.init_process_group("fake", rank=0, world_size=4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     for way, (how, options) in fsdp_ways().items():
@@ -169,7 +168,7 @@ def main() -> None:
         row = {"predicted": predicted(plan, model, **options), "recorded": real_fsdp(mesh, **how)}
         print(json.dumps({"way": way, **row}), flush=True)
     dist.destroy_process_group()
-    model, plan = llama(), ShardingPlan({}, mesh={"dp": 1})
+    model, alone = llama(), ShardingPlan({}, mesh={"dp": 1})
 
     def step() -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -177,9 +176,9 @@ def main() -> None:
         output.loss.backward()
         return output
 
-    row = {"predicted": predicted(plan, llama(), autocast="bfloat16"), "recorded": measure(model, step)}
+    row = {"predicted": predicted(alone, llama(), autocast="bfloat16"), "recorded": measure(model, step)}
     print(json.dumps({"way": "autocast", **row}), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,7 +20,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
 
 
 class Net(nn.Module):
@@ -225,7 +226,7 @@ def test_a_plan_of_another_mesh_or_model_is_one_problem() -> None:
     assert f"so for all {len(plan.plan)}" in problem.found
     (problem,) = plan.validate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     assert problem.code == "model-mismatch"
-    wide = {name: Layout(MeshSpec({"tp": 4}), text) for name, text in plan.plan.items()}
+    wide = {name: Layout(MeshSpec({"tp": 4}), str(text)) for name, text in plan.plan.items()}
     (problem,) = ShardingPlan(wide, mesh={"tp": 2}).validate(net())
     assert problem.code == "mesh-mismatch"
 

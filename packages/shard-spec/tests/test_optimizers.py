@@ -80,8 +80,10 @@ def test_groups_of_one_instance_and_optimizers_by_pattern() -> None:
     matrices = [each for each in model.parameters() if each.dim() == 2]
     others = [each for each in model.parameters() if each.dim() != 2]
     both = torch.optim.Muon(matrices), torch.optim.AdamW(others)
-    grouped = torch.optim.SGD([{"params": matrices, "momentum": 0.9}, {"params": others}], lr=0.1)
+    groups: list[Any] = [{"params": matrices, "momentum": 0.9}, {"params": others}]
+    grouped = torch.optim.SGD(groups, lr=0.1)
     model(torch.randint(0, 50, (4, 8))).sum().backward()
+    optimizer: Any
     for optimizer in (*both, grouped):
         optimizer.step()
     rules = {"{0,1,3}.weight": "muon", "**": torch.optim.AdamW}

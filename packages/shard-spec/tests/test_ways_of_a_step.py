@@ -119,7 +119,7 @@ def test_options_of_fully_shard_have_no_effect_on_a_replicated_plan() -> None:
     plan = ShardingPlan({}, mesh={"dp": 2})
     for options in ({"reshard_after_forward": False}, {"mp_policy": {"param_dtype": "bfloat16"}}):
         with pytest.raises(PlanError, match="no data axis of several ranks shards parameters"):
-            plan.memory(Net(), torch.zeros(2, 8), **options)  # type: ignore[arg-type]  # one of two forms
+            plan.memory(Net(), torch.zeros(2, 8), **options)
 
 
 def test_attention_of_other_threads_keeps_its_kernel() -> None:
@@ -133,9 +133,10 @@ def test_attention_of_other_threads_keeps_its_kernel() -> None:
             self.weight = nn.Parameter(torch.zeros(1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            other = threading.Thread(
-                target=lambda: seen.append(functional.scaled_dot_product_attention(query, query, query))
-            )
+            def run() -> None:
+                seen.append(functional.scaled_dot_product_attention(query, query, query))
+
+            other = threading.Thread(target=run)
             other.start()
             other.join()
             return (x * self.weight).sum()
@@ -152,7 +153,7 @@ class Reads(nn.Module):
         super().__init__()
         self.what, self.table = what, nn.Embedding(16, 4)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> Any:
         if self.what == "tolist":
             return self.table(ids[: max(ids.flatten().tolist()) % 2 + 1]).sum()
         if self.what == "numpy":
@@ -185,13 +186,14 @@ def test_values_of_inputs_are_followed_into_shapes(what: str) -> None:
     table = model.table.weight.untyped_storage().data_ptr()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in (table, IDS.untyped_storage().data_ptr()):
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    alive = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: (alive.append(each), keep(each))[1], lambda each: each):
+    alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
         model(IDS)
     estimate = ShardingPlan({}, mesh={"dp": 1}).activations(model, IDS)
     assert estimate.notes == () or all("loss" in note for note in estimate.notes)

@@ -71,7 +71,8 @@ class FullyShard:
         allocate: Callable[[int], torch.Tensor],
         lasting: Callable[[int], None],
     ) -> None:
-        self._model, self._units, self._parameters, self._schedule = model, units, parameters, schedule
+        self._model, self._schedule = model, schedule
+        self._units = {name: (sizes, parameters[name]) for name, sizes in units.items()}
         self._allocate, self._lasting = allocate, lasting
         self._full: dict[str, torch.Tensor] = {}  # parameters by unit
         self._held: dict[str, torch.Tensor] = {}  # gradients of earlier batches by unit
@@ -82,7 +83,7 @@ class FullyShard:
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
-        for name, sizes in self._units.items():
+        for name, (sizes, owned) in self._units.items():
             unit = self._model.get_submodule(name)
             before, after = functools.partial(self._before, name), functools.partial(self._after, name)
             self._handles.append(unit.register_forward_pre_hook(before, with_kwargs=True))
@@ -90,8 +91,8 @@ class FullyShard:
             if self._schedule.holds_full:
                 self._held[name] = self._allocate(sizes.reduced)
                 # A new gradient is added to the one held, and freed: at once, or after its unit in another dtype.
-                for parameter in self._parameters[name] if sizes.reduced == sizes.gathered else ():
-                    hook = parameter.register_post_accumulate_grad_hook
+                for parameter in owned if sizes.reduced == sizes.gathered else ():
+                    hook: Any = parameter.register_post_accumulate_grad_hook
                     self._handles.append(hook(lambda each: setattr(each, "grad", None)))
 
     def __exit__(self, *error: object) -> None:
@@ -104,8 +105,8 @@ class FullyShard:
         if self._in_backward:  # recomputation, within a unit that is gathered
             return None
         # A buffer is kept until the next unit is copied out, so that the copy out of it and that gather overlap.
-        received = name, self._allocate(self._units[name].gathered)
-        self._full[name] = self._allocate(self._units[name].gathered)
+        received = name, self._allocate(self._units[name][0].gathered)
+        self._full[name] = self._allocate(self._units[name][0].gathered)
         self._received = received
         dtype = self._schedule.input_dtype
 
@@ -149,24 +150,24 @@ class FullyShard:
             return
         if name:
             if self._received[0] != name:
-                self._received = name, self._allocate(self._units[name].gathered)
-            self._full[name] = self._allocate(self._units[name].gathered)
+                self._received = name, self._allocate(self._units[name][0].gathered)
+            self._full[name] = self._allocate(self._units[name][0].gathered)
         self._received = "", None
         if before:
-            self._received = before[-1], self._allocate(self._units[before[-1]].gathered)  # gathered ahead
+            self._received = before[-1], self._allocate(self._units[before[-1]][0].gathered)  # gathered ahead
 
     def _scatter(self, name: str) -> None:
         if self._full.pop(name, None) is not None:
             self._sent = None
             if name in self._held:  # first added to the gradients held, then sent
                 self._drop_gradients(name)
-            self._sent = self._allocate(self._units[name].reduced)
+            self._sent = self._allocate(self._units[name][0].reduced)
             self._held.pop(name, None)
             self._drop_gradients(name)
-            self._lasting(self._units[name].sharded)
+            self._lasting(self._units[name][0].sharded)
 
     def _drop_gradients(self, name: str) -> None:
-        for parameter in self._parameters[name]:
+        for parameter in self._units[name][1]:
             parameter.grad = None
 
 

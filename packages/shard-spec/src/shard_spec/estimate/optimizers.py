@@ -242,7 +242,7 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
     def run(shape: Shape, **mode: bool) -> tuple[int, bool, int]:
         parameter = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         parameter.grad = torch.empty_like(parameter)
-        optimizer = factory([parameter], **mode)  # type: ignore[call-arg]  # a class with this option
+        optimizer = factory([parameter], **mode)
         peak = live_bytes_of(optimizer.step)
         state = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
         num_bytes = sum(each.nbytes for each in state)

@@ -76,7 +76,8 @@ def check_options(options: StepOptions) -> None:
     """
     require_floating(options.get("dtype"), options.get("autocast"), *policy_of(options).values())
     problems = []
-    loss, accumulate = options.get("loss", "causal-lm"), options.get("accumulate", 1)
+    loss: Any = options.get("loss", "causal-lm")
+    accumulate: Any = options.get("accumulate", 1)  # callers are untyped
     if isinstance(loss, str) and loss not in LOSSES:
         hint = f"one of {', '.join(map(repr, LOSSES))}, a function loss(output, batch), or None"
         problems.append(Problem("invalid-argument", "loss", found=repr(loss), hint=hint))

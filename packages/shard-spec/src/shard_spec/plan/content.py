@@ -114,10 +114,9 @@ class PlanContent:
 
     def __repr__(self) -> str:
         parts = [repr(dict(self.plan))]
-        defaults = {"output_plan": None, "return_local_tensor": None, "mesh": None, "strict": False, "axis_roles": {}}
-        for name, default in defaults.items():
+        for name in ("output_plan", "return_local_tensor", "mesh", "strict", "axis_roles"):
             value = getattr(self, name)
-            if value != default:
+            if value is not None and value is not False and value != {}:
                 parts.append(f"{name}={dict(value) if isinstance(value, Mapping) else value!r}")
         return f"ShardingPlan({', '.join(parts)})"
 
