@@ -73,6 +73,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("python", "tools/layers.py")
     session.run("python", "tools/structure.py")
+    session.run("python", "tools/shared_links.py")
     session.run("python", "tools/error_codes.py")
     for package in repo.packages().values():
         news = ("--config", "tools/towncrier.toml", "--dir", str(package.path), "--version", "next")

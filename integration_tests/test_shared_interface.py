@@ -83,7 +83,7 @@ def test_handles_undo() -> None:
 
 def test_patterns_and_sharding_infos_are_one_dialect() -> None:
     packages = {
-        "patterns": ("shard_spec", "tp_styles", "tp_ddp_bridge"),
+        "patterns": ("shard_spec", "tp_styles"),
         "sharding_info": ("shard_spec", "shard_reshard", "tp_styles", "tp_ddp_bridge"),
         "consensus": PACKAGES,
         "problems": ("shard_spec", "tp_styles", "dp_partition", "tp_ddp_bridge"),

@@ -101,6 +101,6 @@ def git(*args: str, cwd: Path | None = None) -> str:
 def source_files(path: Path) -> Iterator[Path]:
     """The files under a folder, and those that links lead to; caches and built files are left out."""
     ignored = {"__pycache__", "dist", ".pytest_cache", ".mypy_cache", ".hypothesis"}
-    for folder, names, files in os.walk(path, followlinks=True):  # `_shared` is a link to tools/shared
+    for folder, names, files in os.walk(path):  # links to files, as those in `_shared`, are read as what they lead to
         names[:] = sorted(set(names) - ignored)
         yield from (Path(folder, file) for file in sorted(files))

@@ -14,7 +14,7 @@ def test_the_table_is_torchs() -> None:
     wide = {
         name
         for name in names
-        if name in ITEM_BYTES or name not in NARROW and not name.startswith(("bits", "q", "float4"))
+        if name in ITEM_BYTES or (name not in NARROW and not name.startswith(("bits", "q", "float4")))
     }
     assert wide == set(ITEM_BYTES)  # a dtype that a new torch brings is missed here
     for name, num_bytes in ITEM_BYTES.items():
