@@ -127,7 +127,7 @@ def collectives(events: list[tuple[str, int]]) -> Run:
     return step
 
 
-def events_of(step: dp.Step) -> list[tuple[str, int]]:
+def events_of(step: dp.CompiledStep) -> list[tuple[str, int]]:
     from dp_partition.analysis import messages_of
 
     return [(m.kind, m.whole_bytes // 4 // WORLD * WORLD) for m in messages_of(step.graph.graph, WORLD)]

@@ -223,6 +223,7 @@ def is_in_backward() -> bool:
 
 
 foreach_copy_ = torch._foreach_copy_  # not of empty lists
+foreach_div_ = torch._foreach_div_
 flatten: Any = torch._utils._flatten_dense_tensors
 unflatten: Any = torch._utils._unflatten_dense_tensors  # empty tensors lose their shape
 

@@ -62,7 +62,7 @@ def test_numbers_are_inputs_and_outputs(ranks: Ranks, style: Any) -> None:
         for make in (Counting, lambda p: torch.optim.AdamW(p, lr=0.1)):
             own, plain = models.seeded(models.mlp).double(), models.seeded(models.mlp).double()
             optims = make(own.parameters()), make(plain.parameters())
-            step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+            step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 got = run(step, own, optims[0], xs)

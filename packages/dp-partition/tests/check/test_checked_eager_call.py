@@ -38,7 +38,7 @@ def _batch(call: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
 
-def _compiled(ranks: Ranks, function: Callable[..., Any], style: Any, **settings: Any) -> dp.Step:
+def _compiled(ranks: Ranks, function: Callable[..., Any], style: Any, **settings: Any) -> dp.CompiledStep:
     warnings.simplefilter("ignore")
     return dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="never", **settings)
 

@@ -195,7 +195,7 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
             function: Any = make(model, own) if make is in_self else torch.compile(make(model, own), backend="eager")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+                step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style)
             assert len(caught) == (make is not in_self)
             mine = slice(4 * ranks.rank, 4 * ranks.rank + 4)
             for x, y in batches:
@@ -272,7 +272,7 @@ def test_a_scheduler_in_the_step_is_stepped_in_each_call(ranks: Ranks, style: An
             for call in range(CALLS):
                 x, y = batch(call, 8)
                 called(x[rows], y[rows])
-        if isinstance(called, dp.Step):
+        if isinstance(called, dp.CompiledStep):
             called.release()
         runs.append([*model.parameters(), torch.tensor(optim.param_groups[0]["lr"]), torch.tensor(schedule.last_epoch)])
     assert runs[0][-2:] == [torch.tensor(1e-3), torch.tensor(CALLS)]
@@ -287,7 +287,7 @@ def test_the_way_is_what_the_caller_says(ranks: Ranks) -> None:
     rows = x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]
     model = models.seeded(mlp)
     with pytest.raises(dp.PlanError, match="not-traceable") as caught:
-        dp.compile(branching(), mesh=mesh, capture="always")(model, ADAMW(model.parameters()), *rows)
+        dp.compile(branching(), mesh=mesh)(model, ADAMW(model.parameters()), *rows)
     assert any("capture='never'" in note for note in caught.value.__notes__)
     with pytest.raises(dp.PlanError, match=r"conflicting-arguments.*accumulate=2"):
         dp.compile(plain(), mesh=mesh, capture="never", accumulate=2)
@@ -392,7 +392,7 @@ def test_tensors_in_slots_are_never_constants(ranks: Ranks) -> None:
     optim, plain_optim, inputs = ADAMW(model.parameters()), ADAMW(plain_model.parameters()), Slotted(*batch(0, 4))
     mesh = ranks.mesh((2,), ("dp",))
     with pytest.raises(dp.PlanError, match="unsupported-argument"):
-        dp.compile(step, mesh=mesh, style="replicate", capture="always", check="never")(model, optim, inputs)
+        dp.compile(step, mesh=mesh, style="replicate", check="never")(model, optim, inputs)
     compiled = dp.compile(step, mesh=mesh, style="replicate", check="never")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -414,7 +414,7 @@ def test_a_draw_of_ones_own_is_python_state_whatever_comes_of_it(ranks: Ranks, k
         return torch.as_tensor(finish(optim, model(x * 2 if wide < 2 else x).square().mean()))
 
     model = models.seeded(mlp)
-    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", capture="always")
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
     with pytest.raises(dp.PlanError, match="a random generator"):
         compiled(model, ADAMW(model.parameters()), batch(0, 8)[0])
 
@@ -426,7 +426,7 @@ def test_a_second_text_is_named_at_its_trace(ranks: Ranks) -> None:
 
     model = models.seeded(mlp)
     optim = ADAMW(model.parameters())
-    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", capture="always", check="first")
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", check="first")
     compiled(model, optim, *batch(0, 4), tag="one")
     with pytest.warns(UserWarning, match="traced again for argument tag, 'one' and then 'two'"):
         compiled(model, optim, *batch(1, 4), tag="two")

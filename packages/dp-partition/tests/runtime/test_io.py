@@ -133,7 +133,7 @@ def test_the_next_step_sees_it(ranks: Ranks, style: Style, monkeypatch: pytest.M
     model, plain = (models.seeded(Net).to(ranks.device) for _ in range(2))
     first = [list(net.parameters())[:3] for net in (model, plain)]  # the last bias comes later
     own, theirs = (torch.optim.AdamW(params, lr=1e-2, fused=True) for params in first)
-    step = dp.compile(train_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style)
+    step = dp.compile(train_step, mesh=ranks.mesh((2,), ("dp",)), style=style)
     generator = torch.Generator().manual_seed(ranks.rank)
 
     def compare(label: str) -> None:
@@ -177,7 +177,7 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = models.seeded(Net).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    step = dp.compile(train_step, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(train_step, mesh=mesh, style="fully_shard")
     x = torch.ones(4, 8, device=ranks.device)
     bias = model.get_parameter("up.bias")
     bias.grad = torch.ones_like(bias)
@@ -217,7 +217,7 @@ def test_what_no_code_of_a_step_names_may_change() -> None:
     """A list of losses that grows would trace each call anew."""
     model, trainer = models.seeded(Net), Trainer()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = dp.compile(trainer.train_step, capture="always", mesh=fake_mesh(1, 0, "cpu"), style="replicate")
+    step = dp.compile(trainer.train_step, mesh=fake_mesh(1, 0, "cpu"), style="replicate")
     runner, x = runner_of(step), torch.ones(4, 8)
 
     def key() -> Any:

@@ -22,11 +22,11 @@ def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(model(x))
 
 
-def started(ranks: Ranks) -> tuple[dp.Step, dp.Step, nn.Module, Any, torch.Tensor]:
+def started(ranks: Ranks) -> tuple[dp.CompiledStep, dp.CompiledStep, nn.Module, Any, torch.Tensor]:
     """A step, one that shares its parameters, both called; model, optimizer and batch."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim, x = SGD(model.parameters()), torch.ones(4, 8, device=ranks.device)
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     step(model, optim, x)
     shares = dp.compile(evaluate, share=step)
     shares(model, x)

@@ -64,6 +64,8 @@ class Capture:
     sizes: Sizes = field(default_factory=dict)  # the symbol of each symbolic size
     # the symbol of each live number among the arguments, by its position
     numbers: dict[int, Any] = field(default_factory=dict)
+    # positions of the returned values that are means over micro-batches; others come from the mean of the gradients
+    means: frozenset[int] = frozenset()
     # modules left in another mode than before, and that mode
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     # parameters left with another `requires_grad`, and its value
@@ -291,6 +293,12 @@ def user_line(error: BaseException) -> str:
     lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
     lines = [one for one in lines if not one.filename.startswith(between[:2])]  # torch and this package
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Return the place of a function's first line, as text; empty for one without Python code."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return f" (at {code.co_filename}:{code.co_firstlineno}, def {code.co_name})" if code is not None else ""
 
 
 def _check_graph(name: str, module: fx.GraphModule, optimizer: frozenset[str]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -189,14 +189,20 @@ def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]],
                 table[key] = value
 
 
-def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
-    """Shard the units; return the new parameter of each name. Gradients and optimizer state move along."""
+def shard(
+    reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh: DeviceMesh, dtype: torch.dtype | None
+) -> dict[str, nn.Parameter]:
+    """Shard the units; return the new parameter of each name. Gradients and optimizer state move along.
+
+    Gradients are reduced in ``dtype``; None: in their own.
+    """
     keep = {parameters[name] for name in units.full}
     place = placement_of(mesh)
     before = [(root, dict(root.named_parameters())) for root in reach.modules]
     for module in units.modules:
         # The root too: torch's default keeps its gathered values after a forward without backward, stale after a step.
-        unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep)
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep, mp_policy=policy)
         if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
             unit.set_force_sum_reduction_for_comms(True)
         _refuse_writes(unit)

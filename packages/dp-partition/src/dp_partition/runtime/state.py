@@ -28,6 +28,9 @@ from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, sha
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import broadcast_from_first, distinct, full_copies
 
+ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
+ASSIGN_HINT = "write in place under torch.no_grad(), as p.copy_(values) does, or within unsharded(); then call again"
+
 
 def local_shard(
     tensor: torch.Tensor, placement: Placement, world: int, rank: int, *, is_view: bool = False
@@ -173,10 +176,8 @@ class Binding:
         keys = storage_keys(params.values())
         if keys != self.storage_keys:
             # A DTensor keeps its shard, in torch too: the assignment had no effect.
-            hint = "write in place under torch.no_grad(), as p.mul_(0.5) does, or within unsharded(); then call again"
-            reason = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
             problems += [
-                Problem("parameter-replaced", fqn, found=reason, hint=hint)
+                Problem("parameter-replaced", fqn, found=ASSIGNED, hint=ASSIGN_HINT)
                 for fqn, key, key_before in zip(params, keys, self.storage_keys, strict=True)
                 if key != key_before
             ]
