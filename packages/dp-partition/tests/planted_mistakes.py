@@ -417,7 +417,7 @@ def change_graphs(step: dp.CompiledStep, change: Callable[[fx.GraphModule], fx.G
         program.capture.module = change(program.module)
         return program
 
-    one.build = built  # type: ignore[method-assign,assignment]
+    one.build = built
 
 
 def mutation(index: int) -> Change:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from dp_partition._shared.consensus import capture_errors, ranks_of
+from dp_partition._shared.consensus import all_gather_objects, capture_errors, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import uncompiled, without_autocast
 from dp_partition.capture.fakes import REACHED
@@ -28,7 +28,7 @@ from dp_partition.plan.placements import num_replicas, shard_world
 from dp_partition.plan.plan import PartitionPlan, Settings, TensorInfo, plan_placements
 from dp_partition.runtime.consensus import agree_on, announce, are_all_announced, collectives_digest, largest_of
 from dp_partition.runtime.program import Program, bind_inputs, check_no_gradients, reconcile, store_outputs
-from dp_partition.runtime.state import Binding, guarded, release
+from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError, guarded, release, with_current_parameters
 
 MANY_TRACES = 8  # after as many a warning names the way on, as torch.compile's limit does
 MOST_PROGRAMS = 64  # to keep
@@ -85,7 +85,12 @@ class Runner:
             self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
             self.latest = program
         else:
-            call, program, optimizers, is_new = self.later_call(binding, args, kwargs)
+            later = self.later_call(binding, args, kwargs)
+            if later is None:  # the caller has changed the model, on all ranks: it is placed anew
+                self.release()
+                self.schedule.calls -= 1
+                return self.call(args, kwargs)
+            call, program, optimizers, is_new = later
             is_checked = is_checked or (is_new and self.settings.check != "never")
             program.is_new = False
         if is_checked:
@@ -152,6 +157,7 @@ class Runner:
     def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; return metadata to compare between ranks too."""
         base = None if self.share is None else self.share.bound()
+        with_current_parameters(leaf for leaf in call.leaves if isinstance(leaf, Optimizer))
         step_state = find_step_state(self.function, call.args, call.kwargs)
         if base is None:
             if empty := without_data(step_state.params):
@@ -352,7 +358,7 @@ class Runner:
 
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[CallArguments, Program, OptimizerReads, bool]:
+    ) -> tuple[CallArguments, Program, OptimizerReads, bool] | None:
         """Return program and inputs; ranks that all trace in this call compare, or raise together.
 
         A rank may trace alone, for a last batch of its own, as long as its collectives stay the agreed ones:
@@ -360,17 +366,21 @@ class Runner:
         no rank is alone: all ranks compare, or raise together, if one traces.
 
         Returns:
-            Arguments, program, optimizers, and True if the call must be checked for a graph or a length that is new.
+            Arguments, program, optimizers, and True if the call must be checked for a graph or a length that is new;
+            None if the caller of each rank has put other parameters, modules or optimizers in place.
         """
 
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
             call = read_arguments(self.name, args, kwargs)
             call.live, call.marked = self.live.get(call.spec) or frozenset(), self.marked
-            passed = {id(leaf) for leaf in call.leaves if isinstance(leaf, nn.Module | Optimizer)}
-            if not passed <= binding.owner_ids:  # a call that evaluates may leave the optimizer out
-                reason = "called with another model or optimizer"
-                hint = "call release() on the step first, or compile a step of its own"
-                raise PlanError(Problem("model-mismatch", self.name, found=reason, hint=hint))
+            passed = [x for x in call.leaves if isinstance(x, nn.Module | Optimizer) and id(x) not in binding.owner_ids]
+            if passed:  # a call that evaluates may leave the optimizer out
+                is_optimizer = all(isinstance(one, Optimizer) for one in passed)
+                hint = REPLACED if is_optimizer else "call release() on the step first, or compile a step of its own"
+                problem = Problem(
+                    "model-mismatch", self.name, found="called with another model or optimizer", hint=hint
+                )
+                raise (ModelChangedError if is_optimizer else PlanError)(problem)
             binding.check_in_place()
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
@@ -398,6 +408,10 @@ class Runner:
             is_new = has_agreed = False
         if attempted is not None and not is_traced:
             return *attempted, is_new
+        if has_agreed and self.share is None:
+            changed = isinstance(error, ModelChangedError)
+            if all([changed] if is_alone else all_gather_objects(self.mesh, changed, self.name)):
+                return None
         facts = {} if attempted is None else self.facts(binding.plan, attempted[1], attempted[0].leaves)
         if has_agreed or self.settings.semantics == "global" or (facts and facts not in self.agreed):
 

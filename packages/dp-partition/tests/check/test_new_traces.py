@@ -191,9 +191,8 @@ def rows(ranks: Ranks, call: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("capture", ["always", "auto"])
-def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: Ranks, capture: str) -> None:
-    step, model, optim = lengths_step(ranks, capture=capture)
+def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: Ranks) -> None:
+    step, model, optim = lengths_step(ranks)
     planted.change_graphs(step, wrong_above_eight)
     for call in range(19):
         step(model, optim, rows(ranks, call, 8))
@@ -202,18 +201,13 @@ def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: 
     runner.schedule.next = 100  # none is due
     before = [p.full_tensor().clone() for p in model.parameters()]
     late = rows(ranks, 19, 12 if ranks.rank else 8)
-    if capture == "always":
-        with pytest.raises(dp.PlanError, match="check-mismatch") as caught:
-            step(model, optim, late)
-        assert "call 20" in str(caught.value)
-        after = [p.full_tensor() for p in model.parameters()]
-        assert all(map(torch.equal, before, after)) and len(after) == 2
-        step(model, optim, rows(ranks, 20, 8))  # the next call works, on all ranks
-        assert runner.num_checked == checked + 1  # it follows a failed one
-    else:
-        with pytest.warns(UserWarning, match="check-mismatch"):
-            step(model, optim, late)
-        assert runner.eager is not None
+    with pytest.raises(dp.PlanError, match="check-mismatch") as caught:
+        step(model, optim, late)
+    assert "call 20" in str(caught.value)
+    after = [p.full_tensor() for p in model.parameters()]
+    assert all(map(torch.equal, before, after)) and len(after) == 2
+    step(model, optim, rows(ranks, 20, 8))  # the next call works, on all ranks
+    assert runner.num_checked == checked + 1  # it follows a failed one
     step.release()
 
 

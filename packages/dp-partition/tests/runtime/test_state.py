@@ -108,12 +108,12 @@ def test_eager_use_of_a_placed_model_says_what_to_do(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.nn.LazyLinear])
-@pytest.mark.parametrize("capture", ["auto", "always", "never"])
-def test_a_model_without_values_is_refused_on_all_ranks(ranks: Ranks, capture: Any, kind: Any) -> None:
+@pytest.mark.parametrize("door", [dp.distribute, dp.compile])
+def test_a_model_without_values_is_refused_on_all_ranks(ranks: Ranks, door: Any, kind: Any) -> None:
     with torch.device("meta" if ranks.rank and kind is torch.nn.Linear else "cpu"):
         model = kind(4, 2) if kind is torch.nn.Linear else kind(2)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), capture=capture)
+    step = door(models.mean_step, mesh=ranks.mesh((2,), ("dp",)))
     with pytest.raises(dp.PlanError) as caught:
         step(model, optim, torch.rand(4, 4))
     assert {problem.code for problem in caught.value.problems} == {"no-data"}

@@ -103,8 +103,15 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         hint = "pass the module that holds it as an argument of the train step"
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
-                if id(param) not in in_models:
-                    name = f"optimizer {number} group {group_index} parameter {index}"
+                if id(param) in in_models:
+                    continue
+                name = f"optimizer {number} group {group_index} parameter {index}"
+                if param.grad is None:
+                    # Of a layer that the caller has replaced: no gradient reaches it. A step that uses it is refused
+                    # by the trace, which sees the tensor itself in the place of a fake.
+                    step_state.params[name] = param
+                    in_models.add(id(param))
+                else:
                     reason = f"tensor of shape {tuple(param.shape)} that no module argument holds"
                     problems.append(Problem("parameter-not-in-module", name, found=reason, hint=hint))
     if problems:

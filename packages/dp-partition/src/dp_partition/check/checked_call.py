@@ -485,7 +485,7 @@ class CheckedEagerCall(CheckedCall):
         if isinstance(error, CannotCopyError):
             reason = str(error)
         elif error is not None and is_out_of_memory(error):
-            reason = "out of memory"
+            reason = f"out of memory: {error}"
         elif error is not None:
             failed = f"{type(error).__name__}: {error}"[:400]
         rows = self.gather((reason or "", failed))

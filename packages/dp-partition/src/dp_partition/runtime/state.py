@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._shared.stale_parameters import mark_stale
+from dp_partition._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from dp_partition._torch_compat import parameter_like, pytree, storage_keys
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
@@ -30,6 +30,9 @@ from dp_partition.runtime.consensus import broadcast_from_first, distinct, full_
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
 ASSIGN_HINT = "write in place under torch.no_grad(), as p.copy_(values) does, or within unsharded(); then call again"
+
+
+REPLACED = "the step's next call takes it over if all ranks have it; or call release() before the change"
 
 
 def local_shard(
@@ -50,6 +53,10 @@ def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placem
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class ModelChangedError(PlanError):
+    """The caller has put other parameters, modules or optimizers in place between two calls."""
 
 
 class Binding:
@@ -147,32 +154,43 @@ class Binding:
             for fqn, entries in states[number].items():
                 if entries:
                     state[params[fqn]] = entries
+            # State of parameters that are the caller's own, in a group added since, stays.
+            state.update({param: own for param, own in optimizer.state.items() if id(param) not in fqn_of})
             for group in optimizer.param_groups:
                 group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
             optimizer.state = state  # keyed by the new parameters
-        for _, module, attribute, name in self.param_slots:
-            if name in params:  # under every name
+        for _, module, attribute, name in self.param_slots:  # under every name, unless the caller has put another there
+            if name in params and module._parameters.get(attribute) is self.step_state.params[name]:
                 module._parameters[attribute] = params[name]
         reason = "another parameter has replaced it in the model: no gradient reaches this one"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
         for fqn, old in self.step_state.params.items():
-            mark_stale(old, Problem("parameter-replaced", fqn, found=reason, hint=hint))
+            mark_stale(old, Problem("parameter-replaced", fqn, found=reason, hint=hint), params.get(fqn))
         self.step_state.params = dict(params)
         self.params = dict(params)
         self.names = {id(param): fqn for fqn, param in params.items()}
         self.hold_storages()
 
     def check_in_place(self) -> None:
-        """Raise for replaced parameters of the module, and for new hooks or memory."""
-        problems = []
+        """Raise for replaced parameters of the module, and for new hooks or memory.
+
+        Raises:
+            ModelChangedError: Parameters are replaced, and nothing else is to be said.
+            PlanError: ``unsharded-now``, ``parameter-hooks``, or ``parameter-replaced`` for ``p.data = ...``.
+        """
+        if self.is_unsharded:
+            reason, hint = "the model holds full parameters", "leave the block first"
+            raise PlanError(Problem("unsharded-now", found=reason, hint=hint))
+        problems: list[Problem] = []
         params = self.params
         for fqn, module, attribute, name in self.param_slots:
             param: Any = params[name]
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 problems += hooked_parameters({name: param})
             if module._parameters.get(attribute) is not param:
-                hint = "leave unsharded(); load values in place (load_state_dict without assign), or release() first"
-                problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=hint))
+                problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=REPLACED))
+        if problems and all(problem.code == "parameter-replaced" for problem in problems):
+            raise ModelChangedError(problems)
         keys = storage_keys(params.values())
         if keys != self.storage_keys:
             # A DTensor keeps its shard, in torch too: the assignment had no effect.
@@ -222,7 +240,8 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
         reason = "stood in the model within unsharded(), which is over"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters()"
         for name, module, key, parameter in places:
-            module._parameters[key] = parameter
+            if module._parameters.get(key) is not None:  # a parameter that the block has removed stays so
+                module._parameters[key] = parameter
             mark_stale(full[id(parameter)], Problem("parameter-replaced", name, found=reason, hint=hint))
     if writeback:
         shapes = [(name, tuple(values[id(p)].shape), tuple(p.shape)) for name, _, _, p in places]
@@ -255,19 +274,39 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
 def release(binding: Binding) -> None:
     """Install full plain parameters and state in module and optimizers, for good.
 
+    Parameters that the caller has put in the place of placed ones stay; shards among them (`load_state_dict` with
+    ``assign=True`` makes them of full values) become full.
+
     Raises:
         PlanError: ``unsharded-now`` within a block of `unsharded`: its end would place parameters again.
     """
     if binding.is_unsharded:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
-    copies = full_copies(list(binding.params.values()), binding.mesh)
-    plain = {fqn: parameter_like(copy, p) for (fqn, p), copy in zip(binding.params.items(), copies, strict=True)}
+    tables: list[dict[str, Any]] = [m._parameters for _, root in binding.step_state.modules for m in root.modules()]
+    own = {id(p) for p in binding.params.values()}
+    others = {id(p): p for table in tables for p in table.values() if isinstance(p, DTensor) and id(p) not in own}
+    old = [*binding.params.values(), *others.values()]
+    copies = [parameter_like(copy, p) for copy, p in zip(full_copies(old, binding.mesh), old, strict=True)]
+    plain = dict(zip(binding.params, copies, strict=False))
     states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
     for number, fqn, state in binding.step_state.states():
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     binding.install(plain, states)
+    swap = dict(zip(others, copies[len(plain) :], strict=True))
+    for table in tables:
+        table.update({key: swap[id(p)] for key, p in table.items() if id(p) in swap})
     for handle in binding.hints:
         handle.remove()
+
+
+def with_current_parameters(optimizers: Iterable[Optimizer]) -> None:
+    """Put the present parameters into optimizers that hold the ones from before a placement, or its end."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(map(is_stale, group["params"])):
+                group["params"] = [current_parameter(param) for param in group["params"]]
+        for param in [param for param in optimizer.state if is_stale(param)]:
+            optimizer.state[current_parameter(param)] = optimizer.state.pop(param)
 
 
 def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
