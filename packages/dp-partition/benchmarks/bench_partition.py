@@ -69,9 +69,9 @@ Run = Callable[[], Any]
 # ---- steps that are compared ----------------------------------------------------------------------------------------
 
 
-def ours(mesh: Any, batch: Any, **settings: Any) -> Run:
+def ours(mesh: Any, batch: Any, door: Any = dp.compile, **settings: Any) -> Run:
     model = gpt()
-    return partial(dp.compile(models.token_step, mesh=mesh, **settings), model, adamw(model), batch)
+    return partial(door(models.token_step, mesh=mesh, **settings), model, adamw(model), batch)
 
 
 def ddp(batch: Any) -> Run:

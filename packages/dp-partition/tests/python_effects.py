@@ -7,6 +7,7 @@ scheduler inside the step no longer changed, a list that held one fake loss.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -69,8 +70,7 @@ def numpy_draw(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -
 
 
 def constant_tensor() -> Step:
-    factors = iter(range(1, 100))
-    return lambda model, optim, x, y: finish(mse(model(x * torch.tensor(float(next(factors)))), y), optim)
+    return lambda model, optim, x, y: finish(mse(model(x * torch.tensor(time.perf_counter() % 7)), y), optim)
 
 
 def seeded(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -145,5 +145,5 @@ REFUSED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "losses put into a list": (collecting, "python-state", ""),
     "`loss.item()` put into a list": (collecting_numbers, "value-kept", "a number"),
     "`loss.item()` shown": (showing, "value-kept", "a number"),
-    "a tick that is returned": (returning_the_time, "check-mismatch", "result"),
+    "a tick that is returned": (returning_the_time, "unsupported-argument", "range_iterator"),
 }

@@ -53,7 +53,7 @@ class DistributedRunner:
         """Return the placement and the checked calls as text for the plan."""
         text = f"{len(self.checked)} calls of {self.name} checked against the step on a full copy"
         text += f", {sum(self.checked):,} elements"
-        return "\n".join([*self.eager.explain(), text + (f"; unchecked: {self.unchecked}" if self.unchecked else "")])
+        return "\n".join([self.eager.explain(), text + (f"; unchecked: {self.unchecked}" if self.unchecked else "")])
 
     def plan(self) -> PartitionPlan:
         """Return the placements of the parameters, with the report.

@@ -20,9 +20,17 @@ from dp_partition.capture.fakes import REACHED
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, read_arguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
-from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves, without_data
+from dp_partition.capture.state import (
+    StepState,
+    check_traceable,
+    find_step_state,
+    named_leaves,
+    rename,
+    without_data,
+)
 from dp_partition.capture.tracer import asks_for_values, defined_at, trace_problem, user_line
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
+from dp_partition.eager.step import compare_values
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import num_replicas, shard_world
 from dp_partition.plan.plan import PartitionPlan, Settings, TensorInfo, plan_placements
@@ -46,6 +54,9 @@ class Runner:
         if self.original is not function:
             warnings.warn(f"{self.name}: of a compiled step the original runs; compile the model", stacklevel=3)
         self.share = share  # another runner; its placed parameters are used
+        self.sharers: list[Runner] = []  # other runners with this one's placed parameters
+        if share is not None:
+            share.owner.sharers.append(self)
         self.reads = FunctionReads(self.original)
         self.binding: Binding | None = None  # the placed model and optimizers; None before the first call
         self.programs: dict[Any, list[Program]] = {}
@@ -94,8 +105,13 @@ class Runner:
             is_checked = is_checked or (is_new and self.settings.check != "never")
             program.is_new = False
         if is_checked:
-            return CheckedCall(self, binding, program, call).run()
-        return self.run(binding, program, call, optimizers)
+            result = CheckedCall(self, binding, program, call).run()
+        else:
+            result = self.run(binding, program, call, optimizers)
+        calls = self.schedule.calls
+        if not calls & (calls - 1) and program.communicates and self.settings.check != "never":  # a power of two
+            compare_values(self.mesh, binding.replicated(), calls)
+        return result
 
     def run(
         self,
@@ -148,11 +164,13 @@ class Runner:
         if self.share is not None:
             hint = f"call release() on {self.owner.name}, or let go of this step"
             raise PlanError(Problem("model-changed", self.name, found="shares what another step placed", hint=hint))
-        release(self.bound())
-        self.binding, self.latest = None, None
-        self.programs.clear()
-        self.values.clear()
-        self.agreed.clear()
+        bound = [one for one in self.sharers if one.binding is not None]
+        release(self.bound(), [optimizer for one in bound for optimizer in one.bound().step_state.optimizers])
+        for one in (self, *bound):
+            one.binding, one.latest = None, None
+            one.programs.clear()
+            one.values.clear()
+            one.agreed.clear()
 
     def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; return metadata to compare between ranks too."""
@@ -165,12 +183,12 @@ class Runner:
             check_traceable(step_state)
             plan = self.plan_for(step_state, shard_world(self.mesh))
         else:
-            placed = {id(param) for param in base.params.values()}
-            foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
-            if foreign or step_state.optimizers:
-                hint = "pass the model of the step it shares with, and no optimizer"
-                reason = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
+            foreign = [name for name, param in step_state.params.items() if id(param) not in base.names]
+            if foreign:
+                hint = "pass the models of the step it shares with, and optimizers of their parameters"
+                reason = f"parameter {foreign[0]} is not placed by it"
                 raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
+            rename(step_state, base.names)
             plan = base.plan
         self.note_values(call)
         program = self.build(step_state, plan, call)
@@ -265,6 +283,8 @@ class Runner:
             raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint))
         self.num_traces += 1
         self.check_reach(call)
+        self.reads = FunctionReads(self.original)  # globals and objects may be others than at the last trace
+        step_state.reads.follow(self.reads.names)
         before = self.key_of(step_state, call)
         contents = PythonState(self.function, call.args, call.kwargs)
         try:

@@ -250,17 +250,25 @@ def test_calls_are_drawn_from_intervals() -> None:
     assert any(call % 10 == 0 for one in drawn for call in one)
 
 
+class Unread:
+    def __reduce__(self) -> Any:
+        raise TypeError("no copies")
+
+    def read(self) -> float:
+        return 1.0
+
+
 @pytest.mark.ranks(2)
 def test_locks_are_shared_and_what_cannot_be_copied_is_an_error(ranks: Ranks) -> None:
-    """A generator's first value would be used for ever: no check could see it."""
-    lock, values = threading.Lock(), (float(number) for number in range(9))
+    """A file's first value would be used for ever: no check could see it."""
+    lock, values = threading.Lock(), Unread()
 
     def locked(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
         with lock:
             return planted.plain(model, optim, x, y)
 
     def generated(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return planted.plain(model, optim, x * next(values), y)
+        return planted.plain(model, optim, x * values.read(), y)
 
     model, optim = started(ranks)
     compiled = dp.compile(locked, mesh=ranks.mesh((2,), ("dp",)))
@@ -269,7 +277,7 @@ def test_locks_are_shared_and_what_cannot_be_copied_is_an_error(ranks: Ranks) ->
     assert compiled.plan.checks.startswith("2 of 2 calls")
     model, optim = started(ranks)
     compiled = dp.compile(generated, mesh=ranks.mesh((2,), ("dp",)))
-    with pytest.raises(dp.PlanError, match=r"check-error.*cannot copy.*generator"):
+    with pytest.raises(dp.PlanError, match=r"check-error.*cannot copy.*no copies"):
         compiled(model, optim, *batch(ranks, 0))
 
 

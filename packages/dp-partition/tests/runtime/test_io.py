@@ -191,9 +191,10 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
         with pytest.raises(dp.PlanError, match=r"parameter-replaced.*down\.weight.*\.data ="):
             step(model, optim, x, x)
         assert torch.equal(model.get_parameter("down.weight").full_tensor(), before)  # type: ignore[attr-defined]
-    optim.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    with pytest.raises(dp.PlanError, match="parameter-not-in-module"):
-        step(model, optim, x, x)
+    alone = nn.Parameter(torch.ones(3))
+    optim.add_param_group({"params": [alone]})  # no gradient reaches it: as on one device it stays as it is
+    step(model, optim, x, x)
+    assert torch.equal(optim.param_groups[1]["params"][0].full_tensor(), torch.ones(3)) and step.num_traces == 3
     del optim.param_groups[1]
     weight = model.get_parameter("down.weight")
     state, moved = optim.state[weight], torch.distributed.tensor.distribute_tensor(torch.ones(8, 7), mesh)
@@ -205,12 +206,11 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
         step(model, optim, x, x)
     state["exp_avg"] = moment
     model.register_buffer("another", torch.ones(1))
-    with pytest.raises(dp.PlanError, match=r"model-changed.*another"):
-        step(model, optim, x, x)
-    del model.another
-    model.register_buffer("offset", None)
-    with pytest.raises(dp.PlanError, match=r"model-changed.*offset"):
-        step(model, optim, x, x)
+    before = model.get_parameter("up.weight").full_tensor()  # type: ignore[attr-defined]  # a DTensor
+    traces = step.num_traces
+    step(model, optim, x, x)
+    after = model.get_parameter("up.weight").full_tensor()  # type: ignore[attr-defined]
+    assert 0 < (after - before).abs().max() < 0.1 and step.num_traces == traces + 1, "placed anew, with its values"
 
 
 def test_what_no_code_of_a_step_names_may_change() -> None:

@@ -141,7 +141,7 @@ class _DifferentiableTag(torch.autograd.Function):
 
 
 class RandomReplay(TorchDispatchMode):
-    """Refuses draws of torch's default generators in backward, and restored states elsewhere."""
+    """Refuses draws of torch's default generators in backward, restored states elsewhere, and c10d's collectives."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,10 +165,14 @@ class RandomReplay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d":  # in place, and waited for by a handle that no graph holds
+            reason = f"torch.distributed runs {func.name()} in it, for which a graph would not wait"
+            hint = "reduce in front of or behind the step, with a functional collective"
+            raise PlanError(Problem("not-traceable", self.name, found=reason, hint=hint))
         if is_in_backward() and is_random(func, args, kwargs) and kwargs.get("generator") is None:
             raise self._refused(f"recomputes {func}, which draws")
         return func(*args, **kwargs)
 
     def _refused(self, found: str) -> PlanError:
-        hint = "draw outside of the checkpointed block, or run the step eagerly"
+        hint = "draw outside of the checkpointed block"
         return PlanError(Problem("random-replay", self.name, found=found, hint=hint))

@@ -19,7 +19,10 @@ from dp_partition._torch_compat import pytree
 from dp_partition.capture.fingerprint import ModuleReads
 from dp_partition.capture.reach import Reach
 
-_UNWRAPPED_HINT = "pass the plain model, as it is before DDP, FSDP or tensor parallelism are applied to it"
+_UNWRAPPED_HINT = (
+    "pass the plain model, as it is before DDP, FSDP or tensor parallelism are applied to it; for one that a step of "
+    "this package has placed: compile(share=that_step), or distribute([that, this])"
+)
 
 
 @dataclass
@@ -146,6 +149,14 @@ def index_tensors(step_state: StepState) -> None:
             step_state.params[fqn] = tensor
         else:
             step_state.buffers[fqn] = tensor
+
+
+def rename(step_state: StepState, names: Mapping[int, str]) -> None:
+    """Give parameters, by ``id``, the names that another step has placed them under."""
+    new = {name: names[id(param)] for name, param in step_state.params.items()}
+    step_state.params = {new[name]: param for name, param in step_state.params.items()}
+    step_state.aliases = {alias: new.get(name, name) for alias, name in step_state.aliases.items()}
+    step_state.aliases |= {name: other for name, other in new.items() if name != other}
 
 
 def choose_foreach(optimizer: Optimizer) -> None:

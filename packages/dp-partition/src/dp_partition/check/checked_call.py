@@ -415,14 +415,16 @@ class CheckedEagerCall(CheckedCall):
     def __init__(self, runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.runner, self.eager = runner, runner.eager
         self.live_arguments = self.arguments = (args, kwargs)
-        self.roots = (runner.function, args, kwargs, runner.eager.modules, runner.eager.optimizers)
+        self.roots = (runner.function, args, kwargs)
         self.communicates = runner.mesh.size() > 1
         # A watched call runs uncompiled; torch's compiler sets `capturable` of an optimizer on CUDA.
         self.is_watched = runner.eager.is_sharded and not runner.eager.is_placed
 
     def run(self) -> Any:
         if self.eager.reducer is None:
-            self.eager.start(*self.live_arguments)  # rank 0's values everywhere, before they are copied
+            self.eager.start(
+                *self.live_arguments, self.runner.number
+            )  # rank 0's values everywhere, before they are copied
         self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
         reason = self.refused(lambda: self.not_copyable(state_of(self.reach)))
         ended = Ended()

@@ -110,9 +110,10 @@ def copy_step(
     parts = (function, args, kwargs, step_state.modules, step_state.optimizers, params)
     new_function, new_args, new_kwargs, modules, optimizers, copies = copier.copy(parts)
     copied_state = StepState(modules, optimizers)
-    index_tensors(copied_state)  # the names of the live step
-    for name, copied in zip(binding.params, copies, strict=True):
-        copied_state.params.setdefault(name, copied)  # trained tensors of no module
+    index_tensors(copied_state)
+    # The live step's names: those of another step with which it shares, of trained tensors in no module as well.
+    copied_state.params = dict(zip(binding.params, copies, strict=True))
+    copied_state.aliases = dict(step_state.aliases)
     return StepCopy(new_function, new_args, new_kwargs, copied_state)
 
 

@@ -10,7 +10,7 @@ Several steps over one model (those of a GAN) have one placement: each of them r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,10 +98,10 @@ class EagerStep:
         if self.reducer is None or self.new_parameters(dict.fromkeys([*self.modules, *passed])):
             if self.units.modules:
                 self.release(args, kwargs)  # another model, or a grown one: all are full before they are placed
-            self.start(args, kwargs)
+            self.start(args, kwargs, number)
         assert self.reducer is not None
         self.check_assigned()
-        self.holders[number] = [one for one in (*args, *kwargs.values()) if not isinstance(one, torch.Tensor)]
+        self.hold(args, kwargs, number)
         self.num_calls += 1
         self.counts[number] += 1
         if not self.is_sharded or self.is_placed:
@@ -122,7 +122,11 @@ class EagerStep:
 
     def reach(self, *others: Any) -> Reach:
         """Return the objects within reach of the steps and their last calls."""
-        return Reach(*self.functions, *others, *self.holders.values(), self.modules, self.optimizers)
+        return Reach(*self.functions, *others, *self.holders.values())
+
+    def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
+        """Keep the arguments of a step's call in the place of its last one's."""
+        self.holders[number] = [one for one in (*args, *kwargs.values()) if not isinstance(one, torch.Tensor)]
 
     def check_assigned(self) -> None:
         """Raise for ``p.data = ...`` on a parameter in shards between two calls: a DTensor ignores it.
@@ -242,7 +246,7 @@ class EagerStep:
         self.is_placed, self.watch = True, None
         self.hold_storages()
 
-    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
         """Adopt the models within reach: rank 0's values everywhere, hooks on every parameter.
 
         Raises:
@@ -250,6 +254,7 @@ class EagerStep:
                 ``already-applied`` for models in another wrapper, ``parameter-hooks``,
                 ``ranks-disagree`` for other parameters on other ranks.
         """
+        self.hold(args, kwargs, number)
         reach = self.reach(args, kwargs)
         parameters = reach.parameters
         problems = wrapped([(type(root).__name__, root) for root in reach.modules], parameters)
@@ -281,22 +286,11 @@ class EagerStep:
         self.reducer = GradientReducer(parameters, flat_group(self.mesh), self.comm, self.name)
 
     def compare_ranks(self) -> None:
-        """Raise on every rank unless all parameters are equal on all of them.
-
-        Raises:
-            PlanError: ``ranks-diverge``, with names.
-        """
-        if self.mesh.size() == 1:
-            return
-        full = {name: p for name, p in self.parameters.items() if not isinstance(p, DTensor)}
-        sums = {name: checksum(parameter) for name, parameter in full.items()}
-        rows = all_gather_objects(self.mesh, sums, f"the comparison of parameters in call {self.num_calls}")
-        self.num_compared += 1
-        names = [name for name in sums if any(row.get(name) != sums[name] for row in rows)]
-        if names:
-            reason = f"{len(names)} of {len(sums)} parameters differ between ranks after call {self.num_calls}"
-            hint = "write the same values on every rank: reduce what a rank computes from its own batch first"
-            raise PlanError([Problem("ranks-diverge", name, found=reason, hint=hint) for name in names[:8]])
+        """Raise on every rank unless all full parameters are equal on all of them."""
+        if self.mesh.size() > 1:
+            full: dict[str, torch.Tensor] = {n: p for n, p in self.parameters.items() if not isinstance(p, DTensor)}
+            compare_values(self.mesh, full, self.num_calls)
+            self.num_compared += 1
 
     @contextmanager
     def unsharded(self, *, writeback: bool = True) -> Iterator[None]:
@@ -316,7 +310,7 @@ class EagerStep:
     def release(self, *others: Any) -> None:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.units.modules:
-            reach = self.reach(others)
+            reach = self.reach(others, self.modules, self.optimizers)
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
             parameter: Any
             for unit in self.units.modules:
@@ -343,17 +337,17 @@ class EagerStep:
         self.reducer, self.parameters, self.modules, self.units = None, {}, [], Units((), {})
         self.is_placed, self.holders, self.storages = False, {}, []
 
-    def explain(self) -> list[str]:
+    def explain(self) -> str:
         """Return lines about the placement and the comparisons of ranks."""
         count = len(self.parameters)
         full = [p for p in self.parameters.values() if not isinstance(p, DTensor)]
         compared = f"{len(full)} full parameters, {sum(p.numel() for p in full):,} elements, equal on all ranks"
-        return [
+        return "\n".join([
             f"{self.name} runs as written",
             f"sharded: {count - len(full)} of {count} parameters, in {len(self.units.modules)} units of FSDP2",
             *(f"full: {name}: {why}" for name, why in self.units.full.items()),
             f"{self.num_calls} calls; {compared} in {self.num_compared} comparisons",
-        ]
+        ])  # fmt: skip
 
 
 def converted(result: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -365,6 +359,22 @@ def converted(result: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if not any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(opened)):
         return result
     return close_arguments(pytree.tree_map_only(kind, change, opened))
+
+
+def compare_values(mesh: DeviceMesh, values: Mapping[str, torch.Tensor], call: int) -> None:
+    """Raise on every rank unless all that have a tensor of a name have the same values; a collective.
+
+    Raises:
+        PlanError: ``ranks-diverge``, with names.
+    """
+    sums = {name: checksum(value) for name, value in values.items()}
+    rows = all_gather_objects(mesh, sums, f"the comparison of parameters in call {call}")
+    joined: dict[str, Any] = {}
+    names = [name for row in rows for name, value in row.items() if joined.setdefault(name, value) != value]
+    if names := list(dict.fromkeys(names)):  # the same on all ranks
+        reason = f"{len(names)} of {len(joined)} parameters differ between ranks after call {call}"
+        hint = "write the same values on every rank: reduce what a rank computes from its own batch first"
+        raise PlanError([Problem("ranks-diverge", name, found=reason, hint=hint) for name in names[:8]])
 
 
 def checksum(tensor: torch.Tensor) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -171,6 +171,13 @@ class Binding:
         self.names = {id(param): fqn for fqn, param in params.items()}
         self.hold_storages()
 
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters that other ranks have as well: all, or a shard that each replica has."""
+        is_hybrid = self.mesh.ndim > 1
+        shards = f" of rank {self.rank} of the shards" if is_hybrid else ""
+        placed = [(name, p) for name, p in self.params.items() if is_hybrid or self.plan[name].param.is_replicate()]
+        return {name + shards: local_tensor(p.detach()) for name, p in placed}
+
     def check_in_place(self) -> None:
         """Raise for replaced parameters of the module, and for new hooks or memory.
 
@@ -271,11 +278,15 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
         binding.is_unsharded = False
 
 
-def release(binding: Binding) -> None:
+def release(binding: Binding, others: Collection[Optimizer] = ()) -> None:
     """Install full plain parameters and state in module and optimizers, for good.
 
     Parameters that the caller has put in the place of placed ones stay; shards among them (`load_state_dict` with
     ``assign=True`` makes them of full values) become full.
+
+    Args:
+        binding: The placed model and optimizers.
+        others: Optimizers of steps that share the parameters.
 
     Raises:
         PlanError: ``unsharded-now`` within a block of `unsharded`: its end would place parameters again.
@@ -284,17 +295,20 @@ def release(binding: Binding) -> None:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
     tables: list[dict[str, Any]] = [m._parameters for _, root in binding.step_state.modules for m in root.modules()]
     own = {id(p) for p in binding.params.values()}
-    others = {id(p): p for table in tables for p in table.values() if isinstance(p, DTensor) and id(p) not in own}
-    old = [*binding.params.values(), *others.values()]
+    put = {id(p): p for table in tables for p in table.values() if isinstance(p, DTensor) and id(p) not in own}
+    old = [*binding.params.values(), *put.values()]
     copies = [parameter_like(copy, p) for copy, p in zip(full_copies(old, binding.mesh), old, strict=True)]
     plain = dict(zip(binding.params, copies, strict=False))
     states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
     for number, fqn, state in binding.step_state.states():
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     binding.install(plain, states)
-    swap = dict(zip(others, copies[len(plain) :], strict=True))
+    swap = dict(zip(put, copies[len(plain) :], strict=True))
     for table in tables:
         table.update({key: swap[id(p)] for key, p in table.items() if id(p) in swap})
+    for state in [state for optimizer in others for state in optimizer.state.values()]:
+        state.update({key: full_tensor(x) for key, x in state.items() if isinstance(x, DTensor)})
+    with_current_parameters(others)
     for handle in binding.hints:
         handle.remove()
 
