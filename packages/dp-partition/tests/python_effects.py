@@ -7,7 +7,6 @@ scheduler inside the step no longer changed, a list that held one fake loss.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -70,7 +69,13 @@ def numpy_draw(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -
 
 
 def constant_tensor() -> Step:
-    return lambda model, optim, x, y: finish(mse(model(x * torch.tensor(time.perf_counter() % 7)), y), optim)
+    calls = bytearray(1)  # of a kind that nothing follows but a copy
+
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        calls[0] += 1
+        return finish(mse(model(x * torch.tensor(float(calls[0]))), y), optim)
+
+    return step
 
 
 def seeded(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:

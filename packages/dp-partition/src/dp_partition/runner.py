@@ -401,6 +401,9 @@ class Runner:
                     "model-mismatch", self.name, found="called with another model or optimizer", hint=hint
                 )
                 raise (ModelChangedError if is_optimizer else PlanError)(problem)
+            if self.owner.bound().is_unsharded:
+                reason, hint = "the model holds full parameters in a block of unsharded()", "leave the block first"
+                raise PlanError(Problem("unsharded-now", self.name, found=reason, hint=hint))
             binding.check_in_place()
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers

@@ -206,10 +206,10 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
         step(model, optim, x, x)
     state["exp_avg"] = moment
     model.register_buffer("another", torch.ones(1))
-    before = model.get_parameter("up.weight").full_tensor()  # type: ignore[attr-defined]  # a DTensor
+    before = model.get_parameter("down.weight").full_tensor()  # type: ignore[attr-defined]  # a DTensor
     traces = step.num_traces
     step(model, optim, x, x)
-    after = model.get_parameter("up.weight").full_tensor()  # type: ignore[attr-defined]
+    after = model.get_parameter("down.weight").full_tensor()  # type: ignore[attr-defined]
     assert 0 < (after - before).abs().max() < 0.1 and step.num_traces == traces + 1, "placed anew, with its values"
 
 

@@ -183,11 +183,8 @@ class Binding:
 
         Raises:
             ModelChangedError: Parameters are replaced, and nothing else is to be said.
-            PlanError: ``unsharded-now``, ``parameter-hooks``, or ``parameter-replaced`` for ``p.data = ...``.
+            PlanError: ``parameter-hooks``, or ``parameter-replaced`` for ``p.data = ...``.
         """
-        if self.is_unsharded:
-            reason, hint = "the model holds full parameters", "leave the block first"
-            raise PlanError(Problem("unsharded-now", found=reason, hint=hint))
         problems: list[Problem] = []
         params = self.params
         for fqn, module, attribute, name in self.param_slots:
