@@ -146,8 +146,8 @@ def train_step(device: torch.device, style: Any, way: str = "graph") -> partial[
 
     step: Any = mean_square
     if way != "torch":
-        capture: Any = "always" if way == "graph" else "never"
-        step = dp_partition.compile(mean_square, mesh=mesh, style=style, capture=capture, check="first")
+        door: Any = dp_partition.compile if way == "graph" else dp_partition.distribute
+        step = door(mean_square, mesh=mesh, style=style, check="first")
     called: Any = torch.compile(model) if way == "compiled" else model
     return partial(step, called, optimizer, torch.randn(rows, width, device=device))
 
@@ -254,16 +254,16 @@ def mean_square(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("capture", ["auto", "never"])
+@pytest.mark.parametrize("door", ["distribute", "compile"])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("name", MODELS)
-def test_two_data_parallel_ranks(ranks: Ranks, name: str, style: Any, capture: Any) -> None:
+def test_two_data_parallel_ranks(ranks: Ranks, name: str, style: Any, door: str) -> None:
     import dp_partition
 
     torch.manual_seed(0)
     model = MODELS[name]().to(ranks.device, torch.float64)
     other, mesh = copy.deepcopy(model), ranks.mesh((2,), ("dp",))
-    step = dp_partition.compile(mean_square, mesh=mesh, style=style, capture=capture, check="first")
+    step = getattr(dp_partition, door)(mean_square, mesh=mesh, style=style, check="first")
     follows_one_process(ranks, model, other, step, slice(2 * ranks.rank, 2 * ranks.rank + 2))
     step.release()
     for one, another in zip(model.parameters(), other.parameters(), strict=True):

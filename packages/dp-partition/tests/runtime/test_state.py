@@ -60,7 +60,7 @@ def test_what_is_called_within_a_block(ranks: Ranks) -> None:
     step, shares, model, optim, x = started(ranks)
     with step.unsharded():
         for call in (partial(step, model, optim, x), partial(shares, model, x)):
-            with pytest.raises(dp.PlanError, match="unsharded-now|model-changed"):
+            with pytest.raises(dp.PlanError, match=r"unsharded-now|model-changed"):
                 call()
         with pytest.raises(dp.PlanError, match="unsharded-now"):
             step.release()
