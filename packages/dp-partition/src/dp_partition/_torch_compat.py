@@ -333,6 +333,11 @@ def is_backward_unfinished(units: Iterable[Any]) -> bool:
     return any(unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for unit in units)
 
 
+def become(tensor: Any, other: Any) -> None:
+    """Give a DTensor the local tensor and the placements of another one of its shape."""
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
 def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter:
     """Make a parameter in place of another. It keeps the attributes set by users, such as ``p.no_decay``."""
     new = torch.nn.Parameter(value, old.requires_grad)

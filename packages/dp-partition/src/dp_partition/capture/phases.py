@@ -6,6 +6,7 @@ cannot restore a state: it would draw another mask than forward's. A recomputati
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ def gradients_tagging(params: dict[str, torch.Tensor]) -> Iterator[None]:
 def hook_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
     """Register a hook, on a frozen parameter too; return its handle."""
     if not (param.is_floating_point() or param.is_complex()):
-        return RemovableHandle({})
+        return RemovableHandle(OrderedDict())
     trained = param.requires_grad
     handle: Any = param.requires_grad_(True).register_hook(hook)
     param.requires_grad_(trained)

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import has_gradient_hooks, is_backward_unfinished, is_in_backward, pytree
+from dp_partition._torch_compat import become, has_gradient_hooks, is_backward_unfinished, is_in_backward, pytree
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.runtime.state import place_loaded
@@ -349,10 +349,26 @@ class ClosedTraps:
             if is_written(name) and (name == "__setitem__" or args[0] in cls._views):
                 reason, hint = f"a view of shards is written ({name})", 'write full tensors, or use style="replicate"'
                 raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
-            result = func(*args, **kwargs)
+            result = reduced_first(func, args, kwargs)
             if name in cls._VIEWS:
                 cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
             return result
+
+
+def reduced_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on DTensors; where it writes to a partial norm, which torch refuses, reduce the norm first.
+
+    For example ``gradient.norm().clamp_(min=1e-3)``: on one device the norm is a number.
+    """
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        target = args[0]
+        is_partial = isinstance(target, DTensor) and any(one.is_partial() for one in target.placements)
+        if not is_partial or "in-place operations that require placement changes" not in str(error):
+            raise
+        become(target, target.redistribute(placements=[Replicate()] * target.device_mesh.ndim))
+        return func(*args, **kwargs)
 
 
 class Watch(TorchFunctionMode):

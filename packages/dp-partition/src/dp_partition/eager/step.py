@@ -39,6 +39,7 @@ from dp_partition._torch_compat import (
 from dp_partition.capture.inputs import close_arguments, open_result
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import without_data, wrapped
+from dp_partition.capture.tracer import user_line
 from dp_partition.eager import shards
 from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
 from dp_partition.eager.shards import (
@@ -186,6 +187,11 @@ class EagerStep:
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         except BaseException as error:
             reset_fsdp(self.units.modules)
+            if isinstance(error, NotImplementedError) and "c10d" in str(error):
+                operator = str(error).partition("Operator ")[2].partition(" ")[0]
+                reason = f"torch.distributed runs {operator} on a shard{user_line(error)}"
+                hint = 'gradients are averaged already: leave it out; or use style="replicate", which runs it'
+                raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint)) from error
             if "mixed torch.Tensor and DTensor" in str(error):
                 way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
                 error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")

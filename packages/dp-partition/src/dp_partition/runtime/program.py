@@ -26,7 +26,7 @@ from dp_partition.capture.fakes import Input
 from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.capture.tracer import Capture
-from dp_partition.nodes import is_collective, is_wait, meta_of
+from dp_partition.nodes import is_collective, is_wait, meta_of, root_of
 from dp_partition.passes.insert_collectives import record_local_values
 from dp_partition.plan.placements import on_mesh, shard_group
 from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError, as_dtensor
@@ -96,6 +96,12 @@ class Program:
         """Return a copy of the partitioned graph with the best collectives for the backend."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.module.graph, {}))  # a copy: rewrites leave the original
+        for node in graph.nodes:
+            # A kernel may give other strides than its fake: CPU's batch norm of a transposed tensor is contiguous. Then
+            # the step on one device has a copy here, as `reshape` makes it, and `view` raises.
+            is_view = node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+            if is_view and root_of(node).op == "call_function":
+                node.target = torch.ops.aten.reshape.default
         if is_gloo(shard_group(self.mesh), self.mesh.device_type):
             reduce_scatter_as_all_to_all(graph)
             gather_into_buffers(graph)
