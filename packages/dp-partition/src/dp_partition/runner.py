@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -91,6 +92,8 @@ class Runner:
             else:
                 binding.hold_storages()
             self.binding = binding
+            if self.mesh.size() > 1 and not self.schedule.token:  # for traces that all ranks make in one call
+                self.schedule.token = all_gather_objects(self.mesh, secrets.token_hex(8), self.name)[0]
             self.agreed.append(facts)  # later traces of one rank alone must equal it
             optimizers = reconcile(binding)
             self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
@@ -393,6 +396,10 @@ class Runner:
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
             call = read_arguments(self.name, args, kwargs)
             call.live, call.marked = self.live.get(call.spec) or frozenset(), self.marked
+            if self.owner.bound().is_unsharded:
+                reason, hint = "the model holds full parameters in a block of unsharded()", "leave the block first"
+                raise PlanError(Problem("unsharded-now", self.name, found=reason, hint=hint))
+            binding.check_in_place()
             passed = [x for x in call.leaves if isinstance(x, nn.Module | Optimizer) and id(x) not in binding.owner_ids]
             if passed:  # a call that evaluates may leave the optimizer out
                 is_optimizer = all(isinstance(one, Optimizer) for one in passed)
@@ -401,10 +408,6 @@ class Runner:
                     "model-mismatch", self.name, found="called with another model or optimizer", hint=hint
                 )
                 raise (ModelChangedError if is_optimizer else PlanError)(problem)
-            if self.owner.bound().is_unsharded:
-                reason, hint = "the model holds full parameters in a block of unsharded()", "leave the block first"
-                raise PlanError(Problem("unsharded-now", self.name, found=reason, hint=hint))
-            binding.check_in_place()
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -319,12 +318,11 @@ class CheckedCall:
         local = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
         # Bytes of a copy, its gradients, and a snapshot of the live shards.
         mine = (torch.initial_seed(), free_bytes(self.binding.mesh.device_type), 2 * full + local)
-        rows = self.gather((*mine, secrets.token_hex(8)))
+        rows = self.gather(mine)
         if self.is_shared:  # otherwise the seed is this rank's alone
             text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.runner.name}"
             self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
-            self.runner.schedule.token = self.runner.schedule.token or rows[0][3]
-        short = [rank for rank, (_, free, needed, _) in enumerate(rows) if needed > free]
+        short = [rank for rank, (_, free, needed) in enumerate(rows) if needed > free]
         return f"a full copy does not fit into free memory on rank {short[0]}" if short else ""
 
     def unchecked(self, reason: str) -> Any:

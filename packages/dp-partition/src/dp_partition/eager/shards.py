@@ -129,7 +129,9 @@ def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
             return f"{type(optimizer).__name__} fails {kind} ({type(error).__name__}: {error!s:.80})"
     for want, got in zip(*updates, strict=True):
         difference = relative_error(got, want)
-        if difference > max(1e-4, 8 * torch.finfo(want.dtype).eps):
+        # One rounding at most: an elementwise update of shards is equal bit for bit. Muon's products of shards in
+        # bfloat16 round in another order, and its iteration makes 10 % and more of the movement of that.
+        if difference > max(1e-4, torch.finfo(want.dtype).eps):
             return f"{type(optimizer).__name__} updates shards differently from full tensors, by {difference:.1e}"
     return ""
 

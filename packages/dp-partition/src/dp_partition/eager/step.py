@@ -96,12 +96,13 @@ class EagerStep:
         """Run one step on this rank's batch; every rank calls it."""
         # A module may have new parameters, and a call may bring another module; mostly all are the same.
         passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
-        if self.reducer is None or self.new_parameters(dict.fromkeys([*self.modules, *passed])):
+        self.check_assigned()
+        roots = dict.fromkeys([*self.modules, *passed])
+        if self.reducer is None or self.new_parameters(roots) or self.lacks_shards():
             if self.units.modules:
                 self.release(args, kwargs)  # another model, or a grown one: all are full before they are placed
             self.start(args, kwargs, number)
         assert self.reducer is not None
-        self.check_assigned()
         self.hold(args, kwargs, number)
         self.num_calls += 1
         self.counts[number] += 1
@@ -152,6 +153,13 @@ class EagerStep:
                 new += [parameter for parameter in module._parameters.values() if id(parameter) not in ids]
             modules += [child for child in module._modules.values() if child is not None]
         return new
+
+    def lacks_shards(self) -> bool:
+        """Return True if the caller has removed a parameter in shards: FSDP2 would put it back."""
+        if not self.storages:
+            return False
+        held = {id(p) for root in self.modules for module in root.modules() for p in module._parameters.values()}
+        return not held.issuperset([id(p) for _, p, *_ in self.storages])
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step's own code.

@@ -193,10 +193,11 @@ class Binding:
                 problems += hooked_parameters({name: param})
             if module._parameters.get(attribute) is not param:
                 problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=REPLACED))
-        if problems and all(problem.code == "parameter-replaced" for problem in problems):
-            raise ModelChangedError(problems)
+        is_changed = bool(problems) and all(problem.code == "parameter-replaced" for problem in problems)
         keys = storage_keys(params.values())
-        if keys != self.storage_keys:
+        if is_changed and keys == self.storage_keys:
+            raise ModelChangedError(problems)
+        if keys != self.storage_keys:  # values that a release would lose
             # A DTensor keeps its shard, in torch too: the assignment had no effect.
             problems += [
                 Problem("parameter-replaced", fqn, found=ASSIGNED, hint=ASSIGN_HINT)
@@ -301,6 +302,9 @@ def release(binding: Binding, others: Collection[Optimizer] = ()) -> None:
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     binding.install(plain, states)
     swap = dict(zip(put, copies[len(plain) :], strict=True))
+    for old_id, new in swap.items():  # an optimizer may have been made of them
+        reason, hint = "was this rank's shard before the model was placed anew", "pass the optimizer to the step"
+        mark_stale(put[old_id], Problem("parameter-replaced", found=reason, hint=hint), new)
     for table in tables:
         table.update({key: swap[id(p)] for key, p in table.items() if id(p) in swap})
     for state in [state for optimizer in others for state in optimizer.state.values()]:
