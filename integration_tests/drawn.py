@@ -1,8 +1,8 @@
-"""Causal models drawn by seed from transformers' list, sharded in three ways and moved back; ten a run, none chosen.
+"""Ten causal models, drawn by a random seed from transformers' list, are sharded in three ways and moved back.
 
-`nox -s drawn -- --seed 7` draws others. Each model trains two steps beside the original in float64, and its weights are
-synced into a plain model before and after: equal, refused by a `PlanError`, or failed. A wrong value fails the run; all
-outcomes stand in `drawn.txt`, which the session prints.
+`nox -s drawn -- --seed 7` draws ten others. A sharded model trains two steps in float64 beside an unsharded copy, and
+its weights are synced into a plain model before and after: equal, refused by a `PlanError`, or failed. A wrong value
+fails the run; all outcomes stand in `drawn.txt`, which the session prints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import tp_styles
-import tp_styles.hf.register  # from here on from_pretrained shards with our forwards
+import tp_styles.hf.register  # importing it makes transformers' from_pretrained shard with our forwards
 import transformers
 from ranktest import Ranks
 from shard_reshard import reshard_state_dict
@@ -44,12 +44,13 @@ SMALL: dict[str, int] = {
     "vocab_size": 128,
     "max_position_embeddings": 64,
 }
-# transformers takes a rank's rows of fused checkpoint tensors before it splits them: wrong with its own styles too.
+# transformers takes a rank's rows of a fused qkv weight before it splits q from k and v: the values of these families
+# are wrong with transformers' own styles too.
 LOADED_WRONGLY = {"hrm_text"}
 
 
 def drawn(seed: int, count: int) -> list[tuple[str, nn.Module]]:
-    """Return that many small models in an order drawn by ``seed``, without types that do not build so small."""
+    """Return ``count`` small models in an order drawn by ``seed``, without types that do not build so small."""
     names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     random.Random(seed).shuffle(names)
     models: list[tuple[str, nn.Module]] = []
@@ -59,7 +60,9 @@ def drawn(seed: int, count: int) -> list[tuple[str, nn.Module]]:
         try:
             defaults = transformers.AutoConfig.for_model(name)
             config = transformers.AutoConfig.for_model(name, **{k: v for k, v in SMALL.items() if hasattr(defaults, k)})
-            with torch.device("meta"):  # a type with nested configurations keeps its full size
+            with torch.device(
+                "meta"
+            ):  # a type with nested configurations, a text and a vision part, keeps its full size
                 numel = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
             assert numel < 5_000_000, numel
             torch.manual_seed(seed)
@@ -74,7 +77,7 @@ def drawn(seed: int, count: int) -> list[tuple[str, nn.Module]]:
 def losses(model: nn.Module, steps: int) -> list[float]:
     """Train on fixed token ids; return the loss of each step."""
     ids = torch.randint(1, 127, (2, 12), generator=torch.Generator().manual_seed(5))
-    model.eval()  # dropout draws other numbers on shards
+    model.eval()  # dropout would draw other numbers on a shard than on the full tensor
     values = []
     for _ in range(steps):
         model.zero_grad()
@@ -100,8 +103,8 @@ def by_planner(model: nn.Module, mesh: DeviceMesh, folder: Path) -> nn.Module:
 
 
 def by_register(model: Any, mesh: DeviceMesh, folder: Path) -> nn.Module:
-    """As a user of transformers does it: its own loading, and the plan of the model's family."""
-    # torch's grouped product of experts takes no float64
+    """Load a folder as a user of transformers does: `from_pretrained` with the plan of the model's family."""
+    # torch's grouped product of experts takes no float64: mixtral trains with one product for each expert.
     options = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
     config = DistributedConfig(tp_size=mesh.size())
     loaded: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
@@ -124,10 +127,10 @@ def outcome(model: Any, mesh: DeviceMesh, way: str, wanted: list[float], folder:
     try:
         model = WAYS[way](model, mesh, folder)
         moved: Any = reshard_state_dict(model.state_dict(), "rank 0")
-        # Judged at the end: the other rank goes on, and waits for this one.
+        # A failure is reported at the end of the run: the other rank goes on to the next model, and waits for this one.
         unequal = [
             name
-            for name, value in before.items()  # with `register` transformers loads some parameters in float32
+            for name, value in before.items()  # with "register" transformers loads some parameters in float32
             if mesh.get_rank() == 0
             and not torch.equal(moved[name], value.to(moved[name].dtype) if way == "register" else value)
         ]
@@ -143,12 +146,12 @@ def outcome(model: Any, mesh: DeviceMesh, way: str, wanted: list[float], folder:
     wrong = "known wrong" if way == "register" and model.config.model_type in LOADED_WRONGLY else "wrong"
     if unequal:
         return f"{wrong}: {len(unequal)} of {len(before)} tensors moved, {unequal[0]}"
-    worst = max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=False))  # rank 0 alone has the last
-    # Norms of some types compute in float32 whatever they get: two steps of Gemma 2 end 1.0e-7 apart.
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=False))  # rank 0 alone trains the plain model
+    # The norms of some types compute in float32 for float64 input too: two steps of Gemma 2 end 1.0e-7 apart.
     return "right" if worst < 1e-6 else f"{wrong}: losses differ by {worst:.1e}"
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+@pytest.mark.filterwarnings("ignore")  # transformers and torch warn of their own use
 @pytest.mark.ranks(2)
 def test_models_drawn_by_seed(ranks: Ranks, tmp_path: Path) -> None:
     mesh = ranks.mesh((2,), ("tp",))
@@ -157,7 +160,7 @@ def test_models_drawn_by_seed(ranks: Ranks, tmp_path: Path) -> None:
         state = {key: value.clone() for key, value in model.state_dict().items()}
         folder = Path(ranks.gather(str(tmp_path))[0]) / name
         if ranks.rank == 0:
-            model.save_pretrained(folder)  # type: ignore[operator]  # of transformers
+            model.save_pretrained(folder)  # type: ignore[operator]  # a method of transformers
         ranks.gather("saved")
         expected = losses(model, 3)
         for way in WAYS:
@@ -167,13 +170,13 @@ def test_models_drawn_by_seed(ranks: Ranks, tmp_path: Path) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 rows.append((name, way, outcome(copy, mesh, way, expected, folder)))
-            print(*rows[-1], sep=" | ", flush=True)  # what was reached, if a rank dies later
+            print(*rows[-1], sep=" | ", flush=True)  # shows the rows so far if a rank dies later
     every = [tuple(row) for part in ranks.gather(rows) for row in part]
     worse = sorted({row for row in every if row[2] != "right"})
     counts = Counter(text.partition(":")[0] for _, _, text in rows)
     lines = [f"seed {SEED}: {len(rows)} runs of {len(rows) // len(WAYS)} types: {dict(counts)}"]
     lines += [" | ".join(row) for row in dict.fromkeys([*rows, *worse])]
-    if ranks.rank == 0:  # pytest and the plugin hold what a test prints
+    if ranks.rank == 0:  # a printed table would stay in the captured output of the rank
         Path(os.environ.get("DRAWN_REPORT", "drawn.txt")).write_text("\n".join(lines) + "\n")
     assert len(rows) == COUNT * len(WAYS)
     assert not [row for row in worse if row[2].startswith("wrong")], worse

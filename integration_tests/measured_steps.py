@@ -1,8 +1,8 @@
-"""Training steps of 21 causal models as they run, beside shard-spec's figures for them.
+"""Training steps of 21 causal models are measured beside shard-spec's predictions of them.
 
 `nox -s measured` runs this file on 1, 2 and 4 ranks and writes a page. A row is one step: family, dtype, way of
-sharding, with or without checkpointing. Parameters, gradients and AdamW's state are the bytes of their storages; the
-peak is that of torch's own record of memory, the collectives are those that pass the process groups.
+sharding, with or without checkpointing. The bytes of parameters, gradients and AdamW's state are those of their
+storages; the peak comes from torch's profiler, and the collectives are those that pass the process groups.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"), 0.0),
     "head_dim": 16,
-    "moe_intermediate_size": 64,  # of 4 ranks: torch's grouped products take strides of whole 16 bytes
+    "moe_intermediate_size": 64,  # torch's grouped products take strides of whole 16 bytes, on 4 ranks too
     "vocab_size": 512,
     "max_position_embeddings": 64,
     "use_cache": False,
 }
 DTYPES = [getattr(torch, name) for name in os.environ.get("MEASURED_DTYPES", "float32,bfloat16").split(",")]
-BATCH = (4, 48)  # on each data-parallel rank
+BATCH = (4, 48)  # rows and tokens of each data-parallel rank
 STATE = ("parameters", "gradients", "optimizer")
 WAYS: dict[str, dict[str, int]] = {  # way -> mesh
     "one process": {"dp": 1},
@@ -64,10 +64,8 @@ WAYS: dict[str, dict[str, int]] = {  # way -> mesh
 
 def new_model(family: str, dtype: torch.dtype, checkpointing: bool) -> Any:
     """Return a small model in training mode, equal on all ranks."""
-    defaults = transformers.AutoConfig.for_model(family)  # its properties follow from other options
-    properties = {
-        key for key in SMALL if isinstance(getattr(type(defaults), key, None), property)
-    }  # follow from others
+    defaults = transformers.AutoConfig.for_model(family)  # a property such as head_dim follows from other options
+    properties = {key for key in SMALL if isinstance(getattr(type(defaults), key, None), property)}
     options = {key: value for key, value in SMALL.items() if hasattr(defaults, key) and key not in properties}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **options))
@@ -78,7 +76,7 @@ def new_model(family: str, dtype: torch.dtype, checkpointing: bool) -> Any:
 
 
 def new_plan(model: nn.Module, axes: dict[str, int]) -> ShardingPlan:
-    """Return the plan of the planners: tensor parallel along `tp`, fully sharded along `fsdp`."""
+    """Return MegatronPlanner's plan along `tp` composed with FullyShardPlanner's along `fsdp`."""
     mesh = MeshSpec(axes)
     planners: list[Any] = [MegatronPlanner(mesh)] if "tp" in axes else []
     planners += [FullyShardPlanner(mesh, "fsdp")] if "fsdp" in axes else []
@@ -99,10 +97,10 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 class Settled:
-    """Finishes each collective at once: a tensor that a thread of gloo frees is not in torch's record."""
+    """Finishes each collective at once: torch's profiler misses a tensor that a thread of gloo frees."""
 
     def around(self, call: intercept.Call, execute: intercept.Execute) -> Any:
-        """Run it, and wait until gloo's thread holds nothing."""
+        """Run the collective, and wait until gloo's thread holds none of its tensors."""
         result = execute(call.arguments)
         work = result[1] if isinstance(result, tuple) else result
         (work if isinstance(work, dist.Work) else dist.Work.unbox(work)).wait()
@@ -111,7 +109,7 @@ class Settled:
 
 
 def peak_of(step: Callable[[], None], model: nn.Module) -> int:
-    """Return the most bytes of memory allocated at one time in `step`, its gradients left out."""
+    """Return the most bytes allocated at one time in `step`, without its gradients: the plan counts them apart."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     assert profile.profiler is not None
@@ -125,8 +123,10 @@ def peak_of(step: Callable[[], None], model: nn.Module) -> int:
             events.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size, inside))
     events.sort()
     lasting = {local_of(p.grad).untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
-    last = {at: number for number, (_, at, _, _) in enumerate(events) if at in lasting}  # the gradient's own allocation
-    sizes, of_backend = [], set()  # gloo reduces copies, other backends do not
+    last = {
+        at: number for number, (_, at, _, _) in enumerate(events) if at in lasting
+    }  # address -> the allocation that became a gradient
+    sizes, of_backend = [], set()  # copies that gloo alone makes for a reduction
     for number, (_, at, size, inside) in enumerate(events):
         if size > 0 and inside:
             of_backend.add(at)
@@ -138,11 +138,11 @@ def peak_of(step: Callable[[], None], model: nn.Module) -> int:
 
 
 def measured(ranks: Ranks, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return bytes of state, peak and collectives of the third step on this rank; the first has checks of its own."""
+    """Return bytes of state, peak and collectives of the third step; the first one also runs tp-styles' check."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def forward_and_backward() -> None:
-        output = model(**batch)  # held until the end of the step, its logits too, as most training loops do
+        output = model(**batch)  # as in most training loops, the output with its logits lives until the end of the step
         output.loss.backward()
 
     for _ in range(2):
@@ -151,7 +151,7 @@ def measured(ranks: Ranks, model: Any, batch: dict[str, torch.Tensor]) -> dict[s
         optimizer.zero_grad()
     settled = Settled()
     intercept.add(settled)
-    gc.collect()  # freed in the measured step, an earlier model would lower its peak
+    gc.collect()  # an earlier model that is freed in the measured step would lower its peak
     with ranks.record(allow_empty=True) as log:
         peak = peak_of(forward_and_backward, model)
     intercept.remove(settled)
@@ -164,12 +164,12 @@ def measured(ranks: Ranks, model: Any, batch: dict[str, torch.Tensor]) -> dict[s
 
 
 def predicted(plan: ShardingPlan, model: nn.Module, batch: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
-    """Return shard-spec's figures, from shapes alone."""
+    """Return shard-spec's figures of the step, computed from shapes alone."""
     memory = plan.memory(model, batch, optimizer="adamw").on(rank)
     collectives: Counter[str] = Counter()
     for transfer in plan.communication(model, batch).transfers:
         if transfer.group_size > 1:
-            # As recorded: what a rank has to send by the meaning of the operation, an all-reduce its buffer once.
+            # Bytes as ranktest counts them: an all-reduce sends its buffer once, whatever the algorithm moves.
             share = 1.0 if transfer.op == "all_reduce" else 1 - 1 / transfer.group_size
             collectives[f"{transfer.op} count"] += transfer.count
             collectives[f"{transfer.op} bytes"] += round(transfer.count * transfer.full_bytes * share)
@@ -178,7 +178,7 @@ def predicted(plan: ShardingPlan, model: nn.Module, batch: dict[str, torch.Tenso
 
 
 def step_of(ranks: Ranks, family: str, way: str, dtype: torch.dtype, checkpointing: bool) -> dict[str, Any]:
-    """Measure one step beside its prediction."""
+    """Return the row of one step: what was measured, what was predicted, or the refusal of both."""
     axes = WAYS[way]
     about = {"family": family, "way": way, "dtype": str(dtype)[6:], "checkpointing": checkpointing}
     model = new_model(family, dtype, checkpointing)
@@ -189,10 +189,13 @@ def step_of(ranks: Ranks, family: str, way: str, dtype: torch.dtype, checkpointi
         figures = predicted(plan, model, batch, ranks.rank)
         if way != "one process":
             tp_styles.apply_sharding_plan(model, ranks.mesh(tuple(axes.values()), tuple(axes)), plan)
-        # oneDNN copies operands of products in half precision on a CPU; an accelerator's kernels do not.
+        # On a CPU oneDNN copies the operands of a bfloat16 product; the kernels of an accelerator do not.
         with torch.backends.mkldnn.flags(enabled=False):
             real = measured(ranks, model, batch)
-    except (PlanError, tp_styles.PlanError) as error:  # of the first call, too: all ranks raise alike
+    except (
+        PlanError,
+        tp_styles.PlanError,
+    ) as error:  # the check of a first call refuses here, too; all ranks raise alike
         return {**about, "refused": str(error.problems[0])}
     return {**about, "measured": real, "predicted": figures}
 
@@ -201,12 +204,12 @@ PEAK_BOUND, COLLECTIVES_BOUND = 0.03, 0.01
 
 
 def peak_error(step: dict[str, Any]) -> float:
-    """Relative error of the predicted peak."""
+    """Return the relative error of the predicted peak, 0.02 for 2 %."""
     return float(step["predicted"]["peak"] / step["measured"]["peak"] - 1)
 
 
 def collectives_error(step: dict[str, Any]) -> float:
-    """Largest relative error of counts and bytes, by operation; infinite where one side alone has some."""
+    """Return the largest relative error of a count or of bytes, by operation; infinite if one side alone has it."""
     expected, real = step["predicted"]["collectives"], step["measured"]["collectives"]
     errors = [
         abs(expected.get(key, 0) / real[key] - 1) if real.get(key) else float("inf") for key in {**expected, **real}
@@ -215,14 +218,14 @@ def collectives_error(step: dict[str, Any]) -> float:
 
 
 def is_exact(step: dict[str, Any]) -> bool:
-    """True if parameters, gradients and optimizer state are those predicted, to the byte."""
+    """Tell whether parameters, gradients and optimizer state have the predicted bytes, to the byte."""
     return all(step["predicted"][part] == step["measured"][part] for part in STATE)
 
 
 def write_steps(ranks: Ranks, families: Iterable[str], ways: list[str]) -> None:
     """Measure each family in both dtypes, with and without checkpointing; add a line for each step."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' and torch's own
+        warnings.simplefilter("ignore")  # transformers and torch warn of their own use
         for family in families:
             each = itertools.product(ways, DTYPES, (False, True))
             steps = [step_of(ranks, family, way, dtype, checkpointing) for way, dtype, checkpointing in each]
@@ -264,7 +267,7 @@ def test_the_page() -> None:
 
 
 def page(steps: list[dict[str, Any]]) -> str:
-    """Return the tables: first by way, then by family."""
+    """Return the page with two tables: errors by way of sharding, then by family."""
     families = dict.fromkeys(step["family"] for step in steps)
     lines = [
         "# shard-spec: predicted and measured steps",

@@ -1,4 +1,4 @@
-"""Models and steps that several integration tests share; plain PyTorch, float64 so that comparisons can be tight."""
+"""Models and steps that several integration tests share; plain PyTorch in float64, where 1e-12 is a tolerance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """Mean cross entropy of the next token; logits without targets."""
+    """Return the mean cross entropy of the next token, or the logits where no targets are passed."""
 
     def __init__(self, vocab: int = 64, dim: int = 32, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class SmallGPT(nn.Module):
 
 
 def new_model(seed: int = 0) -> SmallGPT:
-    """Equal weights wherever the seed is equal."""
+    """Return a model whose weights depend on the random seed alone, so that every rank builds the same."""
     torch.manual_seed(seed)
     return SmallGPT().double()
 
 
 def new_batches(num: int, rows: int = 8, time: int = 12, vocab: int = 64) -> list[tuple[Tensor, Tensor]]:
-    """Global batches, equal on every rank."""
+    """Return global batches of tokens and targets, equal on every rank."""
     generator = torch.Generator().manual_seed(7)
     draws = [torch.randint(vocab, (rows, time + 1), generator=generator) for _ in range(num)]
     return [(ids[:, :-1], ids[:, 1:]) for ids in draws]
@@ -66,7 +66,7 @@ def rows_of(batch: tuple[Tensor, Tensor], rank: int, num_ranks: int) -> tuple[Te
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A step as one writes it for one device."""
+    """Train one step as a user writes it for one device; returns the loss."""
     loss: Tensor = model(*batch)
     loss.backward()
     optimizer.step()
@@ -75,7 +75,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[
 
 
 def reference(num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of `num_steps` steps on one device."""
+    """Return the losses and the weights of `num_steps` steps of the unsharded model on one device."""
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = [train_step(model, optimizer, batch).item() for batch in new_batches(num_steps)]
@@ -83,5 +83,5 @@ def reference(num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor of which each rank holds a part; a replicated DTensor is not."""
+    """Tell whether each rank holds a part of a DTensor, as with `Shard(0)`; a replicated DTensor is not sharded."""
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)

@@ -1,4 +1,4 @@
-"""Bad input is one clear error on every rank, before anything moves: nobody trains, nobody hangs."""
+"""Bad input, a style named "fully_sharded" for example, is one clear error on every rank before any data moves."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_a_mesh_without_a_data_parallel_axis(ranks: Ranks) -> None:
 
 def test_an_unknown_style_name_and_a_missing_mesh_come_in_one_error() -> None:
     with pytest.raises(dp_partition.PlanError, match="fully_shard") as error:
-        dp_partition.compile(lambda model, optimizer, batch: None, mesh=None, style="fully_sharded")  # type: ignore[arg-type]  # the mistake
+        dp_partition.compile(lambda model, optimizer, batch: None, mesh=None, style="fully_sharded")  # type: ignore[arg-type]  # the planted mistake
     assert [problem.code for problem in error.value.problems] == ["invalid-argument", "missing-mesh"]
 
 
 def test_a_wrong_type_at_an_entry_point_names_the_right_call() -> None:
     mesh = shard_spec.MeshSpec({"dp": 2, "tp": 4})
     model, optimizer = torch.nn.Linear(8, 8), torch.optim.SGD([torch.zeros(1)])
-    memory = partial(shard_spec.ShardingPlan({}, mesh=mesh).memory, dtype=torch.bfloat16)  # type: ignore[arg-type]  # the mistake
+    memory = partial(shard_spec.ShardingPlan({}, mesh=mesh).memory, dtype=torch.bfloat16)  # type: ignore[arg-type]  # the planted mistake
     mistakes: list[tuple[str, Callable[..., object], tuple[object, ...]]] = [
         ("MegatronPlanner(mesh)", shard_spec.compose, (shard_spec.MegatronPlanner, shard_spec.FullyShardPlanner)),
         ("Layout(mesh, placements)", shard_spec.Layout, ("dp:S(0)", mesh)),

@@ -1,4 +1,4 @@
-"""The unmodified step as a data-parallel graph trains as one device does, and its weights move on."""
+"""dp-partition's graph of an unmodified step trains as one device does; shard-reshard then moves its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_partitioned_step_trains_as_on_one_device(ranks: Ranks, style: str) ->
         loss = step(model, optimizer, rows_of(batch, ranks.rank, ranks.world_size)).clone()
         dist.all_reduce(loss)
         losses.append(loss.item() / ranks.world_size)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)  # float64: order of sums only
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)  # in float64 only the order of sums differs
 
     compared = 0
     for name, tensor in model.state_dict().items():

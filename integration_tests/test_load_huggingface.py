@@ -1,4 +1,4 @@
-"""A Hugging Face folder onto ranks: built on meta, sharded by its own plan, and the same text as one process."""
+"""A Hugging Face folder is loaded onto ranks, sharded by its own plan, and writes the same text as one process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _generated(model: Any) -> list[int]:
     return text
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+@pytest.mark.filterwarnings("ignore")  # transformers and torch warn of their own use
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_folder_onto_ranks_generates_what_one_process_does(ranks: Ranks, tied: bool, tmp_path: Path) -> None:
     folder = Path(ranks.gather(str(tmp_path))[0]) / "model"
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=tied)
-    full = transformers.Qwen3ForCausalLM(config).eval()  # 2 key-value heads on 4 ranks: each on two of them
+    full = transformers.Qwen3ForCausalLM(config).eval()  # 2 key-value heads on 4 ranks: each head lies on two ranks
     if ranks.rank == 0:
         full.save_pretrained(folder, max_shard_size="40KB")
     ranks.gather(None)
@@ -51,7 +51,7 @@ def test_a_folder_onto_ranks_generates_what_one_process_does(ranks: Ranks, tied:
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert loaded.read_bytes < sum(tensor.nbytes for tensor in full.parameters()) / 2
     assert _generated(model) == _generated(full)
-    # The shards, those with copies among them, go back to one rank bit for bit.
+    # All weights go back to one rank bit for bit, the copied key-value heads as well.
     full_state = reshard_state_dict(model.state_dict(), "rank 0")
     compared = 0
     for name, value in full.state_dict().items() if ranks.rank == 0 else ():

@@ -1,4 +1,4 @@
-"""Three families as they run, beside shard-spec's figures; `nox -s measured` runs all of them in every way."""
+"""Steps of three families are measured beside shard-spec's predictions; `nox -s measured` does so for all 21."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from small_models import SmallGPT, train_step
 CASES = [("llama", "FSDP2", True), ("gpt2", "FSDP2", False), ("mixtral", "tp-styles", False)]
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+@pytest.mark.filterwarnings("ignore")  # transformers and torch warn of their own use
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("family", "way", "checkpointing"), CASES)
 def test_a_step_costs_what_shard_spec_counts(ranks: Ranks, family: str, way: str, checkpointing: bool) -> None:
@@ -27,7 +27,7 @@ def test_a_step_costs_what_shard_spec_counts(ranks: Ranks, family: str, way: str
 
 
 def test_dp_partition_estimates_the_peak_of_the_same_step() -> None:
-    """`plan.memory` holds the gradients of earlier backwards at the loss; this step has set them to None by then."""
+    """The predicted peak lies at the loss and counts gradients there; this step has set them to None by then."""
     with torch.device("meta"):
         model = SmallGPT(vocab=512, dim=64, layers=4)
         ids = torch.zeros(8, 128, dtype=torch.long)

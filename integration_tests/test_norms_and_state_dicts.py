@@ -1,4 +1,4 @@
-"""{DTensor, local} x {bridged, not}: the same clipped norm and the same state dict as one process."""
+"""DTensor and local shards, bridged or not, have the clipped norm and the state dict of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_NORM = 0.1
 
 
 def one_process() -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Norm, clipped gradients and weights of one backward on one device."""
+    """Return norm, clipped gradients and weights after one backward on one device."""
     model = new_model()
     model(*new_batches(1)[0]).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -37,10 +37,13 @@ def test_norm_and_state_dict_are_those_of_one_process(ranks: Ranks, bridged: boo
     model(*new_batches(1)[0]).backward()
 
     norm, gradients, weights = one_process()
-    for clip in (tp_styles.clip_grad_norm_, tp_ddp_bridge.clip_grad_norm_):  # the second finds the norm already clipped
+    for clip in (
+        tp_styles.clip_grad_norm_,
+        tp_ddp_bridge.clip_grad_norm_,
+    ):  # the second function finds gradients that the first one has clipped
         total_norm = float(clip(model.parameters(), MAX_NORM))
         assert total_norm == pytest.approx(norm, rel=1e-12)
-        norm *= MAX_NORM / (norm + 1e-6)  # torch's clipping divides by the norm and 1e-6
+        norm *= MAX_NORM / (norm + 1e-6)  # torch's clipping divides by the norm plus 1e-6
     everywhere = [None] * ranks.world_size
     dist.all_gather_object(everywhere, total_norm)
     assert len(set(everywhere)) == 1, everywhere

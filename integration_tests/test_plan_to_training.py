@@ -1,4 +1,4 @@
-"""A plan becomes styles, the styled module goes into DDP, and trains as one device does."""
+"""shard-spec's plan becomes tp-styles' styles; the styled module, wrapped in DDP, trains as one device does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks) -> None:
         loss = train_step(ddp, optimizer, rows_of(batch, mesh.get_local_rank("dp"), dp))
         dist.all_reduce(loss, group=mesh.get_group("dp"))
         losses.append(loss.item() / dp)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)  # float64: order of sums only
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)  # in float64 only the order of sums differs
 
     full_state = {name: full(tensor) for name, tensor in model.state_dict().items()}
     assert full_state.keys() == expected.keys()

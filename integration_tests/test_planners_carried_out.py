@@ -1,4 +1,7 @@
-"""Every planner's plan carried out: shards as planned, steps as in one process; the table of the docs says which."""
+"""The plan of every planner is carried out: shards lie as planned, and five steps are those of one process.
+
+`docs/howto/choose-a-planner.md` has the table that these outcomes are compared with.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ CASES: dict[str, tuple[dict[str, int], Any]] = {
 
 
 def laid_out(ranks: Ranks, mesh: DeviceMesh, plan: shard_spec.ShardingPlan) -> str:
-    """The outcome of `plan.apply`: each rank holds the boxes that the plan says, of every parameter."""
+    """Return the outcome of `plan.apply`; right means that each rank holds the planned box of every parameter."""
     model, full = new_model(), dict(new_model().named_parameters())
     layouts = plan.resolve(model)
     try:
@@ -68,14 +71,16 @@ def laid_out(ranks: Ranks, mesh: DeviceMesh, plan: shard_spec.ShardingPlan) -> s
 
 
 def trained(mesh: DeviceMesh, plan: shard_spec.ShardingPlan) -> str:
-    """The outcome of `apply_sharding_plan`: five losses are those of one process."""
+    """Return the outcome of `apply_sharding_plan`; right means that five losses are those of one process."""
     model = new_model()
     try:
         tp_styles.apply_sharding_plan(model, mesh, plan)
     except tp_styles.PlanError as error:
         return f"refused: `{error.problems[0].code}`"
     losses_here, expected = losses(model), losses(new_model())
-    torch.testing.assert_close(losses_here, expected, rtol=1e-6, atol=0)  # Llama's norms compute in float32
+    torch.testing.assert_close(
+        losses_here, expected, rtol=1e-6, atol=0
+    )  # Llama's norms compute in float32 for float64 input too
     return "right"
 
 

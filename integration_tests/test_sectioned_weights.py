@@ -1,4 +1,4 @@
-"""Fused weights and copied key-value heads between tensor-parallel sizes: files, exchanges, and Adam's checkpoint."""
+"""Fused weights and copied key-value heads move between tensor-parallel sizes: as files, exchanges and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KV = KV_HEADS * HEAD_DIM
 
 
 class Block(nn.Module):
-    """Grouped-query attention with separate or fused projections, and a fused gate."""
+    """A block of grouped-query attention, with q, k and v separate or fused, and a feed-forward with a fused gate."""
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class GroupedGPT(nn.Module):
-    """Logits of two blocks, one of each kind."""
+    """A model of two blocks: q, k and v are separate in block 0, fused in block 1. Returns logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ PLAN: dict[str, ParallelStyle] = {
     "blocks.*.down": RowwiseParallel(),
     "tokens": RowwiseParallel(),
 }
-# What no DTensor describes: k and v of block 0 on four ranks, the fused projections of both blocks on any.
+# Weights that no DTensor describes: k and v of block 0 on four ranks (copied heads), fused projections on any number.
 SECTIONED = {2: 6, 4: 10}
 
 
@@ -94,7 +94,7 @@ def new_model(seed: int = 0, device: str = "cpu") -> GroupedGPT:
 
 
 def parallel(ranks: Ranks, tp_size: int, model: GroupedGPT) -> GroupedGPT:
-    """Apply the plan over neighbouring ranks; the rest of the ranks repeat it."""
+    """Shard a model over `tp_size` neighbouring ranks; the next `tp_size` ranks hold the same shards, as replicas."""
     mesh = ranks.mesh((ranks.world_size // tp_size, tp_size), ("dp", "tp"))
     apply_plan(model, mesh["tp"] if tp_size < ranks.world_size else ranks.mesh((tp_size,), ("tp",)), PLAN)
     sectioned = [p for p in model.parameters() if getattr(p, "_sharding_info", None) is not None]
@@ -103,7 +103,7 @@ def parallel(ranks: Ranks, tp_size: int, model: GroupedGPT) -> GroupedGPT:
 
 
 def assert_full(model: nn.Module, wanted: dict[str, Tensor]) -> None:
-    """Bit for bit, every parameter."""
+    """Assert that every parameter is equal bit for bit."""
     state = full_state_dict(model)
     assert state.keys() == wanted.keys()
     assert len(state) == 30
@@ -115,7 +115,7 @@ def assert_full(model: nn.Module, wanted: dict[str, Tensor]) -> None:
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_from_safetensors_into_a_parallel_model(ranks: Ranks, tp_size: int, tmp_path: Path) -> None:
-    """On four ranks with two shards each pair is a replica."""
+    """Four ranks with two shards are two replicas: both receive the weights."""
     tp_size = min(tp_size, ranks.world_size)
     from safetensors.torch import save_file
 
@@ -132,7 +132,7 @@ def test_from_safetensors_into_a_parallel_model(ranks: Ranks, tp_size: int, tmp_
 
 @pytest.mark.ranks(4)
 def test_between_two_sizes_and_back(ranks: Ranks) -> None:
-    """From four ranks onto the first two of them, and back."""
+    """Weights of four ranks move onto the first two of them, and back."""
     expected = new_model().state_dict()
     four, pair = parallel(ranks, 4, new_model()), DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     two = new_model(seed=1)
@@ -178,7 +178,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tupl
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sizes", list(itertools.permutations([2, 4])), ids=str)
 def test_adam_goes_on_with_another_size(ranks: Ranks, sizes: tuple[int, int], tmp_path: Path) -> None:
-    """Five steps at one size, five at the other, equal to ten on one device."""
+    """Five steps at one tensor-parallel size and five at the other equal ten on one device."""
     folder = ranks.gather(str(tmp_path))[0]
     batches = new_batches(10)
     alone = new_model()
@@ -211,7 +211,7 @@ def test_adam_goes_on_with_another_size(ranks: Ranks, sizes: tuple[int, int], tm
 
 @pytest.mark.ranks(4)
 def test_replicas_of_sectioned_weights_under_ddp(ranks: Ranks) -> None:
-    """The bridge leaves local shards as they are, and DDP reduces them with the leaves: five steps as one process."""
+    """DDP reduces local shards as they are: five wrapped steps with sectioned weights are those of one process."""
     batches = new_batches(5)
     alone = new_model()
     train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), batches)
@@ -220,7 +220,7 @@ def test_replicas_of_sectioned_weights_under_ddp(ranks: Ranks) -> None:
     wrapped = wrap_ddp(model, mesh=ranks.mesh((2, 2), ("dp", "tp")))
     replica = ranks.mesh((2, 2), ("dp", "tp"))["dp"].get_local_rank()
     rows = [tuple(each.chunk(2)[replica] for each in batch) for batch in batches]
-    train(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-2), rows)  # type: ignore[arg-type]  # pairs
+    train(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-2), rows)  # type: ignore[arg-type]  # rows are pairs
     compared = 0
     for name, value in full_state_dict(model).items():
         torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-8, atol=1e-10, msg=name)

@@ -1,4 +1,4 @@
-"""Trained weights move to a serving layout over other dims and ranks, and to one rank."""
+"""Trained weights move from a tp x dp layout to a serving layout over other dims and ranks, and to one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_weights_of_a_2d_trainer_serve_on_all_ranks_and_on_one(ranks: Ranks) -> 
     serving = new_model(seed=1)
     serving_plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": ranks.world_size})).build_plan(serving)
     tp_styles.apply_plan(serving, serving_mesh, tp_styles.from_sharding_plan(serving_plan, serving))
-    with ranks.record(allow_empty=ranks.world_size == 2) as log:  # on 2 ranks both layouts are the same
+    with ranks.record(
+        allow_empty=ranks.world_size == 2
+    ) as log:  # on 2 ranks both layouts are the same, and nothing is sent
         shard_reshard.reshard_state_dict(trained, out=serving)
     assert log.count("all_reduce") == 0
     compared = 0

@@ -1,4 +1,4 @@
-"""torch's own `nn.Transformer`: planned by MegatronPlanner, styled, trained; nothing it plans trains wrongly."""
+"""torch's `nn.Transformer`, planned by MegatronPlanner and sharded by tp-styles, trains as one device does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def new_model(batch_first: bool) -> nn.Transformer:
     torch.manual_seed(0)
     model = nn.Transformer(WIDTH, HEADS, 2, 2, HIDDEN, dropout=0.0, batch_first=batch_first).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too: zeros and ones hide mistakes
+        for parameter in model.parameters():  # biases of 0 and norms of 1 would hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
 
@@ -40,7 +40,7 @@ def losses_of(model: nn.Module, batch_first: bool) -> list[float]:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # of no concern here
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # torch warns that it does not use nested tensors
 def test_a_planned_transformer_trains_as_on_one_device(ranks: Ranks, batch_first: bool) -> None:
     size = ranks.world_size
     mesh = ranks.mesh((size,), ("tp",))
@@ -49,16 +49,16 @@ def test_a_planned_transformer_trains_as_on_one_device(ranks: Ranks, batch_first
     assert plan.validate(model, world_size=size) == ()
     tp_styles.apply_plan(model, mesh, tp_styles.from_sharding_plan(plan, model))
     expected = losses_of(single, batch_first)
-    # float64: only the order of sums differs
+    # In float64 only the order of sums differs.
     torch.testing.assert_close(losses_of(model, batch_first), expected, rtol=1e-10, atol=0)
 
     state, reference = tp_styles.full_state_dict(model), single.state_dict()
     assert state.keys() == reference.keys()
     for name, tensor in state.items():
-        # AdamW divides by the root of squares: where gradients are near 0, sums in another order show most.
+        # AdamW divides by the root of the squared gradient: where that is near 0, another order of sums shows most.
         torch.testing.assert_close(tensor, reference[name], rtol=1e-7, atol=1e-9, msg=f"{name} differs")
     cut = [name for name, piece in model.named_parameters() if local_numel(piece) < reference[name].numel()]
-    # q, k, v and their bias, and the way out, of 6 attentions; up, its bias, and down, of 4 feed-forwards.
+    # 6 attentions shard the fused qkv weight, its bias and the output weight; 4 feed-forwards two weights and a bias.
     assert len(cut) == 3 * 6 + 3 * 4, cut
 
 

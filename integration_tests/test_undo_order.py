@@ -1,4 +1,4 @@
-"""A handle that sharded a model gives nothing back while the model is bridged to data parallelism."""
+"""`handle.undo()` of tp-styles is refused while tp-ddp-bridge has the model's parameters transformed."""
 
 from __future__ import annotations
 

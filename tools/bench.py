@@ -32,7 +32,7 @@ OUT = repo.ROOT / "docs" / "benchmarks"
 
 
 def scripts(names: list[str]) -> list[tuple[str, Path]]:
-    """(page, script) of every benchmark of the named packages."""
+    """Return package and script of every benchmark of the named packages; of all packages where none is named."""
     scripts_of = {name: sorted((p.path / "benchmarks").glob("bench_*.py")) for name, p in repo.packages().items()}
     unknown = [name for name in names if name not in scripts_of]
     if unknown:

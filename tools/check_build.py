@@ -1,14 +1,16 @@
-"""Build every package twice with hatch and once more from its sdist: equal byte for byte.
+"""Build every package twice, from the tree and with its wheel made from the sdist: both are equal byte for byte.
 
-What is built has to be fit to publish, too: nothing but the package's own sources, its licence, a README that renders
-(`twine check --strict`). `--out` keeps the files.
+    python tools/check_build.py --out dist        (nox -s build -- --out dist)
+
+The files are fit to publish, too: they hold the package's own sources, linked ones as plain files, and its licence, and
+their README renders (`twine check --strict`). `--out` keeps them.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,37 +20,29 @@ from pathlib import Path
 
 import repo
 
-HATCH_DATA = repo.ROOT / ".nox" / "hatch"
 
-
-def hatch_build(source: Path, into: Path, *options: str) -> dict[str, str]:
-    """Build and return file name -> SHA-256."""
-    variables = os.environ | {"HATCH_DATA_DIR": str(HATCH_DATA)}  # no build environment of another checkout is used
-    variables.pop("UV_PYTHON", None)  # nox sets it, and hatch would then install into nox's environment, not its own
-    command = ["hatch", "build", *options, str(into)]
-    completed = subprocess.run(command, cwd=source, check=False, env=variables, capture_output=True, text=True)
+def build(source: Path, into: Path, *options: str) -> dict[str, str]:
+    """Build with uv; returns file name -> SHA-256."""
+    command = ["uv", "build", "--no-create-gitignore", "--python", sys.executable, "--out-dir", str(into), *options]
+    completed = subprocess.run([*command, str(source)], check=False, capture_output=True, text=True)
     if completed.returncode != 0:
         raise SystemExit(f"{source}: {' '.join(command)}\n{completed.stdout}{completed.stderr}")
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(into.iterdir())}
 
 
-def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
-    """Build one package in `folder`. Returns the folder of its files and what is wrong with them."""
-    first = hatch_build(package.path, folder / "first")
-    second = hatch_build(package.path, folder / "second")
-    wrong = [f"{name}: two builds differ" for name in first if first[name] != second.get(name)]
-    sdist = next((folder / "first").glob("*.tar.gz"))
-    with tarfile.open(sdist) as tar:
-        tar.extractall(folder / "sdist", filter="data")
-    (unpacked,) = (folder / "sdist").iterdir()
-    rebuilt = hatch_build(unpacked, folder / "from-sdist", "-t", "wheel")
-    wrong += [f"{name}: the wheel from the sdist differs" for name, digest in rebuilt.items() if digest != first[name]]
-    wheel = next((folder / "first").glob("*.whl"))
+def check(package: repo.Package, folder: Path) -> list[str]:
+    """Build a package into `folder` / "built"; returns what is wrong with its files."""
+    first = build(package.path, folder / "built", "--sdist", "--wheel")  # both from the tree
+    second = build(package.path, folder / "again")  # the sdist from the tree, the wheel from that sdist
+    wrong = [f"{name}: two builds differ" for name in {*first, *second} if first.get(name) != second.get(name)]
+    (wheel,), (sdist,) = (folder / "built").glob("*.whl"), (folder / "built").glob("*.tar.gz")
     wrong += source_problems(package, wheel, sdist)
     twine = [sys.executable, "-W", "error", "-m", "twine", "--no-color", "check", "--strict", str(wheel), str(sdist)]
     completed = subprocess.run(twine, check=False, capture_output=True, text=True)  # metadata and the rendered README
     wrong += [f"twine check: {completed.stdout}{completed.stderr}"] * (completed.returncode != 0)
-    return folder / "first", wrong
+    for name, digest in first.items():
+        print(f"{digest[:16]}  {(folder / 'built' / name).stat().st_size:>8}  {name}")
+    return wrong
 
 
 def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str]:
@@ -82,16 +76,12 @@ def main() -> int:
     wrong = []
     for package in repo.packages().values():
         with tempfile.TemporaryDirectory() as folder:
-            built, problems = check(package, Path(folder))
-            wrong += problems
-            for file in sorted(built.iterdir()):
-                print(f"{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}  {file.stat().st_size:>8}  {file.name}")
-                if out is not None:
-                    out.mkdir(parents=True, exist_ok=True)
-                    (out / file.name).write_bytes(file.read_bytes())
+            wrong += check(package, Path(folder))
+            if out is not None:
+                shutil.copytree(Path(folder) / "built", out, dirs_exist_ok=True)
     print(
         "\n".join(wrong)
-        or f"build: {len(repo.packages())} packages, each built three times, equal byte for byte, all sources in them"
+        or f"build: {len(repo.packages())} packages, equal byte for byte in two builds, all sources in them"
     )
     return 1 if wrong else 0
 

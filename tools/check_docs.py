@@ -8,7 +8,7 @@ Python blocks of one page run in order, in one process and one namespace; a text
 the block before it has to print. `<!-- run: torchrun 4 -->` before a block runs it, with the page's earlier torchrun
 blocks, on that many ranks; `<!-- file: model.py -->` makes it a file that the other blocks import. Of shell blocks, the
 packages' own commands run; `# exits 1` behind a command is checked. A page has one folder, with the files of
-`docs_samples.py` where it names one. What installs, launches sessions or needs a cluster is listed as not run.
+`docs_samples/` where it names one. A command that installs, launches sessions or needs a cluster is listed as not run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import docs_samples
+import docs_hooks
 import repo
 
 FENCE = re.compile(
@@ -32,6 +33,8 @@ FENCE = re.compile(
 )
 OUTPUT = re.compile(r"\s*<!-- output -->\s*\n```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMANDS = tuple(repo.packages())
+SAMPLES = Path(__file__).with_name("docs_samples")
+SAMPLE_FILES = ("mypackage", "path/to/config.json", "model.safetensors", "before.json", "after.json")
 BETWEEN = "\x1e"  # printed between blocks
 
 
@@ -57,10 +60,15 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> list[Block]:
-    if page.suffix == ".ipynb":
-        return _cells(page)
-    fenced = []
+    """The fenced blocks of a page; of a notebook, those of the page that the site makes of it."""
     text = page.read_text()
+    if page.suffix == ".ipynb":
+        text = docs_hooks.notebook_page(text)
+        # In a notebook `%%writefile NAME` makes a file of a cell, and `!COMMAND` runs between the lines around it.
+        text = re.sub(r"^```python\n%%writefile (\S+)$", r"<!-- file: \1 -->\n```python", text, flags=re.MULTILINE)
+        shell = "import subprocess\nsubprocess.run({!r}, shell=True, check=True)"
+        text = re.sub("^!(.*)$", lambda command: shell.format(command[1]), text, flags=re.MULTILINE)
+    fenced = []
     for match in FENCE.finditer(text):
         how = (match["how"] or "").split()
         ranks = int(how[1]) if how[:1] == ["torchrun"] else 0
@@ -70,29 +78,24 @@ def blocks(page: Path) -> list[Block]:
     return fenced
 
 
-def _cells(notebook: Path) -> list[Block]:
-    """The code cells of a notebook. `%%writefile NAME` makes a file; `!COMMAND` runs between the cells around it."""
-    cells = []
-    for cell in json.loads(notebook.read_text())["cells"]:
-        code = "".join(cell["source"])
-        if cell["cell_type"] != "code":
-            continue
-        if code.startswith("%%writefile "):
-            first, code = code.split("\n", 1)
-            cells.append(Block(notebook, "python", code, 0, file=first.split()[1]))
-        else:
-            shell = "import subprocess\nsubprocess.run({!r}, shell=True, check=True)"
-            lines = [shell.format(line[1:]) if line.startswith("!") else line for line in code.splitlines()]
-            cells.append(Block(notebook, "python", "\n".join(lines) + "\n", 0))
-    return cells
+def write_samples(folder: Path) -> None:
+    """Put the files into a folder that pages name: a model, a Hugging Face config, weights, and two plans."""
+    from safetensors.torch import save_file
+    from shard_spec.planners import FullyShardPlanner, MegatronPlanner
+
+    shutil.copytree(SAMPLES, folder, dirs_exist_ok=True)
+    model = runpy.run_path(str(folder / "mypackage" / "models.py"))["make"]()
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+    (folder / "before.json").write_text(MegatronPlanner({"tp": 8}).build_plan(model).to_json())
+    (folder / "after.json").write_text(FullyShardPlanner({"dp": 8}).build_plan(model).to_json())
 
 
 def run_page(page: Path) -> tuple[int, list[str], list[str]]:
     """Returns the number of blocks and commands run, what failed, and what was not run."""
     python: dict[int, list[Block]] = {}
     commands, left = [], []
-    found = blocks(page)
-    for block in found:
+    on_page = blocks(page)
+    for block in on_page:
         if block.language in ("python", "py") and block.file is None:
             python.setdefault(block.ranks, []).append(block)
         elif block.language in ("sh", "bash", "shell", "console"):
@@ -103,9 +106,9 @@ def run_page(page: Path) -> tuple[int, list[str], list[str]]:
                     left.append(line)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if commands or any(sample in block.code for block in found for sample in docs_samples.NAMES):
-            docs_samples.write(folder)
-        for block in found:
+        if commands or any(sample in block.code for block in on_page for sample in SAMPLE_FILES):
+            write_samples(folder)
+        for block in on_page:
             if block.file is not None:
                 (folder / block.file).write_text(block.code)
         failed = _run_commands(commands, page, folder)
@@ -114,17 +117,17 @@ def run_page(page: Path) -> tuple[int, list[str], list[str]]:
     return len(commands) + sum(map(len, python.values())), failed, left
 
 
-def _run_python(found: list[Block], ranks: int, page: Path, folder: Path) -> list[str]:
+def _run_python(same: list[Block], ranks: int, page: Path, folder: Path) -> list[str]:
     script = folder / "page.py"
     # A gloo thread may abort a process while Python ends (docs/troubleshooting.md): a page that is through is right.
     end = "\nimport os, sys\nsys.stdout.flush(), sys.stderr.flush()\nos._exit(0)\n" if ranks else ""
-    script.write_text(f"\nprint({BETWEEN!r})\n".join(block.code for block in found) + end)
+    script.write_text(f"\nprint({BETWEEN!r})\n".join(block.code for block in same) + end)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     completed = _call([sys.executable, *launch, str(script)], folder)
     failed = _failure(completed, page)
     if not failed and not ranks:
         printed = completed.stdout.split(BETWEEN + "\n")
-        for block, text in zip(found, printed, strict=True):
+        for block, text in zip(same, printed, strict=True):
             if block.output is not None and _plain(text) != _plain(block.output):
                 failed.append(f"{page.relative_to(repo.ROOT)} shows another output than this:\n{text}")
     return failed

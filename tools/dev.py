@@ -21,12 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / ".dev"
 PINS = ("nox[uv]==2026.10.20", "uv==0.13.8")
-# By the path of this one process: a variable would put nox's own requirements into the sessions' environments.
+# nox is found by the path of this process alone: PYTHONPATH would put its requirements into the sessions, too.
 NOX = "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv[0] = 'nox'; from nox.__main__ import main; main()"
 
 
 def main(argv: list[str]) -> int:
-    if sys.version_info < (3, 11):  # noqa: UP036  # this file is what an older interpreter meets first
+    if sys.version_info < (3, 11):  # noqa: UP036  # an older interpreter meets this file first
         print(f"dev.py: CPython 3.11 or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
         return 2
     if argv[:1] in (["-h"], ["--help"]):
@@ -41,12 +41,12 @@ def main(argv: list[str]) -> int:
 
 
 def install_nox() -> None:
-    """Install the pinned nox, unless this interpreter did so before; CPython without ensurepip has pip at the most."""
+    """Install the pinned nox with pip, unless this interpreter did so before; Debian lacks what venv needs."""
     stamp = LIBRARY / "pins.txt"
     pins = "\n".join((sys.version, *PINS))
     if stamp.exists() and stamp.read_text() == pins:
         return
-    # Not to stdout, where `--list --json` writes.
+    # stderr, since `--list --json` writes to stdout.
     print(f"dev.py: making {LIBRARY.relative_to(ROOT)}/ with {', '.join(PINS)} ...", file=sys.stderr)
     shutil.rmtree(LIBRARY, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(LIBRARY)]

@@ -1,4 +1,4 @@
-"""What the site adds: a page for each notebook, and no marks that only a repository needs."""
+"""Hooks of the site: a page for each notebook, and no marks that only a repository needs, such as Sphinx roles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROLE = re.compile(r":(?:meth|class|func|attr|mod|data|exc|obj):(?=<code>|<a )")
-MORE = re.compile(r"<p>Where next: <code>docs/.*?repository\.</p>", re.DOTALL)  # the page itself
+MORE = re.compile(r"<p>Where next: <code>docs/.*?repository\.</p>", re.DOTALL)  # a README's link to its own page
 
 
 def notebook_page(notebook: str) -> str:
@@ -26,7 +26,7 @@ def notebook_page(notebook: str) -> str:
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Hook of mkdocs: a page for each notebook, with the file itself beside it; links to edit where `REPO` is set."""
+    """Called by mkdocs: add a page for each notebook, and links to edit a page where `REPO` is set."""
     config.edit_uri = "edit/main/docs/" if config.repo_url else None
     from mkdocs.structure.files import File  # type: ignore[import-not-found]  # the docs session has it
 
@@ -38,10 +38,10 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Hook of mkdocs."""
+    """Called by mkdocs: links to a notebook lead to its page."""
     return markdown if page.file.src_uri.startswith("notebooks/") else markdown.replace(".ipynb)", ".md)")
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Hook of mkdocs: no Sphinx roles, and no link of a package's page to itself."""
+    """Called by mkdocs: Sphinx roles go, and links of a package's page to itself."""
     return MORE.sub("", ROLE.sub("", html))

@@ -26,7 +26,7 @@ A `PlanError` lists its problems, one a line: `[code] name, dim, axis: what was 
 
 
 def raised(rows: set[str]) -> tuple[dict[str, set[str]], set[str]]:
-    """Packages that raise each code of ``rows``; and codes of a `Problem` that have no row."""
+    """Return the packages that raise each code of ``rows``, and the codes of a `Problem` that have no row."""
     users: dict[str, set[str]] = defaultdict(set)
     unknown: set[str] = set()
     for package in repo.packages().values():
@@ -42,7 +42,7 @@ def raised(rows: set[str]) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def page(rows: dict[str, dict[str, str]], users: dict[str, set[str]]) -> str:
-    """A heading for each code: the site and GitHub both make it an anchor."""
+    """Return the page, a heading for each code: the site and GitHub both make an anchor of it."""
     parts = [HEAD]
     for code, row in sorted(rows.items()):
         packages = ", ".join(sorted(users[code]))

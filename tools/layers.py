@@ -20,13 +20,12 @@ import repo
 
 
 def contracts() -> Iterator[dict[str, Any]]:
-    """The contracts of the packages as they stand."""
+    """Yield the four contracts of each package: layers, circles, declared siblings, private modules."""
     packages = repo.packages()
     settings = tomllib.loads((repo.ROOT / "tools" / "structure.toml").read_text())
     modules = [package.module for package in packages.values()]
     for package in packages.values():
-        extras = [repo.requirement_name(r) for _, extra in package.extras for r in extra]
-        declared = {name for top in [package.dist, *extras] if top in packages for name in repo.closure(top)}
+        declared = repo.closure(package.dist, *package.extras)
         yield {
             "name": f"{package.dist}: imports go down its layers",
             "type": "layers",
@@ -63,7 +62,7 @@ def contracts() -> Iterator[dict[str, Any]]:
 
 
 def configuration() -> str:
-    """The contracts as import-linter reads them."""
+    """Return the contracts as a file that import-linter reads."""
     roots = [package.module for package in repo.packages().values()]
     lines = ["[tool.importlinter]", f"root_packages = {json.dumps(roots)}", "exclude_type_checking_imports = true"]
     for contract in contracts():

@@ -14,7 +14,8 @@ on the path. A rule is tried in a process of its own: kernels that are handed sh
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import multiprocessing
 import os
 import platform
 import re
@@ -36,7 +37,7 @@ NEEDS_CUDA = {"_scaled_dot_product_efficient_attention": "CUDA only"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutation.
+    """The fate of one mutation.
 
     Attributes:
         mutation: Its name.
@@ -57,7 +58,7 @@ class Bridge:
 
     def __init__(self, folder: Path) -> None:
         source = repo.packages()["tp-ddp-bridge"].path
-        self.package = folder / "package"  # editing the package meanwhile disturbs nothing
+        self.package = folder / "package"  # a copy: the package may be edited meanwhile
         shutil.copytree(source, self.package, ignore=shutil.ignore_patterns("__pycache__", ".*", "dist"))
         sys.path.insert(0, str(source / "tests"))
         import bridge_mutations
@@ -66,7 +67,7 @@ class Bridge:
         self.names = list(self.mutations)
 
     def wrong_without(self, chosen: list[str]) -> str:
-        """What fails on the copy as it is."""
+        """Return what fails on the copy without a mutation."""
         code, output = self._run_tests(self.package / "src", *sorted({self.mutations[name].tests for name in chosen}))
         return output[-3000:] if code else ""
 
@@ -137,26 +138,25 @@ class Rules:
 
 
 def in_child(attempt: Callable[[], Any]) -> dict[str, str]:
-    """The outcome of an attempt made in a child process."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.close(reading)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the allocator says before it gives up
-            os.write(writing, json.dumps(vars(attempt())).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        text = answer.read()
-    _, status = os.waitpid(child, 0)
-    if status == 0:
-        return dict(json.loads(text))
-    if os.WIFSIGNALED(status):
-        return {"result": "killed", "how": f"the kernel ends the process (signal {os.WTERMSIG(status)})"}
+    """Return the outcome of an attempt made in a forked process, which a kernel may end."""
+
+    def answer() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the message of an allocator that aborts
+        sender.send(vars(attempt()))
+
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=answer)
+    child.start()
+    sender.close()
+    outcome: dict[str, str] = {}
+    with contextlib.suppress(EOFError):
+        outcome = receiver.recv()
+    child.join()
+    if outcome and child.exitcode == 0:
+        return outcome
+    if child.exitcode is not None and child.exitcode < 0:
+        return {"result": "killed", "how": f"the kernel ends the process (signal {-child.exitcode})"}
     return {"result": "survived", "how": "child failed"}
 
 

@@ -19,7 +19,7 @@ LISTS = repo.ROOT / "docs" / "api"
 
 
 def load(package: repo.Package) -> griffe.Module:
-    """A package's sources."""
+    """Read a package's sources."""
     module = griffe.load(package.module, search_paths=[str(package.path / "src")])
     if not isinstance(module, griffe.Module):
         raise TypeError(f"{package.module} is not a module")
@@ -27,7 +27,7 @@ def load(package: repo.Package) -> griffe.Module:
 
 
 def exported(module: griffe.Module) -> dict[str, griffe.Object | griffe.Alias]:
-    """What `__all__` names, and public submodules beside it; other distributions' names stay aliases to nowhere."""
+    """Return the members that `__all__` names, and those of public submodules as `planners.MegatronPlanner`."""
     members = {name: module.members[name] for name in sorted(map(str, module.exports or []))}
     for below in repo.PUBLIC_SUBMODULES:
         inner = module.members.get(below)
@@ -37,7 +37,7 @@ def exported(module: griffe.Module) -> dict[str, griffe.Object | griffe.Alias]:
 
 
 def _lines(name: str, member: griffe.Object | griffe.Alias) -> Iterator[str]:
-    """A line for a public name, and for each public method and attribute of a class."""
+    """Yield a line for a public name, and for each public method and attribute of a class."""
     try:
         target = member.final_target if isinstance(member, griffe.Alias) else member
     except griffe.AliasResolutionError as error:

@@ -1,4 +1,4 @@
-"""A clone of what is committed, in which releases can be tried."""
+"""Clones of this repository, in which tests try releases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import repo
 
 
 class Clone:
-    """A clone with a committer.
+    """A clone of a repository, with a committer.
 
     Attributes:
         path: Its folder.
@@ -27,11 +27,7 @@ class Clone:
         return repo.git(*arguments, cwd=self.path)
 
     def python(self, *arguments: str, status: int = 0) -> str:
-        """Run this interpreter there; returns what it printed.
-
-        Raises:
-            AssertionError: it ended with another status.
-        """
+        """Run this interpreter in the clone, which must end with `status`; returns what it printed."""
         outer = ("NOX", "VIRTUAL_ENV", "UV_PYTHON")  # of the session that runs this
         variables = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
         variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables["PATH"]])
@@ -43,7 +39,7 @@ class Clone:
     def release(self, name: str, segment: str, day: str = "2026-12-01") -> str:
         """Run `release.py`, commit and tag as it says; returns what it printed."""
         printed = self.python("tools/release.py", name, segment, "--date", day)
-        version = repo.read_package(self.path / "packages" / name).version
-        self.git("commit", "--quiet", "--all", "--message", f"Release {repo.tag_name(name, version)}")
-        self.git("tag", repo.tag_name(name, version))
+        tag = f"{name}-v{repo.read_package(self.path / 'packages' / name).version}"
+        self.git("commit", "--quiet", "--all", "--message", f"Release {tag}")
+        self.git("tag", tag)
         return printed

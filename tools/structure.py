@@ -6,8 +6,8 @@
                                         count, never below the target, and drops exceptions that are no longer needed
 
 Statements are nodes of the syntax tree (`ast.stmt`): comments, blank lines and the length of a docstring are free.
-`max_statements` is only ever lowered. New work is paid for by name: `bought = { "Pair: weights with scales" = 180 }`
-adds 180 statements to the limit. A file that a link leads to counts once, where it stands.
+`max_statements` is only ever lowered. New work is paid for by name: `"Pair: weights with scales" = 180` in the table
+`[shard-reshard.bought]` adds 180 statements to that limit. A file that a link leads to counts once, where it stands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources shared by all packages, each with a relative link to this folder.
+"""Sources shared by all packages, each with relative links to the files that it uses.
 
 Each wheel carries its own copy of the files, so packages stay installable alone and no pins conflict.
 Modules in here import each other relatively and nothing else of this repository.

@@ -7,6 +7,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_map as tree_map
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:

@@ -58,6 +58,7 @@ class PlanError(ValueError):
     """
 
     problems: tuple[Problem, ...]
+    _is_plan_error = True  # `own_errors` of any package reads this: each wheel carries its own copy of this class
 
     def __init__(self, problems: Iterable[Problem] | Problem, summary: str = "") -> None:
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
@@ -82,11 +83,12 @@ def raise_problems(problems: Iterable[Problem], summary: str = "") -> None:
 def own_errors() -> Iterator[None]:
     """Raise another package's ``PlanError`` as this package's: callers catch the error of the package they call.
 
-    Each wheel carries its own copy of this class, so the same problems arrive under another type.
+    Each wheel carries its own copy of the class, so tp-styles that calls shard-spec meets another type with the same
+    problems. Subclasses count too; their own type is the cause of what is raised.
     """
     try:
         yield
     except ValueError as error:
-        if type(error).__name__ != "PlanError" or isinstance(error, PlanError):  # by name: one class a wheel
+        if isinstance(error, PlanError) or not getattr(error, "_is_plan_error", False):
             raise
         raise PlanError(vars(error)["problems"], vars(error)["summary"]) from error

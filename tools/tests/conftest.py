@@ -1,4 +1,4 @@
-"""The tools on the import path, and a clone to try releases in."""
+"""The tools on the import path, and clones of the repository in which releases are tried."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import pytest
 TOOLS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TOOLS))
 
+import repo  # noqa: E402
 from scratch import Clone  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def committed(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A clone of the repository as it is committed, with today's tools, committed there."""
+    """A clone of what is committed, with the tools and sessions of the working tree."""
     clone = Clone(tmp_path_factory.mktemp("committed"))
-    for file in (TOOLS.parent / "noxfile.py", *TOOLS.glob("*.py"), *TOOLS.glob("*.toml")):
-        shutil.copy(file, clone.path / file.relative_to(TOOLS.parent))
+    shutil.rmtree(clone.path / "tools")
+    shutil.copytree(TOOLS, clone.path / "tools", symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    for name in ("noxfile.py", "pyproject.toml"):
+        shutil.copy(repo.ROOT / name, clone.path / name)
     clone.git("add", "--all")
     clone.git("commit", "--quiet", "--allow-empty", "--message", "tools")
     return clone
@@ -27,5 +30,5 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 @pytest.fixture
 def clone(committed: Clone, tmp_path: Path) -> Clone:
-    """A copy of it for one test."""
+    """A clone for one test."""
     return Clone(tmp_path, of=committed.path)

@@ -24,7 +24,8 @@ def built(
     (folder / "src" / "x").mkdir(parents=True)
     (folder / "src" / "x" / "__init__.py").write_bytes(FILES["x/__init__.py"])
     (folder / "src" / "x" / "py.typed").touch()
-    (folder / "src" / "x" / "_shared").symlink_to("../../shared")
+    (folder / "src" / "x" / "_shared").mkdir()
+    (folder / "src" / "x" / "_shared" / "problems.py").symlink_to("../../../shared/problems.py")
     with zipfile.ZipFile(folder / "x.whl", "w") as archive:
         for name, data in wheel.items():
             archive.writestr(name, data)

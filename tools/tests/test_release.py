@@ -1,35 +1,31 @@
-"""The release tools, tried in a scratch clone: tags, wheels from a tag, changelogs, what is refused."""
+"""Releases tried in a clone: tags, packages installed from a tag, changelogs, and what is refused."""
 
 from __future__ import annotations
 
-import os
-import zipfile
 from pathlib import Path
 
 import pytest
+import release
 import repo
-import wheelhouse
 from scratch import Clone
 
 
-def test_a_wheelhouse_is_built_from_a_release_tag_and_not_from_the_tree(clone: Clone) -> None:
+def test_a_package_is_installed_as_it_was_released_and_not_from_the_tree(clone: Clone, tmp_path: Path) -> None:
     clone.release("shard-spec", "0.1.0")
     init = clone.path / "packages" / "shard-spec" / "src" / "shard_spec" / "__init__.py"
     init.write_text(init.read_text() + "\nAFTER_THE_TAG = True\n")
 
     code = """
-import sys; sys.path.insert(0, "tools")
-import repo, wheelhouse
-tag = wheelhouse.oldest_tag("shard-spec", "shard-reshard")
-print(tag, wheelhouse.build_released({"shard-spec": tag}))
+import subprocess, sys; sys.path.insert(0, "tools")
+import release
+tag = release.oldest_tag("shard-spec", "shard-reshard")
+uv = ["uv", "pip", "install", "--no-deps", "--python", sys.executable, "--target", sys.argv[1]]
+print(tag, subprocess.run([*uv, release.at_tag("shard-spec", tag)], check=True).returncode)
 """
-    tag, house = clone.python("-c", code).split()
-    assert tag == "shard-spec-v0.1.0"
-    (wheel,) = Path(house).glob("*.whl")
-    assert wheel.name == "shard_spec-0.1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel) as archive:
-        assert b"AFTER_THE_TAG" not in archive.read("shard_spec/__init__.py")
-        assert "shard_spec/_shared/problems.py" in archive.namelist()  # the tag's tree has the link and its target
+    assert "shard-spec-v0.1.0 0" in clone.python("-c", code, str(tmp_path / "installed"))
+    installed = tmp_path / "installed" / "shard_spec"
+    assert "AFTER_THE_TAG" not in (installed / "__init__.py").read_text()
+    assert (installed / "_shared" / "problems.py").is_file()  # the tag's tree has the link and its target
 
 
 @pytest.mark.parametrize("name", list(repo.packages()))
@@ -43,7 +39,7 @@ def test_a_release_sets_version_changelog_and_tag_name(clone: Clone, name: str) 
     clone.git("add", "--all")
     printed = clone.release(name, "minor")
     assert f"tag {name}-v0.2.0" in printed
-    assert ("compat(shard-spec)" in printed) == (name == "shard-spec")  # it has dependents
+    assert ("compat -- shard-spec" in printed) == (name == "shard-spec")  # it has dependents
     about = folder / "src" / name.replace("-", "_") / "__about__.py"
     assert about.read_text() == '__version__ = "0.2.0"\n'
     head, mark, older = before.partition("<!-- releases -->\n")
@@ -70,35 +66,41 @@ def test_closures_and_dependents_come_from_the_packages_own_files() -> None:
     assert repo.closure("shard-reshard") == ["shard-spec", "shard-reshard"]
     assert repo.closure("tp-ddp-bridge") == ["tp-ddp-bridge"]
     assert repo.dependents("shard-spec") == ["shard-reshard", "tp-styles"]
-    assert repo.test_closure("tp-styles") == ["shard-spec", "tp-styles"]
+    assert repo.closure("shard-spec>=0.1", "tp-styles", "torch") == ["shard-spec", "tp-styles"]
 
 
 def test_lower_bounds_are_read_as_written() -> None:
-    assert wheelhouse.lower_bound("torch>=2.11") == "torch==2.11.*"
-    assert wheelhouse.lower_bound("shard-spec>=0.1,<0.2") == "shard-spec==0.1.*"
+    assert release.lower_bound("torch>=2.11") == "torch==2.11.*"
+    assert release.lower_bound("shard-spec>=0.1,<0.2") == "shard-spec==0.1.*"
     with pytest.raises(SystemExit, match="no lower bound"):
-        wheelhouse.lower_bound("torch")
+        release.lower_bound("torch")
 
 
 def test_a_pin_file_that_leaves_a_package_out_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "pins.txt"
     file.write_text("shard-spec==0.1.0\n")
     with pytest.raises(SystemExit, match=r"no version of .*tp-styles"):
-        wheelhouse.read_pins(file)
+        release.pinned(file)
 
 
-def test_the_tags_of_one_commit_stand_beside_each_other(clone: Clone) -> None:
-    """All first releases share a commit; each tree removes the one before."""
-    tags = {name: f"{name}-v0.1.0" for name in ("shard-spec", "tp-styles")}
-    for tag in tags.values():
-        clone.git("tag", tag)
-    code = f"import sys; sys.path.insert(0, 'tools'); import wheelhouse as w; print(*w.released_trees({tags}).values())"
-    trees = clone.python("-c", code).split()
-    assert [(Path(tree) / "packages" / name).is_dir() for tree, name in zip(trees, tags, strict=True)] == [True, True]
+def test_a_pin_file_leads_to_tags_and_where_there_is_none_to_the_tree(clone: Clone) -> None:
+    clone.git("tag", "tp-styles-v0.1.0")
+    (clone.path / "pins.txt").write_text("".join(f"{name}==0.1.0\n" for name in repo.packages()))
+    code = """
+import pathlib, sys; sys.path.insert(0, "tools")
+import release
+print(*release.pinned(pathlib.Path(sys.argv[1])), sep="\\n")
+"""
+    lines = sorted(clone.python("-c", code, "pins.txt").splitlines())
+    tagged = f"tp-styles @ git+{clone.path.as_uri()}@tp-styles-v0.1.0#subdirectory=packages/tp-styles"
+    folders = [str(clone.path / "packages" / name) for name in sorted(repo.packages()) if name != "tp-styles"]
+    assert lines == [*folders, tagged]
+    (clone.path / "pins.txt").write_text("".join(f"{name}==0.7.0\n" for name in repo.packages()))
+    assert "0.7.0 has no tag" in clone.python("-c", code, "pins.txt", status=1)
 
 
 def test_the_published_pin_files_name_every_package() -> None:
     files = sorted((repo.ROOT / "docs" / "pins").glob("*.txt"))
-    assert files, os.listdir(repo.ROOT / "docs")
+    assert files
     for file in files:
-        assert list(wheelhouse.read_pins(file)) == list(repo.packages())
+        assert len(release.pinned(file)) == len(repo.packages())

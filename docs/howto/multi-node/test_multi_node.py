@@ -1,6 +1,6 @@
 """The launch files on two hosts of this machine: the main job, a host that is cut off, and going on with fewer ranks.
 
-nox -s multi_node
+nox -s "multi_node(torchrun)"
 """
 
 from __future__ import annotations

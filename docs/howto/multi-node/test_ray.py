@@ -1,6 +1,6 @@
 """Ray Train: four workers as one process, a worker that is killed, going on with two, and weights to a generator.
 
-nox -s ray
+nox -s "multi_node(ray)"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`slurm.sbatch` as it stands on a real Slurm: two hosts made of this machine, a lost rank, going on with one host.
 
-nox -s slurm (Debian: apt-get install slurm-wlm)
+nox -s "multi_node(slurm)" (Debian: apt-get install slurm-wlm)
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
-from shard_reshard.checkpoint.safetensors import DTYPES, file_table
+from shard_reshard._shared.dtypes import SAFETENSORS
+from shard_reshard.checkpoint.safetensors import file_table
 from stored_files import file_bytes
 
 _GOOD = file_bytes(
@@ -75,7 +76,7 @@ def check_one(data: bytes, path: Path) -> bool:
             raise
         return False
     assert all(0 <= e.begin <= e.end <= len(data) for e in table.entries.values())
-    if any(entry.dtype not in DTYPES for entry in table.entries.values()):
+    if any(entry.dtype not in SAFETENSORS for entry in table.entries.values()):
         return True  # the library knows no such dtype either; ours says so when the tensor is asked for
     entries = deserialize(data)  # type: ignore[no-untyped-call]  # the library leaves it untyped
     theirs = {name: (tuple(about["shape"]), bytes(about["data"])) for name, about in entries}

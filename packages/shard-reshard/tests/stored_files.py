@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from shard_reshard.checkpoint.safetensors import DTYPES
+from shard_reshard._shared.dtypes import SAFETENSORS
 
-WORDS = {name: word for word, name in DTYPES.items()}
+WORDS = {name: word for word, name in SAFETENSORS.items()}
 
 
 def file_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:

@@ -23,9 +23,10 @@ from shard_reshard import (
     plan_reshard,
     simulate,
 )
+from shard_reshard._shared.dtypes import SAFETENSORS
 from shard_reshard.checkpoint.load import _read_boxes
 from shard_reshard.checkpoint.plan import LoadPlan, plan_load, stored_tensors
-from shard_reshard.checkpoint.safetensors import DTYPES, FileState, FileTable, file_state, file_table
+from shard_reshard.checkpoint.safetensors import FileState, FileTable, file_state, file_table
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_spec import Box, InterleavedShard, Layout, MeshSpec
 from stored_files import file_bytes, write
@@ -118,7 +119,7 @@ def test_what_a_rank_wants_alone_it_reads_itself(tmp_path: Path) -> None:
 
 
 def test_every_dtype(tmp_path: Path) -> None:
-    for name in sorted(set(DTYPES.values())):
+    for name in sorted(set(SAFETENSORS.values())):
         dtype = getattr(torch, name)
         raw = torch.randint(0, 2 if name == "bool" else 256, (6, 4 * dtype.itemsize), dtype=torch.uint8)
         path = write(tmp_path / name, {"w": raw.view(dtype)})

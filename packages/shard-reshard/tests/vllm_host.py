@@ -1,4 +1,4 @@
-"""vLLM takes weights from a sharded trainer, 20 times while that trains; `nox -s vllm` runs it.
+"""vLLM takes weights from a sharded trainer, 20 times while that trains; `nox -s "hosts(vllm)"` runs it.
 
 The engine starts with dummy weights in this process, the trainer's two ranks are processes of their own. After each
 sync vLLM's greedy tokens are those of transformers on the trainer's full weights; bytes on the wire are the bound.

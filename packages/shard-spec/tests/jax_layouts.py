@@ -1,4 +1,4 @@
-"""Layouts against JAX's ``NamedSharding``: which rows lie on which device. Run by ``nox -s jax``.
+"""Layouts against JAX's ``NamedSharding``: which rows lie on which device. Run by ``nox -s "hosts(jax)"``.
 
 JAX takes only shapes that each dim's axes divide, so every case here does; uneven ones are compared with DTensor.
 """

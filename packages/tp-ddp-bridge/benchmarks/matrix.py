@@ -77,7 +77,7 @@ def _rank(rank: int, folder: str, todo: list[tuple[str, str]], queue: Any) -> No
     ranks = Ranks(rank, WORLD, torch.device("cpu"), "gloo")
     for situation, subject in todo:
         try:
-            result: float | str = bridge_cells.run_cell(ranks, situation, subject)
+            result: float | str = bridge_cells.run_cell(ranks, situation, subject).greatest
         except Exception as error:
             queue.put(f"{type(error).__name__} on rank {rank}: {error}"[:400])
             queue.close()

@@ -1,4 +1,4 @@
-"""The bridge's Accelerator against Hugging Face accelerate itself, on 2 x 2 ranks. `nox -s accelerate` runs it."""
+"""The bridge's Accelerator against Hugging Face accelerate, on 2 x 2 ranks; `nox -s "hosts(accelerate)"` runs it."""
 
 from __future__ import annotations
 

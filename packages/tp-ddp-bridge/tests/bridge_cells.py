@@ -40,7 +40,7 @@ _KNOWN = inspect.signature(DistributedDataParallel).parameters  # torch 2.11 has
 OPTIONS = {name: kwargs for name, kwargs in _OPTIONS.items() if kwargs.keys() <= _KNOWN.keys()}
 
 
-def option(run: Run, kwargs: dict[str, Any]) -> float:
+def option(run: Run, kwargs: dict[str, Any]) -> models.Compared:
     """The plain loop under an option of DDP; the optimizer was built before the bridge."""
     model = run.subject.shard(run.subject.build(), run.mesh["tp"])
     optimizer = run.subject.optimizer(model.parameters())
@@ -64,7 +64,7 @@ class Branches(nn.Module):
         return out + self.sometimes(x) if self.step % 2 else out
 
 
-def unused(run: Run) -> float:
+def unused(run: Run) -> models.Compared:
     """Parameters without a gradient, always and in some steps."""
     build = run.subject.build
     reference = Branches(build)
@@ -82,7 +82,7 @@ def unused(run: Run) -> float:
 Loop = Callable[[Any, torch.optim.Optimizer, models.Task, int, int], None]
 
 
-def both(run: Run, loop: Loop, *, steps: int = 5, atol: float | None = None) -> float:
+def both(run: Run, loop: Loop, *, steps: int = 5, atol: float | None = None) -> models.Compared:
     """The same loop on the whole batch in one process and on the ranks' shares."""
     reference, ddp = run.subject.build(), run.wrapped()
     loop(reference, run.subject.optimizer(reference.parameters()), run.subject.task(steps=steps), 0, 1)
@@ -133,7 +133,7 @@ def scaled(model: Any, optimizer: torch.optim.Optimizer, task: models.Task, inde
         scaler.update()
 
 
-def join(run: Run) -> float:
+def join(run: Run) -> models.Compared:
     """The second data-parallel rank has two batches fewer. Who joins gets the parameters, but no optimizer state."""
     task, (index, count) = run.subject.task(), run.part
     reference, ddp = run.subject.build(), run.wrapped()
@@ -171,7 +171,7 @@ def power_sgd(group: Any) -> tuple[Any, Any]:
     return state, powerSGD_hook.powerSGD_hook
 
 
-def hook(run: Run, make: Callable[[Any], tuple[Any, Any]], atol: float | None) -> float:
+def hook(run: Run, make: Callable[[Any], tuple[Any, Any]], atol: float | None) -> models.Compared:
     """Gradients through a communication hook. SGD: Adam would blow the error of a small gradient up to a step."""
     ddp = run.wrapped()
     ddp.register_comm_hook(*make(ddp.process_group))
@@ -191,7 +191,7 @@ def zero_optimizer(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def zero_1(run: Run) -> float:
+def zero_1(run: Run) -> models.Compared:
     """Optimizer state cut over the data-parallel ranks."""
     ddp = run.wrapped()
     optimizer = zero_optimizer(ddp.parameters(), process_group=ddp.process_group)
@@ -203,7 +203,7 @@ def zero_1(run: Run) -> float:
 # ---- forward and backward of another kind
 
 
-def recomputed(run: Run, reentrant: bool, kwargs: dict[str, Any]) -> float:
+def recomputed(run: Run, reentrant: bool, kwargs: dict[str, Any]) -> models.Compared:
     """The seed had plain tensors back in the module when backward recomputed a region."""
     model = run.subject.shard(run.subject.build(), run.mesh["tp"])
     runs: list[int] = []
@@ -228,7 +228,7 @@ def _recompute(region: Any, reentrant: bool, runs: list[int]) -> None:
     region.forward = forward
 
 
-def autocast(run: Run) -> float:
+def autocast(run: Run) -> models.Compared:
     """bfloat16 partial sums: 2**-8 of gradients below 0.5, times lr. SGD without momentum keeps it at that."""
 
     def train(model: Any, index: int, count: int) -> None:
@@ -250,7 +250,7 @@ def autocast(run: Run) -> float:
     return run.compare(ddp, reference, atol=5e-4)
 
 
-def variant(run: Run, name: str) -> float:
+def variant(run: Run, name: str) -> models.Compared:
     """A plan that cuts activations along the sequence, or logits along the vocabulary."""
     ddp = run.wrapped(run.subject.shard(run.subject.build(), run.mesh["tp"], **{name: True}))
     with loss_parallel() if name == "loss_parallel" else contextlib.nullcontext():
@@ -260,7 +260,7 @@ def variant(run: Run, name: str) -> float:
     return run.compare(ddp, run.reference(), sharded=run.subject.variants[name])
 
 
-SITUATIONS: dict[str, Callable[[Run], float]] = {
+SITUATIONS: dict[str, Callable[[Run], models.Compared]] = {
     **{name: functools.partial(option, kwargs=kwargs) for name, kwargs in OPTIONS.items()},
     "unused parameters": unused,
     "no_sync accumulation": functools.partial(both, loop=accumulate, steps=20, atol=ADAM_ATOL),  # 20 backward passes
@@ -290,12 +290,8 @@ def cells() -> list[tuple[str, str]]:
     return [pair for pair in itertools.product(SITUATIONS, SUBJECTS) if pair not in nothing]
 
 
-def run_cell(ranks: Ranks, situation: str, subject: str) -> float:
-    """Train and compare one cell; an error in it says which.
-
-    Returns:
-        The greatest difference from one process.
-    """
+def run_cell(ranks: Ranks, situation: str, subject: str) -> models.Compared:
+    """Train one cell, "GradScaler" of "MLP" for example, and compare it with one process; an error names the cell."""
     try:
         return SITUATIONS[situation](Run(ranks, SUBJECTS[subject], ranks.mesh((2, 2), ("dp", "tp"))))
     except BaseException as error:

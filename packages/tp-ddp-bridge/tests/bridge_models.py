@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from ranktest import Ranks
@@ -271,12 +271,16 @@ def whole(tensor: Any) -> Tensor:
     return full
 
 
-def assert_same_state(state: dict[str, Tensor], expected: dict[str, Tensor], *, count: int, atol: float) -> float:
-    """Compare two state dicts tensor by tensor; exactly ``count`` of them.
+class Compared(NamedTuple):
+    """Two state dicts compared: how many tensors, their greatest difference, and the greatest that is allowed."""
 
-    Returns:
-        The greatest difference.
-    """
+    tensors: int
+    greatest: float
+    atol: float
+
+
+def assert_same_state(state: dict[str, Tensor], expected: dict[str, Tensor], *, count: int, atol: float) -> Compared:
+    """Compare two state dicts tensor by tensor; exactly ``count`` of them."""
     assert list(state) == list(expected)
     compared = 0
     greatest = 0.0
@@ -288,4 +292,4 @@ def assert_same_state(state: dict[str, Tensor], expected: dict[str, Tensor], *, 
         greatest = max(greatest, difference)
         compared += 1
     assert compared == count, f"compared {compared} tensors, meant to compare {count}"
-    return greatest
+    return Compared(compared, greatest, atol)

@@ -132,20 +132,16 @@ class Run:
 
     def compare(
         self, ddp: Any, reference: Any, *, atol: float | None = None, copies: int = 1, sharded: int | None = None
-    ) -> float:
-        """Every tensor of the state with the reference's, and replicas with one another.
-
-        Returns:
-            The greatest difference from the reference.
-        """
+    ) -> models.Compared:
+        """Compare every tensor of the state with the reference's, and replicas with one another."""
         count = self.subject.tensors * copies
         state, expected = ddp.module.state_dict(), reference.state_dict()
         atol = self.subject.atol if atol is None else atol
-        greatest = models.assert_same_state(state, expected, count=count, atol=atol)
+        compared = models.assert_same_state(state, expected, count=count, atol=atol)
         assert sum(isinstance(value, DTensor) for value in state.values()) == (sharded or self.subject.sharded * copies)
         num_tensors = len(list(ddp.parameters())) + len(list(ddp.buffers()))  # a state dict leaves some buffers out
         assert check_replicas(ddp, ddp.process_group) == num_tensors >= count
-        return greatest
+        return compared
 
 
 _REFERENCES: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""LoRA of peft under tensor parallelism: equal to one process, or refused; `nox -s peft` runs it."""
+"""LoRA of peft under tensor parallelism: equal to one process, or refused; `nox -s "hosts(peft)"` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our collectives under the strict mode of spmd-types, and mistakes that both refuse; `nox -s spmd_types` runs it."""
+"""Collectives under the strict mode of spmd-types, and mistakes that both refuse: `nox -s "hosts(spmd_types)"`."""
 
 from __future__ import annotations
 

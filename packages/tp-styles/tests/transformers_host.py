@@ -1,4 +1,4 @@
-"""Our styles inside transformers: its own tensor-parallel checks, and what it lacks; `nox -s transformers` runs it.
+"""Our styles inside transformers: its own tensor-parallel checks, and what it lacks. `nox -s "hosts(transformers)"`.
 
 The checks are those of `test_tensor_parallel_mixin.py` and `test_fsdp_mixin.py` in the sdist of transformers, which
 `TRANSFORMERS_SDIST` names. The files are run as they are; what the sdist leaves out, the model tester and how ranks are

@@ -1,4 +1,4 @@
-"""What gloo does wrongly without an error is an error in ranks."""
+"""Calls that gloo carries out wrongly without an error, disagreeing splits for example, are errors in ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ranktest import Ranks, intercept
 
 @pytest.mark.ranks(2)
 def test_gloo_takes_disagreeing_splits_without_an_error(ranks: Ranks) -> None:
-    """The trap itself, past the checks."""
+    """The trap itself, with the checks off: rank 1 gets one row of two and no error."""
     if ranks.device.type != "cpu":
         return
     out, give = torch.full((4,), -1.0), [2, 1] if ranks.rank == 0 else [2, 2]

@@ -16,7 +16,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def run_sample(folder: Path, *options: str, launch: tuple[str, ...] = ()) -> tuple[str, int]:
-    """What pytest printed about the sample, and how it ended."""
+    """Run the sample with pytest; returns the output and the exit code."""
     (folder / "test_faults.py").write_text(SAMPLE.read_text())
     (folder / "pytest.ini").write_text(INI)
     command = [sys.executable, *launch, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "ranktest.plugin"]
@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
 
 
 def story(output: str, test: str) -> str:
-    """The part of the report about one failure."""
+    """Return the part of the report about one failure."""
     match = re.search(rf"^_+ {re.escape(test)} _+$(.*?)(?=^_{{5,}} |^=====)", output, re.DOTALL | re.MULTILINE)
     assert match, output
     return match[1]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranktest import Ranks
 from shared import consensus
+from shared.consensus import as_bytes
 from shared.problems import PlanError
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -56,3 +58,12 @@ def test_a_peer_that_never_comes_is_an_error_with_the_call(ranks: Ranks) -> None
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"load weights, call 1, got no answer .* on rank 0: another rank died"):
             consensus.assert_consistent(group, "load weights", ["same"])
+
+
+def test_bytes_of_a_contiguous_tensor_are_its_memory() -> None:
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    as_bytes(tensor).fill_(255)
+    assert tensor.isnan().all()
+    assert as_bytes(torch.tensor(3.0)).tolist() == [0, 0, 64, 64]
+    assert as_bytes(torch.arange(6.0).view(2, 3).t()).view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
+    assert as_bytes(torch.arange(8.0)[2::2][:1]).view(torch.float32).tolist() == [2]

@@ -10,9 +10,9 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_partition._shared.dtensor import as_dtensor
 from dp_partition.plan.placements import chunk_bounds
 from dp_partition.runtime.consensus import full_copies
-from dp_partition.runtime.state import as_dtensor
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -123,9 +123,9 @@ def test_full_copies_of_shards_take_one_message(ranks: Ranks) -> None:
     placed: list[torch.Tensor] = []
     for index, full in enumerate(fulls):
         start, end = chunk_bounds(full.shape[0], 3, ranks.rank)
-        placed.append(as_dtensor(full[start:end].clone(), full, mesh, Shard(0)))
+        placed.append(as_dtensor(full[start:end].clone(), mesh, [Shard(0)], full.shape, full.stride()))
         if index < 2:
-            placed += [as_dtensor(full, full, mesh, Replicate()), full]
+            placed += [as_dtensor(full, mesh, [Replicate()], full.shape, full.stride()), full]
     expected = [x for index, full in enumerate(fulls) for x in [full] * (3 if index < 2 else 1)]
     with ranks.record() as log:
         copies = full_copies(placed, mesh)

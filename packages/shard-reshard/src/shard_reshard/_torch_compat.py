@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -193,14 +192,6 @@ def sharded_tensor_types() -> tuple[Any, Any]:
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
     return ShardedTensor, Shard
-
-
-def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int]) -> DTensor:
-    """Return the DTensor of a local tensor. Uneven shards do not determine the global shape and stride."""
-    from torch.distributed.tensor import DTensor
-
-    stride = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def dtensor_maker(like: DTensor) -> Callable[[torch.Tensor], DTensor]:

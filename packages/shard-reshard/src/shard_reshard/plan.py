@@ -16,8 +16,9 @@ from math import prod
 from operator import add, attrgetter, sub
 from typing import NamedTuple, Self
 
+from shard_reshard._shared.dtypes import FLOATING
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.shard_map import FLOATING, ITEMSIZES, Cell, Index, ShardMap, new_tuple
+from shard_reshard.layout.shard_map import ITEMSIZES, Cell, Index, ShardMap, new_tuple
 
 FORMAT = 1
 

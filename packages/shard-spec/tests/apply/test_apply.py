@@ -516,8 +516,8 @@ def test_functions_that_apply_enters(ranks: Ranks) -> None:
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
         entered = functions_entered(shard_spec, partial(plan.apply, model, mesh))
     files = {file for file, _ in entered}
-    assert len(entered) <= 78, (len(entered), sorted(entered))
-    assert len(files) <= 14, sorted(files)
+    assert len(entered) <= 76, (len(entered), sorted(entered))
+    assert len(files) <= 15, sorted(files)  # as_dtensor is in a file of its own, which packages share
 
 
 @pytest.mark.ranks(2)

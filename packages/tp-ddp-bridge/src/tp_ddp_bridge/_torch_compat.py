@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map as tree_map
 
 GRAD_HOOKS, POST_ACCUMULATE_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 """Attributes with the dicts that a tensor's hooks are registered in; handles remove from these very dicts."""

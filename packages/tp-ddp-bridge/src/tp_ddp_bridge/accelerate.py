@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from tp_ddp_bridge._shared.consensus import tensor_hash
 from tp_ddp_bridge._shared.norms import clip_grad_norm_
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
-from tp_ddp_bridge.consistency.replicas import fingerprint, raise_on_all_ranks
+from tp_ddp_bridge.consistency.replicas import raise_on_all_ranks
 from tp_ddp_bridge.ddp import tensor_ranks
 from tp_ddp_bridge.optim.elementwise import parameters_of
 from tp_ddp_bridge.optim.repoint import repoint
@@ -258,7 +259,7 @@ class _SameBatches:
         lines: list[str] = []
 
         def note(each: torch.Tensor) -> None:
-            lines.append(f"batch: {each.dtype} {tuple(each.shape)}, checksum {fingerprint(each).tolist()}")
+            lines.append(f"batch: {each.dtype} {tuple(each.shape)}, hash {tensor_hash(each).tolist()}")
 
         for index, batch in enumerate(super().__iter__()):  # type: ignore[misc]  # of the loader's own class
             if index == 0:

@@ -6,12 +6,17 @@ from torch import nn
 from tp_ddp_bridge.module.survey import survey
 
 
-def test_a_plain_module_and_one_that_cannot_be_bridged() -> None:
+def test_a_plain_module_has_nothing_to_bridge() -> None:
     surveyed = survey(nn.Linear(2, 2))
-    assert (
-        surveyed.bridgeable == surveyed.meshes == []
-        and list(surveyed.plain) == ["weight", "bias"]
-        and surveyed.problems == []
-    )
-    lazy = nn.LazyLinear(3)
-    assert [problem.code for problem in survey(lazy).problems] == ["uninitialized-parameter"] * 2
+    assert list(surveyed.plain) == ["weight", "bias"]
+    assert surveyed.bridgeable == []
+    assert surveyed.meshes == []
+    assert surveyed.problems == []
+
+
+def test_each_parameter_without_a_shape_is_a_problem() -> None:
+    problems = survey(nn.LazyLinear(3)).problems
+    assert [(problem.name, problem.code) for problem in problems] == [
+        ("weight", "uninitialized-parameter"),
+        ("bias", "uninitialized-parameter"),
+    ]

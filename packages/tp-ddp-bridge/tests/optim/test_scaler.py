@@ -72,6 +72,8 @@ def test_nothing_is_sent_where_nothing_is_sharded(ranks: Ranks) -> None:
 
 def test_an_error_of_another_package_is_raised_as_ours() -> None:
     class PlanError(ValueError):
+        _is_plan_error = True
+
         def __init__(self) -> None:
             self.problems, self.summary = (Problem("parameter-replaced", "weight"),), ""
 

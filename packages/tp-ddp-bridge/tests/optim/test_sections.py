@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Shard
 from tp_ddp_bridge import clip_grad_norm_, optimizer_state_to_dtensor, optimizer_state_to_local
+from tp_ddp_bridge._shared.sectioned_tensor import SectionedTensor
 from tp_ddp_bridge._shared.sharding_info import Section, ShardingInfo
 from tp_ddp_bridge.layout import layout_of
-from tp_ddp_bridge.optim.sections import SectionedTensor
 
 SECTIONS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {  # dim, and size and unit of each section
     "key": (0, ((8, 4),)),  # 2 heads of 4 rows
@@ -139,9 +139,9 @@ def test_a_sectioned_tensor_is_like_a_dtensor(ranks: Ranks) -> None:
         assert torch.equal(tensor.full_tensor(), expected)
         assert torch.equal(layout.shard(expected), parameter.detach())
         assert type(tensor + 1) is torch.Tensor and (tensor + 1).shape == parameter.shape
-        assert tensor.local().data_ptr() == parameter.data_ptr()
+        assert tensor.plain().data_ptr() == parameter.data_ptr()
         copied = copy.deepcopy(tensor)
-        assert torch.equal(copied.full_tensor(), expected) and copied.local().data_ptr() != parameter.data_ptr()
+        assert torch.equal(copied.full_tensor(), expected) and copied.plain().data_ptr() != parameter.data_ptr()
         assert "sections" in str(layout)
         with pytest.raises(AssertionError):
             layout.wrap(parameter)  # a DTensor would misdescribe it

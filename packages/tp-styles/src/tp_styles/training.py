@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tp_styles._shared.consensus import assert_consistent
+from tp_styles._shared.sectioned_tensor import SectionedTensor
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import ShardParameter
 from tp_styles.runtime.redistribute import Redistribute, TPGroup
-from tp_styles.runtime.state_hooks import SectionedShard
 from tp_styles.values import Redistribution, Section
 
 
@@ -193,7 +193,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     except Exception as error:
         fault = error  # raised below, on all ranks
     divided = [
-        f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | SectionedShard)
+        f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | SectionedTensor)
     ]
     for mesh in _meshes(model):
         try:
@@ -202,7 +202,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             fault = error
     if fault is not None:
         raise fault
-    sharded = DTensor | SectionedShard
+    sharded = DTensor | SectionedTensor
     return {name: value.full_tensor() if isinstance(value, sharded) else value for name, value in state.items()}
 
 

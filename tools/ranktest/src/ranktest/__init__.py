@@ -1,6 +1,6 @@
-"""Test bodies that run on many ranks.
+"""A pytest plugin for programs that communicate: test bodies on several ranks, and means to watch what they send.
 
-Everything here is reached lazily, so that loading the pytest plugin does not import torch.
+Names are imported when they are first used, so that loading the plugin does not import torch.
 """
 
 from __future__ import annotations
@@ -17,20 +17,12 @@ if TYPE_CHECKING:
     from ranktest.recording import Event as Event
     from ranktest.recording import Log as Log
 
-_WHERE = {
-    "Ranks": "ranktest.ranks",
-    "Event": "ranktest.recording",
-    "Log": "ranktest.recording",
-    "fake_cuda": "ranktest.fake",
-    "fake_mesh": "ranktest.fake",
-    "FakeCudaError": "ranktest.fake",
-    "functions_entered": "ranktest.calls",
-}
-
 __all__ = ["Ranks", "Event", "Log", "fake_cuda", "fake_mesh", "FakeCudaError", "functions_entered"]
+
+_MODULES = ("ranks", "recording", "recording", "fake", "fake", "fake", "calls")  # one for each name
 
 
 def __getattr__(name: str) -> object:
-    if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
+    if name in __all__:
+        return getattr(importlib.import_module(f"ranktest.{_MODULES[__all__.index(name)]}"), name)
     raise AttributeError(f"module 'ranktest' has no attribute {name!r}")

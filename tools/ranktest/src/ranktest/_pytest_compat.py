@@ -20,7 +20,7 @@ from ranktest.job import Job, Outcome
 
 def make_config(args: list[str]) -> pytest.Config:
     """A configuration as a pytest run with these arguments has; importing under it rewrites asserts."""
-    # the server has imported this plugin before there was a configuration
+    # pytest warns that the server has imported this plugin before, and so without rewritten asserts
     return pytest_config._prepareconfig([*args, "-W", "ignore::pytest.PytestAssertRewriteWarning"])
 
 
@@ -77,7 +77,7 @@ def outcome_of(config: pytest.Config, rank: int, problem: BaseException, job: Jo
         info.traceback = cut
     style: Any = {"auto": "long", "no": "line"}.get(job.tbstyle, job.tbstyle)
     if job.tbstyle == "auto":
-        # the test in full, torch's functions in a line or two
+        # the frames of the test in full, those of torch in a line or two
         info.traceback = Traceback(
             entry if str(entry.path) == job.path else entry.with_repr_style("short") for entry in info.traceback
         )

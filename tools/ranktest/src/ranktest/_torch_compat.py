@@ -93,7 +93,7 @@ def box_work(work: Any) -> Any:
 
 
 def is_gloo(group: Any, device: torch.device) -> bool:
-    """Whether gloo serves a group's tensors on a device."""
+    """Tell whether gloo serves a group's tensors on a device; NCCL serves those on CUDA."""
     return str(group._get_backend(device).name()) == "gloo"
 
 
@@ -109,7 +109,7 @@ def fake_tensor_mode() -> Any:
 
 
 def real_tensors() -> Any:
-    """A context without fake tensors, and without any other dispatch mode."""
+    """A context in which tensors are real ones again, under no dispatch mode at all."""
     return _disable_current_modes()
 
 

@@ -1,8 +1,7 @@
-"""Which ranks are at work: a rank hangs when it rests, not when a clock says so.
+"""Tells when ranks hang: they hang when all of them rest, not when a clock says so.
 
-On a busy machine a test takes many times as long, with all ranks at work. What counts is how long a rank used a core or
-waited for one, with the helpers that it started (a compiler): Linux has both in `/proc`. Elsewhere every rank seems to
-rest.
+On a busy machine a test takes many times as long, with all ranks at work. A rank works as long as it, or a helper that
+it started (a compiler), uses a core or waits for one: Linux counts both in `/proc`. Elsewhere every rank seems to rest.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ class Rest:
         self.next_at = now + self.sample_s
         processes = [core_seconds(leader) for leader in leaders]
         if self.before is not None:
-            # By process: a compiler that has ended takes along what it waited, and must not make a rank seem to rest.
-            # Of all ranks that were left then: one that waited for another starts to rest when that one has ended.
+            # Seconds are compared process by process: the total of a rank sinks when its compiler ends, and the rank
+            # must not seem to rest. The busiest rank counts, also one that has ended since: those that waited for it
+            # start to rest only now.
             before, gained = self.before, [0.0]
             for own in processes:
                 pairs = [(now, before.get(pid, (0.0, 0.0))) for pid, now in own.items()]
@@ -56,10 +56,10 @@ def core_seconds(leader: int) -> dict[int, tuple[float, float]]:
     """Seconds that each process of a group has used a core, and waited for one; none where there is no `/proc`."""
     seconds = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[2]) == leader:
-                # Its own, and of its children that have ended; then what its threads waited.
+                # Fields 11 to 14: seconds of the process and its ended children. schedstat: how long a thread waited.
                 waits = [(task / "schedstat").read_text().split()[1] for task in (folder / "task").iterdir()]
                 seconds[int(folder.name)] = sum(map(int, fields[11:15])) / TICKS_PER_S, sum(map(int, waits)) / 1e9
     return seconds

@@ -1,4 +1,4 @@
-"""Inside a rank: import the test module as pytest would, run one body, say how it went."""
+"""Code that runs inside a rank: it imports the test module as pytest would, runs one body and sends the outcome."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def configure(config: Any) -> None:
 
 
 def preload(names: tuple[str, ...]) -> None:
-    """Import what rank processes would otherwise each import on their own."""
+    """Import torch and ranktest's modules before the first fork, so that no rank has to."""
     import torch
 
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def preload(names: tuple[str, ...]) -> None:
 
 
 def learn(names: Iterable[str]) -> None:
-    """Import what bodies had to import themselves, so that ranks forked later find it there."""
+    """Import modules that earlier bodies were the first to import, so that ranks forked later find them."""
     new = [name for name in names if name not in sys.modules]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,7 +68,7 @@ def learn(names: Iterable[str]) -> None:
 
 
 def _imported_since(before: set[str]) -> tuple[str, ...]:
-    """Names of modules that came from files since, other than generated ones."""
+    """Names of modules imported since, from files; those that torch's compiler generated are left out."""
     generated = os.path.realpath(tempfile.gettempdir())
 
     def lasting(name: str) -> bool:
@@ -100,7 +100,7 @@ def become_rank(job: Job, meeting: Meeting, channel: Connection) -> NoReturn:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         channel.send(_outcome(job, meeting))
         with contextlib.suppress(EOFError, OSError):
-            channel.recv()  # stay, sockets open, until every rank has answered
+            channel.recv()  # keep sockets open until every rank has answered
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -141,8 +141,18 @@ def _run(job: Job, meeting: Meeting) -> None:
         intercept.add(GlooChecks())
         if job.ranks_argument:
             funcargs["ranks"] = Ranks(meeting.rank, job.world_size, device, job.placement.backend)
+        if job.debugger and job.debugger[0] == meeting.rank:
+            _await_debugger(job.debugger[1])
         with _nothing_ignored():
             _function(module, job.qualname)(**funcargs)
+
+
+def _await_debugger(port: int) -> None:
+    """Listen on a port of this machine until an editor has attached: VS Code's "attach", for example."""
+    import debugpy
+
+    debugpy.listen(("127.0.0.1", port))
+    debugpy.wait_for_client()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which functions of a package a call enters: what a test of its main path asserts."""
+"""Counts the functions of a package that a call enters, for tests that keep the main path short."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def functions_entered(package: ModuleType, call: Callable[[], Any]) -> Counter[tuple[str, str]]:
-    """How often `call` enters each function of `package`, by file and name; neither comprehensions nor class bodies."""
+    """Count how often `call` enters each function of `package`, by file and name; comprehensions are left out."""
     folder = str(Path(str(package.__file__)).parent)
     entered: Counter[tuple[str, str]] = Counter()
 

@@ -1,4 +1,4 @@
-"""Refusing what gloo takes without an error and then does wrongly.
+"""Refuses calls that gloo takes without an error and then carries out wrongly.
 
 gloo's `all_to_all_single` accepts split sizes that disagree between ranks and a dim 0 that does not divide (rows stay
 stale, or the process aborts), and fills a non-contiguous output wrongly. In ranks each is a ValueError on every rank of
@@ -46,7 +46,7 @@ class GlooChecks:
 
 
 def sent_and_expected(call: Call) -> list[int]:
-    """Bytes that this rank sends to each rank, then bytes that it expects from each.
+    """Return the bytes that this rank sends to each rank, then those that it expects from each.
 
     Raises:
         ValueError: non-contiguous tensors, or split sizes that do not fit them.
@@ -75,7 +75,7 @@ def sent_and_expected(call: Call) -> list[int]:
 
 
 def disagreements(sizes: list[list[int]], ranks: tuple[int, ...]) -> str:
-    """Pairs whose sender and receiver differ; `sizes[r]` is rank r's bytes to each rank, then from each rank."""
+    """Name the pairs whose sizes differ; `sizes[r]` is rank r's bytes to each rank, then from each rank."""
     size = len(ranks)
     pairs = [
         f"rank {ranks[a]} sends {sizes[a][b]} bytes to rank {ranks[b]}, which expects {sizes[b][size + a]}"

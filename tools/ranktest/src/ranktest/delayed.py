@@ -1,4 +1,4 @@
-"""A group on which nothing arrives before `wait()`.
+"""Collectives whose results do not arrive before `wait()`.
 
 Inside `ranks.delayed()` a collective runs on copies. The caller's outputs are poisoned at issue (NaN, else 0xFF bytes)
 and get the result at `wait()`, so whoever reads early reads poison; inputs are compared with what they were at issue,
@@ -24,7 +24,7 @@ FUTURE_DELAY_S = 0.005
 
 _NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
-# A Work that is only known to C++ loses its Python half with the last Python reference: these live to the end.
+# Works that the caller dropped: without a Python reference, C++ would keep the C++ half of a Work alone.
 _alive: list[Work] = []
 
 
@@ -68,7 +68,7 @@ class Delayed:
 
 
 class Transfer:
-    """Copies of a call's tensors, and conditions on the originals in flight."""
+    """The tensors of one call: copies that the backend works on, and checks that the caller leaves its own alone."""
 
     def __init__(self, call: Call) -> None:
         reads, writes = call.reads(), call.writes()
@@ -93,13 +93,13 @@ class Transfer:
         return [self._copied(part) for part in value]
 
     def poison(self) -> None:
-        """Make the outputs unusable."""
+        """Fill the outputs with NaN or 0xFF, so that an early read shows."""
         for tensor, _ in self.writes:
             _poison(tensor)
         self.versions = [_version(tensor) for tensor, _ in self.writes]
 
     def touched(self) -> list[str]:
-        """What was done to the buffers since they were issued."""
+        """Return a line for each buffer that the caller changed in flight: an input, or a poisoned output."""
         tensors = []
         for tensor, before in self.reads:
             if not _same_bytes(tensor, before):
@@ -133,7 +133,7 @@ class Work(compat.Work):
         self.lock = threading.RLock()
 
     def deliver(self) -> list[str]:
-        """Wait for the backend, check the buffers, hand over the result; once."""
+        """Wait for the backend, check the buffers and hand over the result; a second call does nothing."""
         with self.lock, torch.no_grad():
             if self.delivered:
                 return []
@@ -175,29 +175,29 @@ class Work(compat.Work):
             future.set_exception(error)
 
     def is_completed(self) -> bool:
-        """False at first, as on a slow link; polling again delivers."""
+        """Return False at the first call, as on a slow link; a later call delivers."""
         self.polled += 1
         if self.polled > 1 and self.real.is_completed():
             self.deliver()
         return self.delivered
 
     def synchronize(self) -> None:
-        """Same as `wait`."""
+        """Deliver the result, as `wait` does."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The outputs."""
+        """Return the outputs."""
         return self.outputs
 
     def source_rank(self) -> int:
-        """Where a receive came from."""
+        """The rank that a receive came from."""
         return int(self.real.source_rank())
 
     _source_rank = source_rank
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    data = tensor.data  # shares memory, not the version counter: a collective does not count as an in-place change
+    data = tensor.data  # shares memory, not the version counter: for autograd a collective is no in-place change
     if data.is_complex():
         data.fill_(complex(float("nan"), float("nan")))
     elif data.is_floating_point() and data.element_size() > 1:
@@ -212,7 +212,7 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """The count of in-place changes, since NaN plus one is the same NaN; all views of a storage share one count."""
+    """Return the count of in-place changes, as NaN + 1 keeps NaN's bytes; 0 for a view, which shares a count."""
     is_full_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     return tensor._version if is_full_storage and not tensor.is_inference() else 0
 

@@ -1,4 +1,4 @@
-"""A CUDA rank that does not exist: what a program would do on it, found on the CPU build.
+"""A CUDA rank that does not exist, on which the CPU build of torch shows mistakes that only a GPU would show.
 
 `fake_cuda(rank=1, world_size=2)` runs a block under FakeTensorMode with a fake process group, on the device `cuda:1`.
 Nothing is computed and nothing is sent, but every operation checks devices, so the block raises where a program
@@ -61,7 +61,7 @@ def fake_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 class FakeCudaError(RuntimeError):
-    """A program did what would be wrong or slow on a real device."""
+    """A program did something wrong or slow for a real device, a copy to the CPU for example."""
 
 
 def _check_device(what: Any, named: torch.device, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Joining the process group of one test."""
+"""Joins the process group of one test."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ranktest import _torch_compat as compat
+from ranktest import supervise
 from ranktest.job import Job, Meeting
 
 
@@ -19,10 +20,11 @@ def join(job: Job, meeting: Meeting) -> torch.device:
     os.environ.update(RANK=str(meeting.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(device.index or 0))
     bound = None
     if device.type == "cuda":
-        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # since 2.30; older ones refuse several on a device
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # for NCCL 2.30: several ranks on one device
         compat.use_cuda(device)
         bound = device if "nccl" in job.placement.backend else None
-    timeout = timedelta(seconds=job.group_timeout_s)
+    # A collective waits for a busy rank, or for one in a debugger, as long as the test may take.
+    timeout = timedelta(seconds=supervise.LIMIT_S)
     store = compat.TCPStore(
         "127.0.0.1",
         meeting.port,

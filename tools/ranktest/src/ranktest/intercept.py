@@ -1,4 +1,4 @@
-"""Standing between `ProcessGroup` and its backend.
+"""Kernels between `ProcessGroup` and its backend, through which every collective passes.
 
 Every collective of every group, whoever issues it (Python, DDP's C++ reducer, functional collectives, custom
 operators, DCP), goes through one operator of torch's `c10d` namespace. `install` registers a kernel before each of
@@ -17,7 +17,63 @@ import torch
 import torch.distributed as dist
 
 from ranktest import _torch_compat as compat
-from ranktest.operators import OPERATORS, Operator, tensors_in
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the table.
+
+    Attributes:
+        op: name in logs.
+        reads: argument that the backend reads ("" if none).
+        writes: argument that the backend writes ("" if none).
+        rooted: which side only the root (`root_rank`) has: "reads" for broadcast and scatter, "writes" for reduce and
+            gather, "" if all ranks do the same.
+    """
+
+    op: str
+    reads: str
+    writes: str
+    rooted: str = ""
+
+
+OPERATORS = {
+    "allreduce_": Operator("all_reduce", "tensors", "tensors"),
+    "allreduce_coalesced_": Operator("all_reduce", "tensors", "tensors"),
+    "allgather_": Operator("all_gather", "input_tensors", "output_tensors"),
+    "_allgather_base_": Operator("all_gather", "input_tensor", "output_tensor"),
+    "allgather_coalesced_": Operator("all_gather", "input_list", "output_lists"),
+    "allgather_into_tensor_coalesced_": Operator("all_gather", "inputs", "outputs"),
+    "reduce_scatter_": Operator("reduce_scatter", "input_tensors", "output_tensors"),
+    "_reduce_scatter_base_": Operator("reduce_scatter", "input_tensor", "output_tensor"),
+    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter", "inputs", "outputs"),
+    "alltoall_": Operator("all_to_all", "input_tensors", "output_tensors"),
+    "alltoall_base_": Operator("all_to_all", "input", "output"),
+    "broadcast_": Operator("broadcast", "tensors", "tensors", rooted="either"),
+    "reduce_": Operator("reduce", "tensors", "tensors", rooted="writes"),
+    "gather_": Operator("gather", "input_tensors", "output_tensors", rooted="writes"),
+    "gather_into_tensor_": Operator("gather", "input_tensor", "output_tensor", rooted="writes"),  # from torch 2.15 on
+    "scatter_": Operator("scatter", "input_tensors", "output_tensors", rooted="reads"),
+    "send": Operator("send", "tensors", ""),
+    "recv_": Operator("recv", "", "tensors"),
+    "recv_any_source_": Operator("recv", "", "tensors"),
+    "barrier": Operator("barrier", "", ""),
+    "monitored_barrier_": Operator("barrier", "", ""),
+}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument: a tensor, a list, or a list of lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of all tensors of an argument."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 @dataclass
@@ -29,52 +85,30 @@ class Call:
     group: Any
     device: torch.device
 
-    @property
-    def operator(self) -> Operator:
-        """Its row of the table."""
-        return OPERATORS[self.name]
-
-    @property
-    def op(self) -> str:
-        """Canonical name."""
-        return self.operator.op
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        return int(self.group.rank())
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the group."""
-        return int(self.group.size())
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank is the root of a rooted operation."""
-        return bool(self.arguments.get("root_rank") == self.rank)
+    def __post_init__(self) -> None:
+        self.operator: Operator = OPERATORS[self.name]
+        self.op = self.operator.op
+        self.rank, self.size = int(self.group.rank()), int(self.group.size())  # in the group
+        self.is_root = bool(self.arguments.get("root_rank") == self.rank)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The group's ranks in the default group."""
+        """The group's ranks as numbered in the default group."""
         try:
             return tuple(dist.get_process_group_ranks(self.group))
         except (KeyError, ValueError, RuntimeError):
             return tuple(range(self.size))
 
     def reads(self) -> list[torch.Tensor]:
-        """Tensors that the backend reads on this rank."""
-        if self.operator.rooted in ("either", "reads") and not self.is_root:
-            return []
-        return list(tensors_in(self.arguments.get(self.operator.reads)))
+        """Tensors that the backend reads on this rank: none on the receivers of a broadcast."""
+        skipped = self.operator.rooted in ("either", "reads") and not self.is_root
+        return [] if skipped else list(tensors_in(self.arguments.get(self.operator.reads)))
 
     def writes(self) -> list[torch.Tensor]:
-        """Tensors that the backend writes on this rank."""
-        if (self.operator.rooted == "either" and self.is_root) or (
-            self.operator.rooted == "writes" and not self.is_root
-        ):
-            return []
-        return list(tensors_in(self.arguments.get(self.operator.writes)))
+        """Tensors that the backend writes on this rank: none on the root of a broadcast."""
+        skipped = self.is_root if self.operator.rooted == "either" else not self.is_root
+        skipped = skipped and self.operator.rooted in ("either", "writes")
+        return [] if skipped else list(tensors_in(self.arguments.get(self.operator.writes)))
 
 
 Execute = Callable[[dict[str, Any]], Any]
@@ -103,7 +137,7 @@ def remove(listener: Listener) -> None:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Calls inside the block reach no listener."""
+    """Keep the calls inside the block from all listeners."""
     saved = list(_listeners)
     _listeners.clear()
     try:
@@ -134,10 +168,8 @@ def install() -> None:
 
 
 def _kernel(name: str, argument_names: list[str]) -> Callable[..., Any]:
-    defaults = compat.schema_defaults(name)
-
     def intercepted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = {**defaults, **dict(zip(argument_names, args, strict=False)), **kwargs}
+        arguments = {**compat.schema_defaults(name), **dict(zip(argument_names, args, strict=False)), **kwargs}
         execute = _executor(name, argument_names, keyset)
         device = next((tensor.device for value in arguments.values() for tensor in tensors_in(value)), None)
         if not _listeners or device is None or device.type == "meta":

@@ -1,4 +1,4 @@
-"""What the ranks run, where they meet, and what each rank answers."""
+"""Values that travel between the pytest process, the server and the ranks: job, meeting point, outcome."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks live and what they talk over.
+    """The device of ranks and the backend of their group.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -25,7 +25,8 @@ class Job:
     """One test body on `world_size` ranks.
 
     `funcargs` is a pickle of the fixture values: it is opened in the rank only after the test module is imported,
-    because it may hold objects of classes defined there.
+    because it may hold objects of classes defined there. `debugger` is a rank and the port of this machine on which
+    that rank waits for a debugger before its body starts.
     """
 
     nodeid: str
@@ -36,16 +37,16 @@ class Job:
     world_size: int
     seed: int
     rest_s: float
-    group_timeout_s: float
     filterwarnings: tuple[str, ...]
     folder: str
     tbstyle: str = "auto"
     placement: Placement = Placement()
+    debugger: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where one rank meets the others of its test.
+    """The meeting point of one rank with the others of its test.
 
     Attributes:
         rank: number in the default group; decides the device.
@@ -60,7 +61,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank says about its run of the body."""
+    """The answer of one rank about its run of the body."""
 
     rank: int
     status: str  # "passed", "failed", "skipped", "xfailed"

@@ -1,4 +1,4 @@
-"""The pytest plugin: markers, options, and the choice of the engine."""
+"""The hooks of the pytest plugin: options, markers, tests that cannot run here, and jobs for the ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import pickle
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,10 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ranks-per-gpu", type=int, default=1, metavar="N", help="how many ranks share a GPU (default: %(default)s)"
     )
+    group.addoption(
+        "--ranks-debugger",
+        type=int,
+        metavar="RANK",
+        help="this rank waits for a debugger (debugpy) on a port that is printed; ranks may rest until the limit",
+    )
 
 
 def _torchrun_sizes() -> tuple[int, int] | None:
-    """This process's rank and the number of ranks, where torchrun started it."""
+    """Return this process's rank and the number of ranks; None if torchrun did not start it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -53,7 +60,7 @@ def _torchrun_sizes() -> tuple[int, int] | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Under torchrun, the process of rank 0 forks all ranks of a test; the others leave at once, in peace."""
+    """Under torchrun, the process of rank 0 forks all ranks of a test; the others end at once with status 0."""
     sizes = _torchrun_sizes()
     if sizes is None:
         return None
@@ -72,13 +79,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "extra(*distributions): the test needs distributions beyond the package's own closure"
     )
+    config.addinivalue_line(
+        "markers", "gpu: runs only with --ranks-device (cuda; or cpu, where sizes are small and waits go unchecked)"
+    )
     config.stash[_NOT_RUN] = []
     if config.getoption("ranks_per_gpu") < 1:
         raise pytest.UsageError("--ranks-per-gpu takes a positive number")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the server."""
+    """End the server that ranks are forked from."""
     if _POOL in config.stash:
         config.stash[_POOL].close()
 
@@ -95,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out what cannot run here, and remember why."""
+    """Take out tests that cannot run here, of 4 ranks on 2 GPUs for example, and keep the reasons for the summary."""
     selected = []
     for item in items:
         why = _why_not(config, item)
@@ -113,13 +123,16 @@ def _why_not(config: pytest.Config, item: pytest.Item) -> str:
     extras = [name for marker in item.iter_markers("extra") for name in marker.args]
     if extras and config.getoption("without_extras"):
         return f"needs {', '.join(extras)} (--without-extras)"
+    unasked = config.getoption("ranks_device") == "auto" and _placement(config).device == "cpu"
+    if unasked and item.get_closest_marker("gpu"):
+        return "is for GPUs (--ranks-device cuda)"
     marker = item.get_closest_marker("ranks")
     if marker is not None:
         wanted, room = world_size_of(item), _room(config)
         if room is not None and wanted > room:
             return f"needs {wanted} ranks, there are {room}"
         most = max((n for n in marker.args if room is None or n <= room), default=wanted)
-        if _torchrun_sizes() and wanted < most:  # torchrun with fewer ranks is the way to run these
+        if _torchrun_sizes() and wanted < most:  # they run under torchrun with fewer processes
             return f"{wanted} of {room} ranks: runs on {most} of them"
     return ""
 
@@ -142,7 +155,7 @@ def _room(config: pytest.Config) -> int | None:
 # ---- running
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A missing extra distribution is an error."""
+    """Fail a test marked `extra("transformers")` where transformers is not installed."""
     for marker in item.iter_markers("extra"):
         for name in marker.args:
             try:
@@ -231,6 +244,7 @@ def _job(item: pytest.Function, folder: str) -> Job:
     marker = item.get_closest_marker("ranks")
     assert marker is not None
     names = item._fixtureinfo.argnames
+    debugger = _debugger(item.config, world_size_of(item))
     return Job(
         nodeid=item.nodeid,
         path=str(item.path),
@@ -239,13 +253,31 @@ def _job(item: pytest.Function, folder: str) -> Job:
         ranks_argument="ranks" in names,
         world_size=world_size_of(item),
         seed=seed_of(item.nodeid),
-        rest_s=min(float(marker.kwargs.get("timeout", REST_S)), REST_S),
-        group_timeout_s=supervise.LIMIT_S,  # a collective waits for a busy rank as long as the test does
+        # Ranks at a breakpoint rest: with a debugger the limit of the whole test alone ends them.
+        rest_s=supervise.LIMIT_S if debugger else min(float(marker.kwargs.get("timeout", REST_S)), REST_S),
         filterwarnings=tuple(arg for mark in item.iter_markers("filterwarnings") for arg in reversed(mark.args)),
         folder=folder,
         tbstyle=str(item.config.getoption("tbstyle")),
         placement=_placement(item.config),
+        debugger=debugger,
     )
+
+
+def _debugger(config: pytest.Config, world_size: int) -> tuple[int, int] | None:
+    """The rank that `--ranks-debugger` names and a free port for it, which stands on the terminal."""
+    rank = config.getoption("ranks_debugger")
+    if rank is None:
+        return None
+    if not 0 <= rank < world_size:
+        raise pytest.UsageError(f"--ranks-debugger {rank}: the test runs on ranks 0 to {world_size - 1}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    terminal, capture = map(config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
+    assert terminal is not None, "--ranks-debugger prints a port: run without pytest-xdist (-n 0)"
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
+        terminal.write(f"\nrank {rank} of {world_size} waits for a debugger: attach to 127.0.0.1:{port}\n", flush=True)
+    return rank, port
 
 
 def _pickled(funcargs: dict[str, Any]) -> bytes:
@@ -263,18 +295,18 @@ def _pickled(funcargs: dict[str, Any]) -> bytes:
 
 # ---- the end
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist tells the process that prints what it has not run."""
-    told: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
-    if told is not None:
-        told["ranktest_not_run"] = session.config.stash[_NOT_RUN]
+    """A worker of pytest-xdist sends its list of tests not run to the process that prints the summary."""
+    reported: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if reported is not None:
+        reported["ranktest_not_run"] = session.config.stash[_NOT_RUN]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object | None) -> None:
-    """Hear what a worker has not run; every worker collects every test."""
+    """Take over a worker's list of tests not run; the lists are alike, since every worker collects every test."""
     listed = node.config.stash[_NOT_RUN]
-    told = getattr(node, "workeroutput", {}).get("ranktest_not_run", ())  # nothing from one that died
-    listed += [entry for entry in map(tuple, told) if entry not in listed]
+    reported = getattr(node, "workeroutput", {}).get("ranktest_not_run", ())  # a worker that died sends nothing
+    listed += [entry for entry in map(tuple, reported) if entry not in listed]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

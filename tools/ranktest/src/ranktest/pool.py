@@ -1,4 +1,4 @@
-"""Engine one, the side of the pytest process: start the server and run jobs on ranks forked from it."""
+"""Code of the pytest process: it starts the server and runs jobs on ranks that the server forks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Pool:
         ours.recv()
 
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-        """One request to the server and its answer.
+        """Send one request to the server; returns its answer.
 
         Raises:
             RuntimeError: the server ended; with its log.
@@ -61,7 +61,7 @@ class Pool:
             assert self.control is not None
             self.control.send(request)
             for fd in fds:
-                send_handle(self.control, fd, None)  # no process id: a file descriptor
+                send_handle(self.control, fd, None)  # a file descriptor takes no process id
             answer: dict[str, Any] = self.control.recv()
         except (EOFError, ConnectionError):
             log = (self.folder / "server.log").read_text(errors="replace")
@@ -88,7 +88,7 @@ class Pool:
 
     # ---- jobs
     def job_folder(self) -> str:
-        """A fresh folder for one job's outputs and stacks."""
+        """Make a folder for one job's outputs and stacks."""
         self.num_jobs += 1
         folder = self.folder / str(self.num_jobs)
         folder.mkdir()
@@ -119,7 +119,7 @@ class Pool:
 
 
 def _server_environment() -> dict[str, str]:
-    """One thread per rank, loopback only, this plugin importable, no other plugins."""
+    """The environment of ranks: one thread, loopback only, this plugin importable, no other plugins."""
     source = str(Path(__file__).resolve().parents[1])
     environment = {
         **os.environ,

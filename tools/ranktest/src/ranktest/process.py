@@ -1,4 +1,4 @@
-"""What a forked process does with itself."""
+"""Calls with which a forked process sets itself up: `lead_group()` for example; and `kill`, which ends it."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ranktest.intercept import Call, Execute
-from ranktest.operators import num_bytes, tensors_in
+from ranktest.intercept import Call, Execute, num_bytes, tensors_in
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Event:
 
 
 class Log:
-    """What one rank communicated inside a `with ranks.record() as log:` block, in order."""
+    """The communication of one rank inside a `with ranks.record() as log:` block, in order."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -70,83 +69,41 @@ class Log:
 def describe(call: Call) -> Event:
     """The event of a call, from its arguments alone."""
     tensors = [tensor for value in call.arguments.values() for tensor in tensors_in(value)]
+    sent = [0 if rank == call.rank else size for rank, size in enumerate(bytes_sent(call))]
     return Event(
-        op=call.op,
-        ranks=call.global_ranks,
-        bytes_sent=tuple(0 if rank == call.rank else sent for rank, sent in enumerate(_SENT[call.op](call))),
-        dtype=None if call.op == "barrier" or not tensors else tensors[0].dtype,
+        call.op, call.global_ranks, tuple(sent), tensors[0].dtype if tensors and call.op != "barrier" else None
     )
 
 
-def _to(call: Call, rank: int, part: int) -> list[int]:
-    return [part if p == rank else 0 for p in range(call.size)]
+def bytes_sent(call: Call) -> list[int]:
+    """Bytes for each rank of the group, the own slot not yet emptied; the README has the table."""
+    arguments, size = call.arguments, call.size
+    payload: Any = arguments.get(call.operator.reads)
 
+    def to(rank: int) -> list[int]:
+        return [num_bytes(payload) if p == rank else 0 for p in range(size)]
 
-def _all_reduce(call: Call) -> list[int]:
-    return _to(call, (call.rank + 1) % call.size, num_bytes(call.arguments["tensors"]))
-
-
-def _all_gather(call: Call) -> list[int]:
-    return [num_bytes(call.arguments[call.operator.reads])] * call.size
-
-
-def _reduce_scatter(call: Call) -> list[int]:
-    inputs = call.arguments[call.operator.reads]
-    if isinstance(inputs, list) and inputs and isinstance(inputs[0], list):
-        return _parts(inputs, call.size)
-    return [num_bytes(inputs) // call.size] * call.size
-
-
-def _all_to_all(call: Call) -> list[int]:
-    if call.name == "alltoall_":
-        return [num_bytes(tensor) for tensor in call.arguments["input_tensors"]]
-    tensor, sizes = call.arguments["input"], call.arguments["input_split_sizes"]
-    if not sizes:
-        return [num_bytes(tensor) // call.size] * call.size
-    row = num_bytes(tensor) // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-    return [size * row for size in sizes]
-
-
-def _broadcast(call: Call) -> list[int]:
-    return [num_bytes(call.arguments["tensors"]) if call.is_root else 0] * call.size
-
-
-def _reduce(call: Call) -> list[int]:
-    return _to(call, call.arguments["root_rank"], num_bytes(call.arguments["tensors"]))
-
-
-def _gather(call: Call) -> list[int]:
-    return _to(call, call.arguments["root_rank"], num_bytes(call.arguments[call.operator.reads]))
-
-
-def _scatter(call: Call) -> list[int]:
-    return _parts(call.arguments["input_tensors"], call.size) if call.is_root else [0] * call.size
-
-
-def _send(call: Call) -> list[int]:
-    return _to(call, call.arguments["dst"], num_bytes(call.arguments["tensors"]))
-
-
-def _nothing(call: Call) -> list[int]:
-    return [0] * call.size
-
-
-def _parts(rows: list[list[torch.Tensor]], size: int) -> list[int]:
-    """Bytes for each rank, of lists that hold one tensor for each."""
-    return [sum(num_bytes(row[p]) for row in rows) for p in range(size)]
-
-
-#: What a call sends to each rank of its group; the slot of the rank itself is left out later.
-_SENT = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
-    "send": _send,
-    "recv": _nothing,
-    "barrier": _nothing,
-}
+    match call.op:
+        case "all_reduce":
+            return to((call.rank + 1) % size)
+        case "all_gather":
+            return [num_bytes(payload)] * size
+        case "reduce_scatter" if not (isinstance(payload, list) and payload and isinstance(payload[0], list)):
+            return [num_bytes(payload) // size] * size
+        case "reduce_scatter" | "scatter":  # lists that hold one tensor for each rank
+            return [sum(num_bytes(row[p]) for row in payload) for p in range(size)] if payload else [0] * size
+        case "all_to_all" if call.name == "alltoall_":
+            return [num_bytes(tensor) for tensor in payload]
+        case "all_to_all" if splits := arguments["input_split_sizes"]:
+            row = num_bytes(payload) // payload.shape[0] if payload.dim() and payload.shape[0] else 0
+            return [split * row for split in splits]
+        case "all_to_all":
+            return [num_bytes(payload) // size] * size
+        case "broadcast":
+            return [num_bytes(payload) if call.is_root else 0] * size
+        case "reduce" | "gather":
+            return to(arguments["root_rank"])
+        case "send":
+            return to(arguments["dst"])
+        case _:  # recv and barrier
+            return [0] * size

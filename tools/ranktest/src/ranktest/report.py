@@ -1,4 +1,4 @@
-"""From what the ranks did to one pytest outcome."""
+"""Makes one pytest outcome of the fates of all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def judge(report: Report) -> None:
 
 
 def describe(report: Report) -> str:
-    """Every rank's story: a line each, then tracebacks, stacks and output."""
+    """The text of a failure: a line for each rank, then tracebacks, stacks and outputs."""
     lines = [headline(report)]
     lines += [f"  rank {member.rank}: {fate(member)}" for member in report.members]
     for member in report.members:
@@ -47,7 +47,7 @@ def describe(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """The first line: it is what pytest's short summary shows."""
+    """The first line of the text, which pytest's short summary shows: "rank 1 of 2 died: exit code 3"."""
     size = len(report.members)
     failed = [m for m in report.members if m.outcome is not None and m.outcome.status == "failed"]
     dead = [m for m in report.members if m.lost]

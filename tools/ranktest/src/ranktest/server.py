@@ -1,4 +1,4 @@
-"""The torch-preloaded process that ranks are forked from.
+"""The process that imports torch once and that ranks are forked from.
 
 `python -m ranktest.server FD` imports torch once, and then serves requests on the socket FD: import a test module,
 fork the ranks of one test, say how forked ranks ended. Each test gets freshly forked ranks, so that no test sees
@@ -20,7 +20,7 @@ from ranktest.job import Job, Meeting
 
 
 class Server:
-    """Forks ranks and keeps an eye on how they end."""
+    """Forks ranks and reports how they ended."""
 
     def __init__(self, control: Connection) -> None:
         self.control = control

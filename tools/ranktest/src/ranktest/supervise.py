@@ -1,4 +1,4 @@
-"""Watching forked ranks: collect answers, give the others 5 s after the first failure, dump those that hang."""
+"""Watches forked ranks: collects answers, gives the others 5 s after a failure, dumps stacks of ranks that hang."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ranktest import process
 from ranktest.activity import Rest
 from ranktest.job import Outcome
 
-#: How long a test may take, at work or not.
+#: Seconds that a test may take, whether its ranks work or rest.
 LIMIT_S = 900.0
-#: How long the other ranks get after the first failure.
+#: Seconds that the other ranks get after the first failure.
 GRACE_S = 5.0
-#: How long a silent rank gets to write its stack.
+#: Seconds that a silent rank gets to write its stack.
 STACK_S = 0.5
 
 #: Waits for processes: (pids, seconds) -> how each ended, None if it did not.
@@ -28,7 +28,7 @@ Reap = Callable[[list[int], float], dict[int, "int | None"]]
 
 @dataclass
 class Member:
-    """What became of one rank."""
+    """The fate of one rank: its answer, or how it ended."""
 
     rank: int
     outcome: Outcome | None = None
@@ -40,13 +40,13 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """Whether the test cannot pass any more."""
+        """True once the test cannot pass any more."""
         return self.lost or (self.outcome is not None and self.outcome.status == "failed")
 
 
 @dataclass
 class Report:
-    """What became of all ranks of a job."""
+    """The fates of all ranks of a job."""
 
     members: list[Member]
     seconds: float = 0.0
@@ -54,7 +54,7 @@ class Report:
 
 @dataclass
 class Child:
-    """A forked rank of this process's making."""
+    """A rank that this process or the server has forked."""
 
     member: Member
     pid: int
@@ -62,7 +62,7 @@ class Child:
 
 
 def watch(children: list[Child], folder: Path, rest_s: float, reap: Reap) -> None:
-    """See forked ranks through to their end, `rest_s` after the last one was at work; fills their `member`."""
+    """Wait until forked ranks have answered, or have all rested for `rest_s`; then end them and fill their `member`."""
     try:
         _collect(children, rest_s)
         _dump_silent(children)
@@ -128,7 +128,7 @@ def _read(member: Member, folder: Path) -> None:
 
 
 def reap_own(pids: list[int], timeout_s: float) -> dict[int, int | None]:
-    """Wait for children of this process."""
+    """Wait for children of this process; returns exit codes by process id."""
     deadline = time.monotonic() + timeout_s
     ended: dict[int, int | None] = dict.fromkeys(pids)
     while True:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dp_partition._shared.consensus import all_gather_objects, assert_consistent
+from dp_partition._shared.consensus import all_gather_objects, assert_consistent, tensor_hashes
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import (
@@ -54,10 +54,8 @@ from dp_partition.eager.shards import (
 )
 from dp_partition.plan.plan import CommConfig
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import as_bytes, broadcast_from_first, distinct
+from dp_partition.runtime.consensus import broadcast_from_first, distinct
 from dp_partition.runtime.state import ASSIGN_HINT, ASSIGNED
-
-_WORDS = 1 << 20  # 64-bit words in a chunk of a checksum
 
 
 @dataclass
@@ -284,7 +282,8 @@ class EagerStep:
         fresh = [m for root in reach.modules for m in root.modules() if m not in self.adopted]
         buffers = [] if problems else [b for m in fresh for b in m._buffers.values() if b is not None]
         for sparse in (buffer.to_sparse().coalesce() for buffer in buffers if buffer.layout != torch.strided):
-            lines.append(f"sparse buffer: {checksum(sparse.indices())}, {checksum(sparse.values())}")  # stays as it is
+            hashes = tensor_hashes({"indices": sparse.indices(), "values": sparse.values()})
+            lines.append(f"sparse buffer: {hashes}")  # stays as it is
         error = PlanError(problems) if problems else None
         assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
         if self.reducer is not None:
@@ -381,7 +380,7 @@ def compare_values(mesh: DeviceMesh, values: Mapping[str, torch.Tensor], call: i
     Raises:
         PlanError: ``ranks-diverge``, with names.
     """
-    sums = {name: checksum(value) for name, value in values.items()}
+    sums = tensor_hashes(values)
     rows = all_gather_objects(mesh, sums, f"the comparison of parameters in call {call}")
     joined: dict[str, Any] = {}
     names = [name for row in rows for name, value in row.items() if joined.setdefault(name, value) != value]
@@ -389,16 +388,3 @@ def compare_values(mesh: DeviceMesh, values: Mapping[str, torch.Tensor], call: i
         reason = f"{len(names)} of {len(joined)} parameters differ between ranks after call {call}"
         hint = "write the same values on every rank: reduce what a rank computes from its own batch first"
         raise PlanError([Problem("ranks-diverge", name, found=reason, hint=hint) for name in names[:8]])
-
-
-def checksum(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return two sums over a tensor's bits; equal bits give equal sums, also for NaN."""
-    raw = as_bytes(tensor)
-    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    plain = weighted = 0
-    for start in range(0, padded.numel(), _WORDS):
-        words = padded[start : start + _WORDS]
-        places = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
-        plain += int(words.sum())
-        weighted += int((words * places).sum())  # sees swapped words
-    return plain, weighted

@@ -17,7 +17,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dp_partition._shared.consensus import assert_consistent, capture_errors, message_device
+from dp_partition._shared.consensus import as_bytes, assert_consistent, capture_errors, message_device
 from dp_partition._torch_compat import collectives, default_store
 from dp_partition.analysis import carried_names
 from dp_partition.backends import gathered
@@ -140,12 +140,6 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as bytes: backends lack complex numbers, booleans, 16-bit integers."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def _parts(tensors: Mapping[K, torch.Tensor], limit: int = 16 << 20) -> list[list[K]]:

@@ -19,6 +19,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import failed_node, is_gloo, pytree
 from dp_partition.backends import gather_into_buffers, reduce_scatter_as_all_to_all
@@ -29,7 +30,7 @@ from dp_partition.capture.tracer import Capture
 from dp_partition.nodes import is_collective, is_wait, meta_of, root_of
 from dp_partition.passes.insert_collectives import record_local_values
 from dp_partition.plan.placements import on_mesh, shard_group
-from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError, as_dtensor
+from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError
 
 
 @dataclass
@@ -292,7 +293,8 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
             new, shape = value, getattr(value, "shape", ())  # a count has none
             if placement is not None and shape and tuple(shape) == binding.local_state_shape(entry.name):
                 rows = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value  # not the full one
-                new = as_dtensor(rows, param, binding.mesh, placement)
+                wanted = on_mesh(placement, binding.mesh)
+                new = as_dtensor(rows, binding.mesh, wanted, param.shape, param.stride())
             binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
         elif entry.kind == "hyper":
             group = binding.step_state.optimizers[entry.key.optimizer].param_groups[entry.key.group]

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from dp_partition._torch_compat import parameter_like, pytree, storage_keys
@@ -43,12 +44,6 @@ def local_shard(
     start, end = chunk_bounds(tensor.shape[placement.dim], world, rank)
     rows = tensor.narrow(placement.dim, start, end - start)
     return rows if is_view else rows.clone()
-
-
-def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """Return a DTensor of a local shard; ``like`` has the global shape and strides."""
-    shape, stride = torch.Size(like.shape), tuple(like.stride())
-    return DTensor.from_local(local, mesh, on_mesh(placement, mesh), run_check=False, shape=shape, stride=stride)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +98,8 @@ class Binding:
         for fqn, param in self.step_state.params.items():
             placement = self.plan[fqn].param
             local = local_shard(values.pop(fqn), placement, self.world, self.rank)  # frees the full copy
-            placed[fqn] = parameter_like(as_dtensor(local, param, self.mesh, placement), param)
+            shard = as_dtensor(local, self.mesh, on_mesh(placement, self.mesh), param.shape, param.stride())
+            placed[fqn] = parameter_like(shard, param)
         # Existing state, or that of the first step's start.
         states: list[dict[str, dict[Any, Any]]] = [{} for _ in self.step_state.optimizers]
         existing = {(number, fqn): state for number, fqn, state in self.step_state.states()}
@@ -141,7 +137,7 @@ class Binding:
         if value.ndim == 0 or tuple(value.shape) != expected:
             return value  # a counter, or not elementwise
         local = local_shard(value, plan.state, self.world, self.rank) if full else value
-        return as_dtensor(local, like, self.mesh, plan.state)
+        return as_dtensor(local, self.mesh, on_mesh(plan.state, self.mesh), like.shape, like.stride())
 
     def local_state_shape(self, fqn: str) -> tuple[int, ...]:
         plan = self.plan[fqn]

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from shard_reshard._shared.dtensor import as_dtensor
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import as_dtensor, dtensor_maker, mesh_groups, outside_of_graphs, real_tensors
+from shard_reshard._torch_compat import dtensor_maker, mesh_groups, outside_of_graphs, real_tensors
 from shard_reshard.api.reshard import find_mover, move
 from shard_reshard.execution.mover import Mover, memo, remember
 from shard_reshard.group import group_info, raise_on_all_ranks

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shard_reshard._shared.consensus import problems_of
+from shard_reshard._shared.consensus import problems_of, tensor_hash
+from shard_reshard._shared.dtensor import as_dtensor
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import as_dtensor, storage_key
+from shard_reshard._torch_compat import storage_key
 from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load, stored_tensors
 from shard_reshard.checkpoint.safetensors import (
     FileState,
@@ -37,7 +38,6 @@ from shard_reshard.group import (
 )
 from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.state_dict.agreement import (
-    checksum,
     collect_metadata,
     device_of,
     differing,
@@ -320,7 +320,7 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]
             if bool(local.isnan().any()):
                 reason = "a buffer of NaNs, which is in no file"
             else:
-                sums[name] = checksum(local)
+                sums[name] = bytes(tensor_hash(local).view(torch.uint8).tolist())
         if reason:
             problems.append(Problem("uninitialized-buffer", name, found=reason, hint=_HINT))
     return problems, sums

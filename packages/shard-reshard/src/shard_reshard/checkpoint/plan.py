@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 from shard_spec import Box
 
+from shard_reshard._shared.dtypes import SAFETENSORS
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable
+from shard_reshard.checkpoint.safetensors import Entry, FileTable
 from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
@@ -131,8 +132,8 @@ def _stored(
     if len(words) > 1:
         hint = "write all shards of a tensor in one dtype"
         raise PlanError(Problem("ranks-disagree", name, found=", ".join(words), hint=hint))
-    if words[0] not in DTYPES:
-        raise PlanError(Problem("unsupported-dtype", name, found=words[0], hint=f"one of {', '.join(DTYPES)}"))
+    if words[0] not in SAFETENSORS:
+        raise PlanError(Problem("unsupported-dtype", name, found=words[0], hint=f"one of {', '.join(SAFETENSORS)}"))
     if wanted is None and len(by_rank) > 1:
         listed = ", ".join(table.path for table, _ in by_rank.values())
         hint = "declare in stored_as (and shapes) how files split the tensor, or leave out all files but one"
@@ -160,7 +161,7 @@ def _stored(
             problems.append(Problem("missing-tensor", name, found=f"no file with rank {number}'s shard", hint=hint))
     if problems:
         raise PlanError(problems)
-    return layout.shape, DTYPES[words[0]], tuple(parts)
+    return layout.shape, SAFETENSORS[words[0]], tuple(parts)
 
 
 def plan_load(

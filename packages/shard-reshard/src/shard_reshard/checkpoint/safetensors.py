@@ -18,14 +18,6 @@ import torch
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.shard_map import human, torch_dtype
 
-# A file's word for a dtype -> its name.
-DTYPES = {"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-DTYPES |= {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu"}
-DTYPES |= {
-    f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)
-}
-DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
-
 
 class Entry(NamedTuple):
     """A tensor of a file. ``dtype`` is the file's word for it, ``begin`` and ``end`` are bytes of the file."""

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from shard_spec import Box
 
 from shard_reshard._shared.consensus import problems_of
+from shard_reshard._shared.dtypes import SAFETENSORS
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out
-from shard_reshard.checkpoint.safetensors import DTYPES, memory_bytes
+from shard_reshard.checkpoint.safetensors import memory_bytes
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, ToGroup
@@ -38,7 +39,7 @@ from shard_reshard.state_dict.agreement import (
 from shard_reshard.state_dict.outputs import LocalTargets, move_buckets, staged
 from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan, plan_state_dict
 
-_WORDS = {name: word for word, name in DTYPES.items()}
+_WORDS = {name: word for word, name in SAFETENSORS.items()}
 _UNPUBLISHED = "no file of the save has its name yet"
 
 

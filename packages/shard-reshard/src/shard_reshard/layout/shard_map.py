@@ -20,22 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_spec import Layout
 
+from shard_reshard._shared.dtypes import FLOATING, ITEM_BYTES
 from shard_reshard._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     import torch
 
-
-ITEMSIZES = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-}
-
-FLOATING = frozenset(name for name in ITEMSIZES if name.startswith(("float", "bfloat", "complex")))
+# Without complex32: torch warns of every tensor of it, and compares none.
+ITEMSIZES = {name: num_bytes for name, num_bytes in ITEM_BYTES.items() if name != "complex32"}
 # Dtypes reduced in float32 and rounded once at the end.
 REDUCED_IN_FLOAT32 = frozenset(name for name in FLOATING if name.startswith(("float16", "bfloat16", "float8")))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shard_reshard._shared.consensus import problems_of
+from shard_reshard._shared.consensus import problems_of, tensor_hash
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard._torch_compat import (
     PLAIN_TYPES,
@@ -276,7 +276,7 @@ def plan_of_all(
 def plain_checksums(facts: RankMeta, tensors: Mapping[str, Any]) -> dict[str, bytes]:
     """Return a checksum of each of this rank's tensors without a declared layout."""
     plain = [name for name, metadata in facts.sources.items() if metadata.layout is None and name in tensors]
-    return {name: checksum(tensors[name]) for name in plain}
+    return {name: bytes(tensor_hash(local_tensor(tensors[name])).view(torch.uint8).tolist()) for name in plain}
 
 
 # Code, reason and remedy for plain tensors with different values: they are shards, and would get lost.
@@ -292,29 +292,3 @@ def differing(by_rank: Sequence[Mapping[str, bytes]], code: str, reason: str, hi
     names = sorted({name for sums in by_rank for name in sums})
     values = {name: {sums[name] for sums in by_rank if name in sums} for name in names}
     return [Problem(code, name, found=reason, hint=hint) for name in names if len(values[name]) > 1]
-
-
-_CHUNK = 1 << 19  # numbers per sum
-_ODD = 0x1E3779B97F4A7C15  # arbitrary odd constant
-
-
-def checksum(tensor: torch.Tensor) -> bytes:
-    """Return a digest of sums over a tensor's bytes mixed with their positions.
-
-    Sums of the bytes alone, even weighted, do not detect swapped signs: 2**63 times an even number is 0.
-    """
-    local = local_tensor(tensor).resolve_conj().resolve_neg().contiguous()
-    if not local.numel():
-        return b""
-    data = local.as_strided((local.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
-    even = data.numel() // 8 * 8
-    body = data[:even]
-    numbers = (body.clone() if body.storage_offset() % 8 else body).view(torch.int64)
-    keys = (torch.arange(min(_CHUNK, max(numbers.numel(), 8)), device=data.device) * 2 + 1) * _ODD
-    sums = []
-    for values in (*torch.split(numbers, _CHUNK), *([data[even:].to(torch.int64)] if even < data.numel() else [])):
-        mixed = values + keys[: values.numel()]
-        mixed ^= mixed >> 29  # the highest bits affect the product too
-        sums += [mixed.sum(), mixed.mul_(keys[: values.numel()]).sum()]
-    # One transfer from the device, at the end.
-    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).digest()[:16]

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shard_reshard._shared.consensus import problems_of
+from shard_reshard._shared.dtensor import as_dtensor
 from shard_reshard._shared.problems import Problem
-from shard_reshard._torch_compat import as_dtensor, dtensor_maker
+from shard_reshard._torch_compat import dtensor_maker
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import FREED, address, destination_problems, has_memory, local_problems, memory_of
 from shard_reshard.execution.mover import Mover, shared_mover

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_spec._shared.consensus import assert_consistent, mesh_order_problems
+from shard_spec._shared.consensus import as_bytes, assert_consistent, mesh_order_problems, tensor_hashes
+from shard_spec._shared.dtensor import as_dtensor
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.handle import (
     Installed,
@@ -37,8 +38,8 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.distributed.exchange import as_bytes, broadcast_, fingerprint, group_or_default, on_all_ranks, take
-from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
+from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, source_problems, take
+from shard_spec.distributed.parameter_format import ParameterFormat, choose_format
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -203,7 +204,7 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
         hint = "use shard_module, or leave them out"
         problems.append(Problem("conflicting-arguments", "output_plan", found=text, hint=hint))
     tensors: list[TensorAction] = []
-    fingerprints = []
+    compared: dict[str, torch.Tensor] = {}
     for metadata in resolution.metadata.tensors:
         name, layout = metadata.name, resolution.layouts.get(metadata.name)
         if layout is None:
@@ -226,8 +227,10 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
             outcome = choose_format(outcome, metadata.shape, name, local=True, strided=True)
         problems += [outcome] if isinstance(outcome, Problem) else []
         if source != "scatter":
-            fingerprints.append(f"{name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
+            compared[name] = tensor
     raise_problems(dict.fromkeys(problems))
+    real = {name: tensor for name, tensor in compared.items() if not tensor.is_meta}
+    hashes = tensor_hashes(real) if real else {}
     how = getattr(call.init, "__qualname__", repr(call.init))
     texts = {"scatter": "", "meta": f"meta tensors filled by {how} with seed {call.seed}"}
     return ExecutionPlan(
@@ -235,7 +238,7 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
         sharders=dict(sorted(resolution.sharders.items())),
         src_rank=call.src_rank,
         source=texts.get(source, "every rank's own values"),
-        values=tuple(fingerprints),
+        values=tuple(f"{name}: {hashes.get(name, 'meta')}" for name in compared),
         device=torch.empty(0, device=mesh.device_type).device,  # with the index of the current one
     )
 
@@ -318,7 +321,7 @@ def stage(call: Call, actions: ExecutionPlan) -> list[torch.Tensor]:
             local = LocalParameter(local, action.requires_grad) if is_parameter else local
             local._sharding_info = sharding_info(mesh, expression, action.shape)  # type: ignore[attr-defined]  # our convention for local tensors
         else:
-            local = dtensor_of(local, mesh, placements, action.shape)
+            local = as_dtensor(local, mesh, placements, action.shape)
             local = nn.Parameter(local, requires_grad=action.requires_grad) if is_parameter else local
             if local.requires_grad:
                 local.register_hook(LayGradient(placements))  # type: ignore[no-untyped-call]  # DTensor's

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.dtypes import SAFETENSORS
 from shard_spec._shared.page import human_bytes
-from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ class UsageError(Exception):
 
 _MAX_NUMEL = 1 << 58  # bytes fit in int64 for any dtype
 _MAX_NUMBER, _MAX_MODULES, _MAX_DEPTH = 1 << 40, 4096, 12
-_DTYPE = re.compile(r"(BF|F|I|U|C)(\d+)")  # in safetensors: "BF16", "U8"; not float8 and BOOL
-_DTYPE_STEMS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
-_OTHER_DTYPES = {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 
 
 def load_model(source: str) -> nn.Module | ModelMetadata:
@@ -156,12 +154,11 @@ def _header(path: Path) -> list[TensorMetadata]:
         raise UsageError(f"{path} is no safetensors file: {error!s:.300}") from None
     tensors = []
     for name, (kind, shape) in kinds.items():
-        match = _DTYPE.fullmatch(kind)
-        dtype = _DTYPE_STEMS[match[1]] + match[2] if match else _OTHER_DTYPES.get(kind)
-        if dtype not in ITEM_BYTES:
+        if kind not in SAFETENSORS:
             raise UsageError(f"{path}: tensor {name[:200]!r} is of dtype {kind}, which torch cannot hold")
         if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:  # 0 sizes do not hide huge ones
             raise UsageError(f"{path}: tensor {name[:200]!r} has more elements than torch can count")
+        dtype = SAFETENSORS[kind]
         tensors.append(TensorMetadata(name, shape, dtype, requires_grad=dtype.startswith(("float", "bfloat"))))
     return tensors
 

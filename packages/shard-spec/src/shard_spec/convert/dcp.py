@@ -1,7 +1,6 @@
 """Local tensors in the form of torch.distributed.checkpoint (DCP): each box a chunk, nothing gathered.
 
-DCP looks for the three methods below by name, on any tensor. So fused, uneven and block-wise shards can be saved and
-loaded, and read back under every other layout.
+Fused, uneven and block-wise shards are saved and loaded, and read back under every other layout.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from shard_spec._shared.consensus import all_gather_header, all_gather_objects
+from shard_spec._shared.chunked_tensor import ChunkedTensor
+from shard_spec._shared.consensus import all_gather_header, all_gather_objects, tensor_hashes
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
-from shard_spec.distributed.exchange import fingerprint, split
+from shard_spec.distributed.exchange import split
 from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.from_module import layout_of_tensor
@@ -39,7 +37,7 @@ _READABLE: set[Any] = {getattr(torch.Tensor, name) for name in _METHODS}
 _READABLE |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
 
 
-class CheckpointShard(torch.Tensor):
+class CheckpointShard(ChunkedTensor):
     """A local tensor with its boxes of the global tensor. Only for DCP to save from and load into.
 
     It has the global shape and no data of its own: ``local`` is the tensor, which loading fills in place. Computing
@@ -79,25 +77,13 @@ class CheckpointShard(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # returns Any
         return f"CheckpointShard(shape={tuple(self.shape)}, boxes={self.boxes})"
 
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),  # the offsets identify a chunk
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
-            )
-            for box in self.boxes
-        ]
+    def plain(self) -> torch.Tensor:
+        """Return the local tensor."""
+        return self.local
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.boxes]  # DCP reads only these ranges
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box, shard in zip(self.boxes, self._shards, strict=True):
-            if index.offset is not None and tuple(index.offset) == box.offsets:
-                return shard
-        raise ValueError(f"{index.fqn}: this rank holds no chunk at {index.offset}, only {self.boxes}")
+    def chunks(self) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """Return each box's offsets, which identify a chunk, and its values."""
+        return [(box.offsets, view) for box, view in zip(self.boxes, self._shards, strict=True)]
 
 
 def to_dcp(
@@ -185,7 +171,8 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
     Ranks may hold other names (stages of a pipeline): those are not compared.
     """
     subject = "dcp_state_dict"
-    lines = {name: f"{value.dtype} {list(value.shape)} {fingerprint(value)}" for name, value in plain.items()}
+    hashes = tensor_hashes(plain)
+    lines = {name: f"{value.dtype} {list(value.shape)} {hashes[name]}" for name, value in plain.items()}
     digest = hashlib.sha256(repr(sorted(lines.items())).encode()).digest()
     headers = all_gather_header(dist.group.WORLD, bytes([bool(problems)]) + digest, subject)
     if len(set(headers)) == 1 and not problems:  # one header: no objects to exchange
@@ -205,7 +192,3 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
 def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:
     reason = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
     return Problem("shape-mismatch", name, found=reason, hint="pass the local tensors of the plan's layout")
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

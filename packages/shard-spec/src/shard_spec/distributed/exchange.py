@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shard_spec._shared.consensus import assert_consistent, problems_of
+from shard_spec._shared.consensus import as_bytes, assert_consistent, problems_of
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 
@@ -48,12 +48,12 @@ def on_all_ranks(
     return value
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat ``uint8`` view of a contiguous tensor of any dtype: what every backend accepts."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    return flat.resolve_neg().view(torch.uint8)
+def source_problems(src_rank: object, size: int) -> list[Problem]:
+    """Report a source that is no rank of the group."""
+    if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
+        return []
+    hint = f"a rank in the group, 0 to {size - 1}"
+    return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint)]
 
 
 def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
@@ -100,16 +100,3 @@ def split(local: torch.Tensor, layout: Layout, rank: int, shape: Sequence[int]) 
         sizes = [size for _, size in intervals]
         views = [part for view in views for part in torch.split(view, sizes, dim)]
     return tuple(view for view in views if view.numel())
-
-
-def fingerprint(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's bytes, formed on its device. Equal on ranks that hold the same values."""
-    flat = as_bytes(tensor.contiguous())
-    total = weighted = 0
-    step = 1 << 24
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step].to(torch.int64)
-        places = torch.arange(start, start + part.numel(), device=part.device) % 65521 + 1
-        total += int(part.sum())
-        weighted += int((part * places).sum())
-    return f"{total:x}-{weighted:x}"

@@ -5,15 +5,13 @@ else a local one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import Problem
@@ -204,17 +202,3 @@ def dtensor_placement(spec: PlacementSpec) -> Any:
         assert isinstance(spec.sections, int)
         return _torch_compat.strided_shard(spec.dim, spec.sections)
     return to_placement(spec)
-
-
-def source_problems(src_rank: object, size: int) -> list[Problem]:
-    """Report a source that is no rank of the group."""
-    if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
-        return []
-    hint = f"a rank in the group, 0 to {size - 1}"
-    return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint)]
-
-
-def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """Convert a local shard to a DTensor of global ``shape``; from_local alone assumes equal shards."""
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

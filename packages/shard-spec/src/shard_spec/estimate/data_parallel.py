@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.roles import EXPERT_AXIS_NAMES, expert_modules, local_numels, role
 from shard_spec.layout.placements import SpecialShard
-from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeAlias
 
+from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.estimate.roles import local_numels
 from shard_spec.formatting import Table, human_ranks
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
+from shard_spec.plan.metadata import TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 

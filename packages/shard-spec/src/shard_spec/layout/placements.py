@@ -90,7 +90,10 @@ class CuttingPlacement(ABC):
 
 @dataclass(frozen=True)
 class ShardSpec(CuttingPlacement):
-    """Shard like ``torch.chunk``: all but the last have length ``ceil(length / count)``, some are empty."""
+    """Shard like ``torch.chunk``: shards have length ``ceil(length / count)`` until the dim is used up.
+
+    The shard that ends the dim may be shorter and those behind it are empty: 5 over 4 ranks are 2, 2, 1 and 0.
+    """
 
     dim: int
 
@@ -250,7 +253,7 @@ def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int)
 
 
 def placement_spec(placement: object) -> PlacementSpec:
-    """Return the spec of a placement object; `text.to_placement_spec` takes text as well."""
+    """Return the spec of a placement object, ours or torch's; `parse_placement` reads one from text."""
     if isinstance(placement, ReplicateSpec | PartialSpec | CuttingPlacement):
         return placement  # type: ignore[return-value]  # the union is closed
     types: Any = sys.modules.get("torch.distributed.tensor.placement_types")

@@ -24,7 +24,8 @@ from shard_spec.apply.tensors import (
     replica_problems,
     tensor_at,
 )
-from shard_spec.distributed.parameter_format import choose_format, source_problems
+from shard_spec.distributed.exchange import source_problems
+from shard_spec.distributed.parameter_format import choose_format
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.forwards import RefusedEmbeddingBag, ShardedEmbedding, ShardedForward, ShardedLinear

@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
-from shard_spec._shared.consensus import assert_consistent
+from shard_spec._shared.consensus import assert_consistent, tensor_hash
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
 from shard_spec.apply.tensors import LayGradient, SumGradient, is_sharded, replica_problems, summed_over
-from shard_spec.distributed.exchange import fingerprint
 from shard_spec.legacy.forwards import ShardedForward
 from shard_spec.legacy.rows import NOT_RUN, BatchRows
 
@@ -71,7 +70,7 @@ class CompareAndHook:
             is_new = before is not (tensor if isinstance(tensor, nn.Parameter) else owner)
             if plain and self.everything and is_new:
                 problems += replica_problems([owner], fqn)
-                line += f", new, with values {fingerprint(tensor)}"
+                line += f", new, with values {tensor_hash(tensor).tolist()}"
             lines.append(line)
         error = PlanError(problems) if problems else None
         hint = "change the module alike on every rank; shard_module(new, ShardingPlan({})) gives all rank 0's values"

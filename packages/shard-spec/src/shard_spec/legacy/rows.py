@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shard_spec._shared.consensus import all_gather_header, raise_joined
+from shard_spec._shared.dtensor import as_dtensor
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
 from shard_spec.apply.tensors import refuse_second_derivative
-from shard_spec.distributed.parameter_format import GroupRef, MeshCache, choose_format, dtensor_of
+from shard_spec.distributed.parameter_format import GroupRef, MeshCache, choose_format
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.placements import chunk
 from shard_spec.specs import ShardingSpec
@@ -31,7 +32,7 @@ T = TypeVar("T", bound=torch.Tensor)
 
 def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """``local`` as a DTensor of global ``shape``. Its gradient lies alike; that of a partial sum is replicated."""
-    return _differentiated_once(dtensor_of(local.contiguous(), mesh, placements, shape))
+    return _differentiated_once(as_dtensor(local.contiguous(), mesh, placements, shape))
 
 
 def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch.Tensor:

@@ -7,25 +7,17 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.dtypes import FLOATING, ITEM_BYTES
 from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-ITEM_BYTES = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("float8_e8m0fnu",), 1),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
-    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
-
 
 def require_floating(*dtypes: object) -> None:
     """Refuse dtypes that a module cannot be converted to; None and flags are no dtype."""
-    kinds = [name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex"))]
+    kinds = [name for name in ITEM_BYTES if name in FLOATING]
     for dtype in dtypes:
         if not isinstance(dtype, bool | None) and dtype not in kinds:  # grads= may be a flag
             raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(kinds)}"))
@@ -69,7 +61,7 @@ class TensorMetadata:
     @property
     def is_floating(self) -> bool:
         """True if the dtype can have a gradient."""
-        return self.dtype.startswith(("float", "bfloat", "complex"))
+        return self.dtype in FLOATING
 
     @property
     def numel(self) -> int:

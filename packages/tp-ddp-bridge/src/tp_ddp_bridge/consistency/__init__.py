@@ -1,4 +1,4 @@
 """Consistency of ranks: groups with the same shards, and equal values in them.
 
-``axes`` is pure. ``replicas`` compares by fingerprint, and makes all ranks raise together.
+``axes`` is pure. ``replicas`` compares by hash, and makes all ranks raise together.
 """

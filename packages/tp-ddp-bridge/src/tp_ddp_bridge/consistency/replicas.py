@@ -13,12 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tp_ddp_bridge._shared.consensus import all_gather_header, assert_consistent, named_collective, ranks_of
+from tp_ddp_bridge._shared.consensus import (
+    all_gather_header,
+    assert_consistent,
+    named_collective,
+    ranks_of,
+    tensor_hash,
+)
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_replicated_tag, layout_of
-
-_CHUNK = 1 << 20
 
 Scope: TypeAlias = Sequence[DeviceMesh | dist.ProcessGroup]
 """Ranks that raise together: of a mesh, or all that groups connect, in one order."""
@@ -172,14 +176,14 @@ def _digest_problems(lines: Iterable[str], group: dist.ProcessGroup | None, subj
 
 
 def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
-    """Compare values by fingerprint."""
+    """Compare values by their hashes."""
     ranks = ranks_of(group)
     if len(ranks) == 1 or not replicas:
         return []  # nothing to compare
     device = replicas[0].local.device
-    own = torch.stack([fingerprint(each.local).to(device) for each in replicas])  # tensors x 2
+    own = torch.stack([tensor_hash(each.local).to(device) for each in replicas])  # tensors x 2
     gathered = [torch.empty_like(own) for _ in ranks]
-    with named_collective("check_replicas: the comparison of fingerprints"):
+    with named_collective("check_replicas: the comparison of hashes"):
         dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered).cpu()  # ranks x tensors x 2
     hint = (
@@ -193,22 +197,6 @@ def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None
             reason = f"different values on ranks {_partition(prints, ranks)}"
             problems.append(Problem("replicas-differ", each.name, found=reason, hint=hint))
     return problems
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two int64 numbers, on its device, that depend on each bit and its place."""
-    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
-    if flat.dtype.is_complex:
-        flat = torch.view_as_real(flat).flatten()
-    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for start in range(0, bits.numel(), _CHUNK):  # in chunks: the int64 copies are 2 to 8 times as large
-        chunk = bits[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=flat.device)
-        mixed = (chunk + place) * (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F)
-        mixed = mixed ^ (mixed >> 29)
-        total += torch.stack([mixed.sum(), (mixed * (2 * place + 1)).sum()])
-    return total
 
 
 def _partition(values: Sequence[object], ranks: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tp_ddp_bridge._shared.dtensor import as_dtensor
 from tp_ddp_bridge._torch_compat import DTensorSpec, local_of, make_spec, top_saved_tensors_hooks, wrap
 from tp_ddp_bridge.layout import Layout
 
@@ -87,9 +88,7 @@ class View:
             return value  # a DTensor of `functional_call`
         layout = self.layout
         if torch.compiler.is_compiling():
-            return DTensor.from_local(
-                value, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
-            )
+            return as_dtensor(value, layout.mesh, layout.placements, layout.shape, layout.stride)
         if value.shape != self.local_shape:
             raise RuntimeError(
                 f"{self.kind} {self.name!r}: a plain tensor of shape {tuple(value.shape)} is no local shard of "

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._shared.sectioned_tensor import SectionedTensor
 from tp_ddp_bridge._shared.stale_parameters import is_stale
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_replicated_tag, layout_of
 from tp_ddp_bridge.optim.elementwise import is_zero_optimizer, parameters_of
-from tp_ddp_bridge.optim.sections import SectionedTensor
 
 HAS_STATE = "has_state"
 
@@ -148,10 +148,10 @@ def as_local(parameter: torch.Tensor, value: Any, copies: bool = True) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     layout = layout_of(parameter)
-    if isinstance(value, SectionedTensor) and layout != value._layout:
+    if isinstance(value, SectionedTensor) and layout != value._sharding_info:
         value = value.full_tensor()
     if isinstance(value, SectionedTensor):
-        local = value.local()
+        local = value.plain()
     elif layout is None or value.shape != layout.shape or value.dim() == 0:
         local, layout = value.full_tensor() if isinstance(value, DTensor) else value, None
     else:

@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.execution_check import Precision, is_random, relative_error
 from tp_styles._torch_compat import local_of, tree_map
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.parameters import agreed_values
-from tp_styles.runtime.redistribute import TPGroup, as_dtensor
+from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.values import normalized
 
 TOLERANCE = 1e-3

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import local_of
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
 from tp_styles.runtime.install import TABLES, DisableFastPath, KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
-from tp_styles.runtime.redistribute import TPGroup, as_dtensor
+from tp_styles.runtime.redistribute import TPGroup
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
+from tp_styles._shared.dtensor import as_dtensor
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.dropout import draws, rates_of, tp_rng
 from tp_styles.runtime.parameters import (
@@ -24,7 +25,7 @@ from tp_styles.runtime.parameters import (
     local_parameters,
     refuse_computed,
 )
-from tp_styles.runtime.redistribute import Redistribute, TPGroup, as_dtensor
+from tp_styles.runtime.redistribute import Redistribute, TPGroup
 from tp_styles.values import Redistribution, StyleSpec, describe, normalized
 
 

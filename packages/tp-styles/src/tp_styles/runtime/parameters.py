@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tp_styles._shared.consensus import as_bytes
+from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, is_transformed, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
-from tp_styles.runtime.redistribute import TPGroup, as_dtensor, refuse_transforms
+from tp_styles.runtime.redistribute import TPGroup, refuse_transforms
 from tp_styles.values import ParameterSpec, Split, StyleSpec
 
 
@@ -195,8 +197,7 @@ def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None)
     if src_data_rank is None or value.is_meta or axis.size == 1:
         return value
     agreed = value.clone(memory_format=torch.contiguous_format)
-    as_bytes = agreed.view(torch.uint8) if agreed.dim() else agreed.view(1).view(torch.uint8)  # any dtype
-    dist.broadcast(as_bytes, group=axis.group, group_src=src_data_rank)
+    dist.broadcast(as_bytes(agreed), group=axis.group, group_src=src_data_rank)
     return agreed
 
 

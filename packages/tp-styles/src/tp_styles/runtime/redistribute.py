@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from tp_styles._shared.consensus import all_gather_objects
+from tp_styles._shared.consensus import all_gather_objects, as_bytes
 from tp_styles._torch_compat import (
     all_gather_into,
     functional_collectives,
@@ -95,9 +94,7 @@ class TPGroup:
             flat = functional_collectives.all_gather_tensor(x.reshape(1, -1), 0, (self.mesh, 0))
             return [part.view(x.shape) for part in flat.unbind(0)]
         out = x.new_empty((self.size, *x.shape))
-        # As bytes: backends do not know every type.
-        sent = x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
-        all_gather_into(out.view(-1).view(torch.uint8), sent, self.group)
+        all_gather_into(as_bytes(out), as_bytes(x), self.group)  # backends do not know every type
         return list(out.unbind(0))
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -418,15 +415,3 @@ def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch
         buffer.narrow(dim, start, stop - start).copy_(pieces[index])
         pieces[index] = axis.all_reduce_(buffer).narrow(dim, start, stop - start)
     return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
-
-
-def as_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...] | None = None,
-) -> DTensor:
-    """Return a DTensor of a global shape around a local tensor, contiguous by default. Shards may be uneven."""
-    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -2,115 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
-from tp_styles._torch_compat import local_of, tree_map
+from tp_styles._shared.dtensor import as_dtensor
+from tp_styles._shared.sectioned_tensor import SectionedTensor
+from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo
+from tp_styles._torch_compat import local_of
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.parameters import ShardParameter, full_tensor, lost_shard, rebuild, split_of
-from tp_styles.runtime.redistribute import TPGroup, as_dtensor
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
-
-class SectionedShard(torch.Tensor):
-    """One rank's sections of a global tensor: fused weights, few key-value heads over many ranks.
-
-    It shares memory with the parameter. `torch.distributed.checkpoint` saves and loads it without gathering, one chunk
-    for each section, to and from any layout; `full_tensor()` gathers. Results of operations are plain tensors.
-    """
-
-    _sharding_info: ShardingInfo
-
-    @classmethod
-    def of(cls, local: torch.Tensor, info: ShardingInfo) -> SectionedShard:
-        """Return a view of a local tensor with its sharding metadata."""
-        part = local.detach().as_subclass(cls)
-        part._sharding_info = info
-        if (read := sharding_info_of(part)) is not None:  # a plain tuple after pickling
-            setattr(part, ATTRIBUTE, read)
-        return part
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return plain tensors: the metadata does not describe results."""
-        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
-        return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, SectionedShard) else x, result)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return SectionedShard.of, (self.plain(), self._sharding_info)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SectionedShard:
-        return SectionedShard.of(self.plain().clone(), self._sharding_info)
-
-    def plain(self) -> torch.Tensor:
-        """Return the local tensor as a plain one; the same memory."""
-        return self.as_subclass(torch.Tensor)
-
-    # As with a DTensor, its shape is the global one; `torch.distributed.checkpoint` compares it.
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]  # a plain attribute in torch's stubs
-        """The global shape."""
-        return self._sharding_info.shape
-
-    def size(self, dim: int | None = None) -> Any:
-        """The global shape, or one of its sizes."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def full_tensor(self) -> torch.Tensor:
-        """Return the global tensor, on every rank; every rank calls it."""
-        return full_tensor(self.plain(), TPGroup(self._sharding_info.mesh), split_of(self._sharding_info))
-
-    # ------------------------------------------------------------------ the protocol of torch.distributed.checkpoint
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return one item for each section."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(self.plain())
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the place of each section in the global tensor."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.shape) for offsets, view in self._sections()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the section at that place, as a view."""
-        for offsets, view in self._sections():
-            if torch.Size(offsets) == index.offset:
-                return view
-        raise ValueError(f"{index.fqn}: no section at {index.offset} on this rank")
-
-    def _sections(self) -> list[tuple[list[int], torch.Tensor]]:
-        mesh, split, local = self._sharding_info.mesh, split_of(self._sharding_info), self.plain()
-        assert split.dim is not None
-        sections = []
-        at = 0
-        for start, stop in split.ranges(mesh.get_local_rank(), mesh.size()):
-            offsets = [0] * local.dim()
-            offsets[split.dim] = start
-            if stop > start:  # no empty chunks
-                sections.append((offsets, local.narrow(split.dim, at, stop - start)))
-            at += stop - start
-        return sections
+from tp_styles.runtime.parameters import ShardParameter, lost_shard, rebuild, split_of
 
 
 class _StandIn:
@@ -219,7 +122,7 @@ FULL_MODEL = {
 
 
 class GlobalOnSave:
-    """State-dict hook: stores local parameters as DTensors, or as `SectionedShard`s if they have sections.
+    """State-dict hook: stores local parameters as DTensors, or as `SectionedTensor`s if they have sections.
 
     Nothing is communicated and no memory copied.
 
@@ -252,12 +155,12 @@ class GlobalOnSave:
                 mesh, placements, shape, stride, sections = info = parameter._sharding_info
                 local = value.detach()
                 state[prefix + name] = (
-                    SectionedShard.of(local, info) if sections else as_dtensor(local, mesh, placements, shape, stride)
+                    SectionedTensor.of(local, info) if sections else as_dtensor(local, mesh, placements, shape, stride)
                 )
 
 
 class LocalOnLoad:
-    """Load hook: takes DTensors of any layout, `SectionedShard`s and full tensors."""
+    """Load hook: takes DTensors of any layout, `SectionedTensor`s and full tensors."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -289,7 +192,7 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
 def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
     """Return this rank's shard of an entry; communicates only if the entry has another layout."""
     mesh, placements, shape = info.mesh, info.placements, info.shape
-    if isinstance(value, SectionedShard):
+    if isinstance(value, SectionedTensor):
         if value._sharding_info == info:
             return value.plain()
         value = value.full_tensor()

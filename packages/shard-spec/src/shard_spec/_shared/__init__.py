@@ -1,0 +1,1 @@
+../../../../../tools/shared/__init__.py

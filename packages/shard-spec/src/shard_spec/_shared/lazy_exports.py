@@ -1,0 +1,1 @@
+../../../../../tools/shared/lazy_exports.py

@@ -1,0 +1,1 @@
+../../../../../tools/shared/page.py

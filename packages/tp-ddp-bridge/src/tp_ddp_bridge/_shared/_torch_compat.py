@@ -1,0 +1,1 @@
+../../../../../tools/shared/_torch_compat.py

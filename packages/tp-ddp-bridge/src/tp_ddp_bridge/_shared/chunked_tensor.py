@@ -1,0 +1,1 @@
+../../../../../tools/shared/chunked_tensor.py

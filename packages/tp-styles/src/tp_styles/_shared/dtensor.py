@@ -1,0 +1,1 @@
+../../../../../tools/shared/dtensor.py

@@ -1,0 +1,1 @@
+../../../../../tools/shared/execution_check.py

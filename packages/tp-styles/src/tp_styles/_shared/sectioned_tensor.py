@@ -1,0 +1,1 @@
+../../../../../tools/shared/sectioned_tensor.py

@@ -1,0 +1,1 @@
+../../../../../tools/shared/sharding_info.py

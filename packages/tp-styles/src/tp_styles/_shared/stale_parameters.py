@@ -1,0 +1,1 @@
+../../../../../tools/shared/stale_parameters.py
