@@ -245,7 +245,7 @@ def _step_problems(step: object) -> list[Problem]:
 
 
 class Step:
-    """What a step of either door is called, looked at and released with."""
+    """A step of either door: calls of it, and its name."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner

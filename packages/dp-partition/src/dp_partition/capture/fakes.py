@@ -294,11 +294,13 @@ class Returned:
     # the step's result, flattened; tensors and symbols are replaced by their position in the outputs
     user_leaves: list[Any]
     user_spec: Any  # structure of the result
+    # positions of the returned values that are means over micro-batches; others come from the mean of the gradients
+    means: frozenset[int] = frozenset()
 
-    def leaves_of(self, values: frozenset[int]) -> frozenset[int]:
-        """Return the positions in the flattened result of some of the returned values."""
+    def mean_leaves(self) -> frozenset[int]:
+        """Return the positions in the flattened result of means over micro-batches."""
         places = enumerate(self.user_leaves)
-        return frozenset(n for n, leaf in places if isinstance(leaf, _Position) and leaf.index in values)
+        return frozenset(n for n, leaf in places if isinstance(leaf, _Position) and leaf.index in self.means)
 
     def result(self, values: tuple[Any, ...]) -> Any:
         leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]

@@ -64,8 +64,6 @@ class Capture:
     sizes: Sizes = field(default_factory=dict)  # the symbol of each symbolic size
     # the symbol of each live number among the arguments, by its position
     numbers: dict[int, Any] = field(default_factory=dict)
-    # positions of the returned values that are means over micro-batches; others come from the mean of the gradients
-    means: frozenset[int] = frozenset()
     # modules left in another mode than before, and that mode
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     # parameters left with another `requires_grad`, and its value

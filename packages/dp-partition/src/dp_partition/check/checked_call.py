@@ -258,7 +258,7 @@ class CheckedCall:
         nodes = self.program.module.graph.nodes
         wanted = {name: lies for node in nodes for _, name, lies in meta_of(node).get("reads", ())}
         capture = self.program.capture
-        means = capture.returned.leaves_of(capture.means)
+        means = capture.returned.mean_leaves()
         return run_reference(copied, self.binding, settings, bool(capture.gradients), wanted, means=means)
 
     def graph_run(self, gradients: dict[str, torch.Tensor] | None = None) -> Any:

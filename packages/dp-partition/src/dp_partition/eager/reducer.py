@@ -89,10 +89,10 @@ class GradientReducer:
         self.has_raised = self._meets = self._runs = self._are_in = False
         self._entry: _Message | None = None
         self._end: Callable[[], Any] = partial(self._finish)  # of the present pass
-        self._has_cpu = "cpu" in device_types(dist.get_backend_config(group))
-        self._message_device = torch.device("cpu") if self._has_cpu or not real else self.parameters[0].device
+        has_cpu = "cpu" in device_types(dist.get_backend_config(group))
+        self._message_device = torch.device("cpu") if has_cpu or not real else self.parameters[0].device
         # On a GPU flags beside the gradients would make the host wait for it in each pass.
-        self._flags_apart = self._has_cpu and any(p.device.type != "cpu" for p in self.parameters)
+        self._flags_apart = has_cpu and any(p.device.type != "cpu" for p in self.parameters)
         self._handles = []
         for index, parameter in enumerate(self.parameters):
             # A frozen parameter accepts no hook, but may be trained from some call on.
@@ -121,7 +121,7 @@ class GradientReducer:
             yield
             return
         # A message on the CPU costs little. One of NCCL would make the host wait for the device in each call.
-        self._meets = self.calls == 1 or self._has_cpu
+        self._meets = self.calls == 1 or self._message_device.type == "cpu"
         self._runs = True
         try:
             if any(hooks_after_accumulation(p) > 1 for p in self.parameters):  # in the block: peers raise as well
