@@ -84,7 +84,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=ONCE)
 def types(session: nox.Session) -> None:
     """`mypy --strict` on every package's sources and tests, the tools, the integration tests and the demo."""
-    session.install(TORCH, *TYPES, *LINT, *TEST, "debugpy")
+    session.install(TORCH, *TYPES, *LINT, *TEST, "debugpy", "hatchling")
     _install_editable(session, PACKAGES)
 
     def mypy(*arguments: str, path: list[Path]) -> None:
