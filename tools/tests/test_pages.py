@@ -102,7 +102,7 @@ def names_in(text: str) -> list[str]:
 
 
 def is_there(name: str) -> bool:
-    """Whether a name occurs in the sources, is a public name of torch, or belongs to another library."""
+    """Return True if a name occurs in the sources, is a public name of torch, or belongs to another library."""
     if any(name in others for others in OTHERS.values()):
         return True
     parts = name.removesuffix("()").split(".")
