@@ -17,9 +17,8 @@ from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
-from tp_styles.check.checker import Check, Checker, install_check, watch_registrations
+from tp_styles.check.checker import Check, Checker, install_check, originals, watch_registrations
 from tp_styles.check.optimizers import check_optimizers
-from tp_styles.check.runs import originals
 from tp_styles.plan.model import PlannedModule, TPPlan
 from tp_styles.plan.planned import Plan, Rest, plan_module
 from tp_styles.problems import PlanError, Problem

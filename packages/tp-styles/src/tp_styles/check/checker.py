@@ -37,6 +37,7 @@ from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.dropout import default_generator
 from tp_styles.runtime.forwards import Forward
+from tp_styles.runtime.install import KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values
 from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.values import is_below
@@ -742,6 +743,19 @@ def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int
         if x is True:
             options.append(name)
     return largest, tuple(options)
+
+
+def originals(changes: list[ModuleChange]) -> list[Original]:
+    """Return `changes` without their undo closures (hooks of the check are pickled with a model)."""
+    table: dict[nn.Module, Original] = {}
+    for change in changes:
+        keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
+        # A parallel nn.TransformerEncoder computes padded positions; the original fills in zeros.
+        attributes = {name: value for name, value in change.attributes.items() if name != "use_nested_tensor"}
+        original = table.setdefault(change.module, Original(change.module, type(change.module)))
+        original.attributes.update(attributes)
+        original.foreign_hooks |= keys
+    return list(table.values())
 
 
 def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Callable[[], None]]:

@@ -23,7 +23,7 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
 from tp_styles.check.weights import Weights
 from tp_styles.runtime.forwards import Forward
-from tp_styles.runtime.install import TABLES, DisableFastPath, KeyRemover, ModuleChange
+from tp_styles.runtime.install import TABLES, DisableFastPath
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""
@@ -50,19 +50,6 @@ class Original:
     kind: type[nn.Module]
     attributes: dict[str, Any] = field(default_factory=dict)
     foreign_hooks: set[int] = field(default_factory=set)
-
-
-def originals(changes: list[ModuleChange]) -> list[Original]:
-    """Return `changes` without their undo closures (hooks of the check are pickled with a model)."""
-    table: dict[nn.Module, Original] = {}
-    for change in changes:
-        keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
-        # A parallel nn.TransformerEncoder computes padded positions; the original fills in zeros.
-        attributes = {name: value for name, value in change.attributes.items() if name != "use_nested_tensor"}
-        original = table.setdefault(change.module, Original(change.module, type(change.module)))
-        original.attributes.update(attributes)
-        original.foreign_hooks |= keys
-    return list(table.values())
 
 
 class Run:
