@@ -229,7 +229,7 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
         problems += [outcome] if isinstance(outcome, Problem) else []
         if source != "scatter":
             compared[name] = tensor
-    raise_problems(merged_problems(tuple(dict.fromkeys(problems)), len(resolution.layouts)))
+    raise_problems(merged_problems(tuple(dict.fromkeys(problems)), len(resolution.layouts)) if problems else ())
     real = {name: tensor for name, tensor in compared.items() if not tensor.is_meta}
     hashes = tensor_hashes(real) if real else {}
     how = getattr(call.init, "__qualname__", repr(call.init))

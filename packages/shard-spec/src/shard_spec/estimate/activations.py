@@ -451,8 +451,6 @@ class _Values:
 
     def of_some_shape(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose result's shape depends on values, such as ``nonzero``, if they are all known."""
-        if operator in _INDEXING:
-            return operator(args[0], self.positions(args[1]), *args[2:], **kwargs)
         if any(self.of(tensor) is None for tensor in tensors_of((args, kwargs))):
             return operator(*args, **kwargs)  # raises: the meta device has no values
         return mapped(operator(*self._real(args), **self._real(kwargs)), self.known)
@@ -519,8 +517,6 @@ class _Flow:
             if value is None:
                 raise PlanError(needs_values(None))
             return value.item()
-        if torch.Tag.dynamic_output_shape in operator.tags:
-            return self.values.of_some_shape(operator, args, kwargs)
         if operator in _INDEXING:
             args = args[0], self.values.positions(args[1]), *args[2:]
         if operator is torch.ops.aten.clone.default and args[0].layout == torch.sparse_coo:
@@ -529,6 +525,8 @@ class _Flow:
             # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
             halves = (each.to(torch.bfloat16) for each in args[:2])
             result = operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
+        elif torch.Tag.dynamic_output_shape in operator.tags and operator not in _INDEXING:
+            result = self.values.of_some_shape(operator, args, kwargs)
         else:
             result = operator(*args, **kwargs)
         self.values.follow(operator, args, kwargs, result)

@@ -12,7 +12,7 @@ from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.axis_roles import AxisRoles, roles_of
+from shard_spec.plan.axis_roles import AxisRoles, role_problems, roles_of
 from shard_spec.plan.content import Rule
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.values import is_spec, to_layout
@@ -118,7 +118,8 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     """Resolve as far as possible and collect every problem."""
     metadata = metadata_of(module)
     problems = list(metadata.problems)  # lazy parameters, for example
-    problems += plan.problems  # of the rules and roles by themselves
+    problems += [problem for rule in plan.rules for problem in rule.problems]
+    problems += role_problems(plan.axis_roles, plan.mesh) if plan.axis_roles else []
     tensors = {alias: tensor for tensor in metadata.tensors for alias in tensor.aliases}
     usable = [rule for rule in plan.rules if rule.pattern is not None]
     # A full name overrides the glob letters in it: `nn.ModuleDict` takes any key.
@@ -174,7 +175,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     chosen = ((name, default if each is None else layout) for name, (each, layout) in decided.items())
     layouts = {name: layout for name, layout in chosen if layout is not None}
     rule_of = {name: each.key if each else "" for name, (each, _) in decided.items()}
-    more = tuple(merged_problems(problems, len(plan.rules))), plan.axis_roles, tensors
+    more = tuple(merged_problems(problems, len(plan.rules)) if problems else ()), plan.axis_roles, tensors
     return Resolution(metadata, layouts, rule_of, matched, sharders, mesh, *more)
 
 
