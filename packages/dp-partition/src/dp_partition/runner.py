@@ -31,11 +31,17 @@ from dp_partition.capture.state import (
 )
 from dp_partition.capture.tracer import asks_for_values, defined_at, trace_problem, user_line
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
-from dp_partition.eager.step import compare_values
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import num_replicas, shard_world
 from dp_partition.plan.plan import PartitionPlan, Settings, TensorInfo, plan_placements
-from dp_partition.runtime.consensus import agree_on, announce, are_all_announced, collectives_digest, largest_of
+from dp_partition.runtime.consensus import (
+    agree_on,
+    announce,
+    are_all_announced,
+    collectives_digest,
+    compare_values,
+    largest_of,
+)
 from dp_partition.runtime.program import Program, bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError, guarded, release, with_current_parameters
 

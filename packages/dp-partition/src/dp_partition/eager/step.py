@@ -10,7 +10,7 @@ Several steps over one model (those of a GAN) have one placement: each of them r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,7 +54,7 @@ from dp_partition.eager.shards import (
 )
 from dp_partition.plan.plan import CommConfig
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import broadcast_from_first, distinct
+from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct
 from dp_partition.runtime.state import ASSIGN_HINT, ASSIGNED
 
 
@@ -372,19 +372,3 @@ def converted(result: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if not any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(opened)):
         return result
     return close_arguments(pytree.tree_map_only(kind, change, opened))
-
-
-def compare_values(mesh: DeviceMesh, values: Mapping[str, torch.Tensor], call: int) -> None:
-    """Raise on every rank unless all that have a tensor of a name have the same values; a collective.
-
-    Raises:
-        PlanError: ``ranks-diverge``, with names.
-    """
-    sums = tensor_hashes(values)
-    rows = all_gather_objects(mesh, sums, f"the comparison of parameters in call {call}")
-    joined: dict[str, Any] = {}
-    names = [name for row in rows for name, value in row.items() if joined.setdefault(name, value) != value]
-    if names := list(dict.fromkeys(names)):  # the same on all ranks
-        reason = f"{len(names)} of {len(joined)} parameters differ between ranks after call {call}"
-        hint = "write the same values on every rank: reduce what a rank computes from its own batch first"
-        raise PlanError([Problem("ranks-diverge", name, found=reason, hint=hint) for name in names[:8]])
