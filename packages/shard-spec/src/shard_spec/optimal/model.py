@@ -275,8 +275,8 @@ class StepModel:
         state = 0
         for operation, choices, at in zip(self.operations, self.choices, assignment, strict=True):
             state += self._bytes(replace(operation, width_out=0), choices[at])
-        # State is a weight, its gradient, AdamW's two moments and the master weight. A step of all tensors at once makes
-        # a temporary as large as a moment.
+        # State is a weight, its gradient, AdamW's two moments and the master weight. A step of all tensors at once
+        # makes a temporary as large as a moment.
         gradients = int(state / self.workload.state_bytes * self.workload.weight_bytes)
         step = int(
             state / self.workload.state_bytes * max(self.workload.state_bytes - 2 * self.workload.weight_bytes, 0) / 3
