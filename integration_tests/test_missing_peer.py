@@ -48,7 +48,7 @@ def _apply_styles(mesh: DeviceMesh) -> object:
 
 def _compiled_step(mesh: DeviceMesh) -> object:
     model = _model()
-    step = dp_partition.compile(_train, capture="always", mesh=mesh)
+    step = dp_partition.compile(_train, mesh=mesh)
     return step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 8))
 
 

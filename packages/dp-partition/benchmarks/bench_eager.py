@@ -32,8 +32,8 @@ ROWS = [  # of the page: name, key, peer, target
     ("fully_shard, eager", "fully_shard", "fsdp2, resharded", "<= 1.08x"),
     ("replicate, torch.compile", "replicate, compiled", "ddp, compiled", "<= 1.05x"),
     ("fully_shard, torch.compile", "fully_shard, compiled", "fsdp2, compiled", "<= 1.08x"),
-    ("300 small modules, replicate, eager", "small, replicate, never", "small, ddp", "<= 1.05x"),
-    ("300 small modules, replicate, graph", "small, replicate, always", "small, ddp", "<= 1.11x"),
+    ("300 small modules, replicate, eager", "small, replicate, distribute", "small, ddp", "<= 1.05x"),
+    ("300 small modules, replicate, graph", "small, replicate, compile", "small, ddp", "<= 1.11x"),
 ]
 
 
@@ -62,19 +62,20 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     runs: dict[str, base.Run] = {
         "ddp": base.ddp(batch),
         "fsdp2": base.fsdp2(mesh, batch),
-        "fsdp2, resharded": base.fsdp2(mesh, batch, reshard_after_forward=True),  # as the eager way does, see `shard`
-        "replicate": base.ours(mesh, batch, style="replicate", capture="never", check="first"),
-        "fully_shard": base.ours(mesh, batch, style="fully_shard", capture="never", check="first"),
+        "fsdp2, resharded": base.fsdp2(mesh, batch, reshard_after_forward=True),  # as `distribute` does, see `shard`
+        "replicate": base.ours(mesh, batch, door=base.dp.distribute, style="replicate", check="first"),
+        "fully_shard": base.ours(mesh, batch, door=base.dp.distribute, style="fully_shard", check="first"),
         "small, ddp": small(mean_step, torch.nn.parallel.DistributedDataParallel(base.small_modules()), x),
     }
-    for capture in ("never", "always"):
-        step = base.dp.compile(mean_step, mesh=mesh, style="replicate", capture=capture, check="first")
-        runs[f"small, replicate, {capture}"] = small(step, base.small_modules(), x)
+    doors: dict[str, Any] = {"distribute": base.dp.distribute, "compile": base.dp.compile}
+    for name, door in doors.items():
+        step = door(mean_step, mesh=mesh, style="replicate", check="first")
+        runs[f"small, replicate, {name}"] = small(step, base.small_modules(), x)
     for name in ("ddp", "fsdp2"):
         make: Any = {"ddp": base.ddp, "fsdp2": partial(base.fsdp2, mesh)}[name]
         runs[f"{name}, compiled"] = compiled(make(batch))
     for style in ("replicate", "fully_shard"):
-        runs[f"{style}, compiled"] = compiled(base.ours(mesh, batch, style=style, capture="never", check="first"))
+        runs[f"{style}, compiled"] = compiled(base.ours(mesh, batch, base.dp.distribute, style=style, check="first"))
     losses = {name: [float(run()) for _ in range(5)] for name, run in runs.items()}
     seconds = base.interleaved(runs, rounds)
     if rank == 0:

@@ -69,9 +69,9 @@ Run = Callable[[], Any]
 # ---- steps that are compared ----------------------------------------------------------------------------------------
 
 
-def ours(mesh: Any, batch: Any, **settings: Any) -> Run:
+def ours(mesh: Any, batch: Any, door: Any = dp.compile, **settings: Any) -> Run:
     model = gpt()
-    return partial(dp.compile(models.token_step, mesh=mesh, **settings), model, adamw(model), batch)
+    return partial(door(models.token_step, mesh=mesh, **settings), model, adamw(model), batch)
 
 
 def ddp(batch: Any) -> Run:
@@ -127,7 +127,7 @@ def collectives(events: list[tuple[str, int]]) -> Run:
     return step
 
 
-def events_of(step: dp.Step) -> list[tuple[str, int]]:
+def events_of(step: dp.CompiledStep) -> list[tuple[str, int]]:
     from dp_partition.analysis import messages_of
 
     return [(m.kind, m.whole_bytes // 4 // WORLD * WORLD) for m in messages_of(step.graph.graph, WORLD)]

@@ -1,4 +1,4 @@
-"""Train steps as people write them: which way each runs, what stays full, and whether it is right.
+"""Train steps as people write them: right or refused through each door, and what stays full.
 
     python packages/dp-partition/benchmarks/steps.py [--only TEXT] [--again] [--late] [--page]
 
@@ -57,30 +57,32 @@ for module in sorted((HERE.parent / "train_steps").glob("*.py")):
 
 DOCS = HERE.parents[3] / "docs" / "benchmarks"
 KEPT, PAGE = DOCS / "dp-partition-steps.json", DOCS / "dp-partition-steps.md"
-STYLES = ("replicate", "fully_shard")
+# each door with each style
+COLUMNS = ("distribute replicate", "distribute fully_shard", "compile replicate", "compile fully_shard")
 CALLS, WORLD, LIMIT_S = 7, 2, 150
 
 
 # ---- one row on one rank --------------------------------------------------------------------------------------------
 
 
-def measure(name: str, style: str, rank: int) -> dict[str, Any]:
-    """Train one row in one style on this rank, and compare."""
-    row = ROWS[name]
+def measure(name: str, column: str, rank: int) -> dict[str, Any]:
+    """Train one row through one door in one style on this rank, and compare."""
+    row, (door, style) = ROWS[name], column.split()
     by_hand, metrics, start = train(row.build, lambda script: averaged_by_hand(script), rank)
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
     _seed(rank)
     script = row.build()
-    step = dp.compile(script.step, mesh=mesh, style=style)  # type: ignore[arg-type]
+    step = getattr(dp, door)(script.step, mesh=mesh, style=style)
     results: list[Any] = []
-    result: dict[str, Any] = {"way": "graph", "full": 0, "why": ""}
+    result: dict[str, Any] = {"way": "ran"}
     for call in range(CALLS):
         results.append(plain(step(*script.fixed, *script.batch(Draw(call, rank)))))
-        eager = runner_of(step).eager
-        if eager is not None:
-            result |= {"way": "eager", "reason": eager.reason, "full": len(eager.units.full)}
-            result["why"] = next(iter(eager.units.full.values()), "")
-            result |= {"params": len(eager.parameters), "checked": len(eager.checked), "unchecked": eager.unchecked}
+    runner = runner_of(step)
+    if door == "distribute":
+        units = runner.eager.units
+        result |= {"full": len(units.full), "why": next(iter(units.full.values()), "")}
+        result |= {"params": len(runner.eager.parameters), "unchecked": runner.unchecked}
+    result["checked"] = len(runner.checked) if door == "distribute" else runner.num_checked
     step.release()
     values = watched(script)
     result["error"] = max(distance(values, by_hand), distance(results, metrics))
@@ -199,7 +201,7 @@ def _seed(rank: int) -> None:
         seed(5)  # a model starts alike on all ranks; draws in the step are then each rank's stream of the same seed
 
 
-def _rank(rank: int, name: str, style: str, folder: str) -> None:
+def _rank(rank: int, name: str, column: str, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -208,7 +210,7 @@ def _rank(rank: int, name: str, style: str, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
-            result = measure(name, style, rank)
+            result = measure(name, column, rank)
         except dp.PlanError as error:
             codes = sorted({problem.code for problem in error.problems})
             result = {"way": "refused", "codes": codes, "text": str(error)[:500]}
@@ -223,11 +225,11 @@ def _rank(rank: int, name: str, style: str, folder: str) -> None:
 # ---- all rows -------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, style: str) -> dict[str, Any]:
+def run(name: str, column: str) -> dict[str, Any]:
     """Run one row in two processes of its own; ranks that do not end in time are a row that hangs."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_rank, args=(rank, name, style, folder)) for rank in range(WORLD)]
+        ranks = [context.Process(target=_rank, args=(rank, name, column, folder)) for rank in range(WORLD)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -237,7 +239,7 @@ def run(name: str, style: str) -> dict[str, Any]:
                 os.kill(process.pid, signal.SIGKILL)
         files = [Path(folder, f"{rank}.json") for rank in range(WORLD)]
         results = [json.loads(f.read_text()) if f.exists() else {"way": "hung"} for f in files]
-    order = ("hung", "raised", "refused", "eager", "graph")
+    order = ("hung", "raised", "refused", "ran")
     worst = min(results, key=lambda r: order.index(r["way"]))
     if worst["way"] in order[:3]:
         # A refusal by one rank alone still stops the others: the rank's own reason stands in the table.
@@ -252,7 +254,7 @@ def run(name: str, style: str) -> dict[str, Any]:
 
 def verdict(name: str, result: dict[str, Any]) -> str:
     """``right``, ``WRONG``, ``unchanged``, ``refused``, ``raised`` or ``hung``."""
-    if result["way"] not in ("graph", "eager"):
+    if result["way"] != "ran":
         return str(result["way"])
     errors = [result["error"], result.get("alone") or 0.0]
     if not result["changed"]:
@@ -265,20 +267,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="only rows whose name contains this text")
     parser.add_argument("--most", type=int, default=1000, help="end after as many results; the next run goes on")
+    parser.add_argument("--door", default="", help="distribute or compile alone")
     parser.add_argument("--late", action="store_true", help="only rows chosen after the code was done")
     parser.add_argument("--again", action="store_true", help="run rows that have a result, too")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     options = parser.parse_args()
     results: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    results = {name: result for name, result in results.items() if name in ROWS}
+    results = {n: {c: one for c, one in r.items() if c in COLUMNS} for n, r in results.items() if n in ROWS}
     chosen = [n for n, row in ROWS.items() if options.only in n and (row.is_late or not options.late)]
     for name in [] if options.page else chosen:
-        for style in STYLES:
-            if options.most <= 0 or (not options.again and style in results.get(name, {})):
+        for column in COLUMNS:
+            wanted = options.door in column
+            if options.most <= 0 or not wanted or (not options.again and column in results.get(name, {})):
                 continue
-            result = results.setdefault(name, {})[style] = run(name, style)
+            result = results.setdefault(name, {})[column] = run(name, column)
             options.most -= 1
-            print(f"{name} | {style}: {verdict(name, result)}, {result}", flush=True)
+            print(f"{name} | {column}: {verdict(name, result)}, {result}", flush=True)
             text = json.dumps(results, indent=0, sort_keys=True).replace(f"{HERE.parents[3]}{os.sep}", "")
             KEPT.write_text(text + "\n")  # no path of this machine
     write_page(results)
@@ -292,28 +296,30 @@ def main() -> int:
 
 def write_page(results: dict[str, Any]) -> None:
     """All results as one table, shares above it."""
-    rows = {n: r for n, r in results.items() if all(s in r for s in STYLES)}
-    both = sum(all(verdict(n, r[s]) == "right" for s in STYLES) for n, r in rows.items())
-    counts = {s: Counter(verdict(n, r[s]) for n, r in rows.items()) for s in STYLES}
-    full = sum(bool(r["fully_shard"].get("full")) for r in rows.values())
-    graph = sum(all(r[s]["way"] == "graph" for s in STYLES) for r in rows.values())
+    rows = {n: r for n, r in results.items() if all(c in r for c in COLUMNS)}
+    counts = {c: Counter(verdict(n, r[c]) for n, r in rows.items()) for c in COLUMNS}
+    full = sum(bool(r["distribute fully_shard"].get("full")) for r in rows.values())
+    doors = {
+        door: sum(all(verdict(n, r[c]) == "right" for c in COLUMNS if door in c) for n, r in rows.items())
+        for door in ("distribute", "compile")
+    }
     total = max(len(rows), 1)
     late = [n for n in rows if ROWS[n].is_late]
-    late_right = sum(all(verdict(n, rows[n][s]) == "right" for s in STYLES) for n in late)
+    late_right = sum(all(verdict(n, rows[n][c]) == "right" for c in COLUMNS[:2]) for n in late)
     shares = [
-        ("right in both styles", both, "at least 95 %"),
+        ("right through `distribute` in both styles", doors["distribute"], "100 %"),
         ("something left full under `fully_shard`", full, "at most 15 %"),
-        ("run as a graph in both styles", graph, "at least 55 %"),
+        ("right through `compile` in both styles", doors["compile"], "at least 55 %"),
     ]
-    eager = [r[s] for r in rows.values() for s in STYLES if r[s]["way"] == "eager"]
-    compared = sum((r.get("checked") or 0) > 1 for r in eager)
+    written = [r[c] for r in rows.values() for c in COLUMNS[:2] if r[c]["way"] == "ran"]
+    compared = sum((r.get("checked") or 0) > 1 for r in written)
     lines = [
         "# dp-partition: train steps as people write them",
         "",
-        f"{len(rows)} steps, each in two styles. "
+        f"{len(rows)} steps, each through two doors in two styles. "
         + "; ".join(
-            f"`{style}`: " + ", ".join(f"{count} {kind}" for kind, count in counts[style].most_common())
-            for style in STYLES
+            f"`{column}`: " + ", ".join(f"{count} {kind}" for kind, count in counts[column].most_common())
+            for column in COLUMNS
         )
         + ".",
         "",
@@ -321,7 +327,7 @@ def write_page(results: dict[str, Any]) -> None:
         "|---|---|---|---|",
         *(f"| {label} | {count} | {count / total:.0%} | {target} |" for label, count, target in shares),
         "",
-        f'A step runs {CALLS} calls with `dp.compile(step, style=..., capture="auto")` on {WORLD} ranks, in float64 '
+        f"A step runs {CALLS} calls with `dp.distribute` and with `dp.compile` on {WORLD} ranks, in float64 "
         "unless its error limit is above 1e-8. Parameters, buffers, averages, and the numbers that the step returns "
         "are compared on each rank with the same step whose gradients are averaged by hand behind each backward pass, "
         "as DDP does: `=` is equal bit for bit, a number is the greatest difference relative to the largest value of "
@@ -337,15 +343,16 @@ def write_page(results: dict[str, Any]) -> None:
         "Each row is of the run that last reached it, which may be older than the sources. "
         "Repeat: `python packages/dp-partition/benchmarks/steps.py --again`.",
         "",
-        f"Of {len(eager)} eager runs {compared} were compared by the library in the first calls with the step on a "
-        "full copy; a second run of the others would be seen, or is not possible.",
+        f"Of {len(written)} runs of `distribute` {compared} were compared by the library in the first calls with the "
+        "step on a full copy; a second run of the others would be seen, or is not possible. `compile` refuses what is "
+        "no graph, with the line of the step's code.",
         "",
-        "| step | pattern of | replicate | fully_shard | left full, or why it fails |",
-        "|---|---|---|---|---|",
+        f"| step | pattern of | {' | '.join(COLUMNS)} | left full, or why it fails |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, result in rows.items():
         row = ROWS[name]
-        cells = " | ".join(_cell(name, result[s]) for s in STYLES)
+        cells = " | ".join(_cell(name, result[c]) for c in COLUMNS)
         lines.append(f"| {name}{' *' * row.is_late} | {row.source} | {cells} | {_note(result)} |")
     PAGE.write_text("\n".join(lines) + "\n")
 
@@ -359,14 +366,14 @@ def _cell(name: str, result: dict[str, Any]) -> str:
     error = "=" if result["bitwise"] else f"{result['error']:.0e}"
     alone = result.get("alone")
     against = f", alone {alone:.0e}" if alone is not None and kind != "right" else ""
-    return f"{'' if kind == 'right' else f'**{kind}** '}{result['way']} {error}{against}"
+    return f"{'' if kind == 'right' else f'**{kind}** '}{error}{against}"
 
 
 def _note(result: dict[str, Any]) -> str:
-    sharded = result["fully_shard"]
+    sharded = result["distribute fully_shard"]
     if sharded.get("full"):
         return f"{sharded['full']} of {sharded['params']}: {sharded['why']}"
-    text = sharded.get("text") or result["replicate"].get("text") or ""
+    text = next((result[c]["text"] for c in COLUMNS if result[c].get("text")), "")
     return " ".join(text.split()).replace("|", "/").replace("<", "(").replace(">", ")")[:140]
 
 

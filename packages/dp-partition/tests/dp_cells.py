@@ -93,7 +93,7 @@ def run_cell(ranks: Ranks, cell: Cell) -> str:
     model = models.seeded(make).to(ranks.device, torch.float64 if double else torch.float32)
     reference = copy.deepcopy(model)
     own = optimizer(cell, model)
-    settings: dict[str, Any] = {"semantics": semantics, "check": "first", "capture": "always"}
+    settings: dict[str, Any] = {"semantics": semantics, "check": "first"}
     step = dp.compile(function, mesh=mesh, style=parse_style(cell.style), **settings)
     generator = torch.Generator().manual_seed(3)
     batches: list[Any] = [data(generator, 4 * ranks.world_size) for _ in range(STEPS)]

@@ -13,7 +13,7 @@ from ranktest import Ranks
 from torch import nn
 
 
-def check_held(step: dp.Step, ranks: Ranks, model: nn.Module, optim: torch.optim.Optimizer, kept: int) -> None:
+def check_held(step: dp.CompiledStep, ranks: Ranks, model: nn.Module, optim: torch.optim.Optimizer, kept: int) -> None:
     """Bytes of parameters and state that live on this rank are those of the style; ``kept`` tensors for a parameter."""
     from torch.distributed.tensor import DTensor
 
@@ -35,7 +35,7 @@ def check_held(step: dp.Step, ranks: Ranks, model: nn.Module, optim: torch.optim
     assert sizes["state"] == kept * one, f"{sizes['state']} bytes of state, {kept} times {one} expected"
 
 
-def check_sent(step: dp.Step, log: Any, semantics: str) -> None:
+def check_sent(step: dp.CompiledStep, log: Any, semantics: str) -> None:
     """Gradients travel once and the way the style says; parameters are gathered at most twice."""
     needed = gradient_bytes(step.plan)
     gathered = gathered_bytes(step.plan)
@@ -52,7 +52,7 @@ def check_sent(step: dp.Step, log: Any, semantics: str) -> None:
     assert sent["all_gather"] >= gathered, f"gathered {sent['all_gather']}, parameters are {gathered}"
 
 
-def check_sent_globally(step: dp.Step, log: Any, needed: dict[str, int]) -> None:
+def check_sent_globally(step: dp.CompiledStep, log: Any, needed: dict[str, int]) -> None:
     """Under global semantics activations travel as well: what travels as a gradient does so once and in one way.
 
     A gradient of what was reduced or gathered before does not travel at all: it is whole on every rank already.

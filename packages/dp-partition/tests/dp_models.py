@@ -169,13 +169,13 @@ def compare_with_one_device(
     steps: int = 6,
     rtol: float = 1e-10,
     **settings: Any,
-) -> dp.Step:
+) -> dp.CompiledStep:
     """Train on all ranks and on one device, and compare losses of every step and parameters after the last."""
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
     reference = seeded(make).double()
     model = copy.deepcopy(seeded(make, seed=ranks.rank).double()).to(ranks.device)  # ranks start apart: rank 0 counts
     own, theirs = optim(model.parameters()), optim(reference.parameters())
-    step = dp.compile(function, capture="always", mesh=mesh, **settings)
+    step = dp.compile(function, mesh=mesh, **settings)
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
         batch = data(generator)

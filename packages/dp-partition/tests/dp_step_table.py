@@ -167,7 +167,7 @@ def run_row(ranks: Ranks, row: StepRow, style: Any, **settings: Any) -> str:
     """``bitwise``, ``close: ...`` or ``refused: code``; anything else raises."""
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
     ours, theirs = ([model.to(ranks.device) for model in _made(row)] for _ in range(2))
-    step = dp.compile(row.function, capture="always", mesh=mesh, style=style, **settings)
+    step = dp.compile(row.function, mesh=mesh, style=style, **settings)
     try:
         found = _train(ranks, row, ours, ours, step)
     except dp.PlanError as error:
@@ -220,7 +220,7 @@ def _train(
         args = (used[0], optims[0]) if row.count == 1 else (used, optims)
         out = function(*args, x, y)
         results += [leaf.detach().clone() for leaf in pytree.tree_leaves(out)] + [x]
-    if isinstance(function, dp.Step):
+    if isinstance(function, dp.CompiledStep):
         function.release()
     return results + [t.detach() for model in bare for t in (*model.parameters(), *model.buffers())]
 

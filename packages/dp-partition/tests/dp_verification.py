@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from dp_compare import NodeComparison, NoKernel
 from dp_partition._torch_compat import pytree
-from dp_partition.api import Step, runner_of
+from dp_partition.api import CompiledStep, runner_of
 from dp_partition.capture.inputs import CallArguments, read_arguments, read_optimizers
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.capture.tracer import Capture
@@ -43,7 +43,7 @@ class Verified:
     in_double: bool
 
 
-def verify(step: Step, *args: Any, world: Sequence[int] = (2, 3), **kwargs: Any) -> Verified:
+def verify(step: CompiledStep, *args: Any, world: Sequence[int] = (2, 3), **kwargs: Any) -> Verified:
     """Check that a step's partitioned graphs compute what the single-device step computes, node by node.
 
     Parameters and optimizer state are read, perturbed copies are computed with, nothing is changed. Ranks other than

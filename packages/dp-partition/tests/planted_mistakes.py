@@ -407,7 +407,7 @@ GRAPH_MISTAKES: dict[str, tuple[str, Change]] = {
 }
 
 
-def change_graphs(step: dp.Step, change: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
+def change_graphs(step: dp.CompiledStep, change: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
     """Apply a pass to every graph that the step partitions from now on."""
     one = runner_of(step)
     build = one.build
@@ -417,7 +417,7 @@ def change_graphs(step: dp.Step, change: Callable[[fx.GraphModule], fx.GraphModu
         program.capture.module = change(program.module)
         return program
 
-    one.build = built  # type: ignore[method-assign,assignment]
+    one.build = built
 
 
 def mutation(index: int) -> Change:

@@ -207,9 +207,7 @@ def probe(name: str) -> Probe:
     x = torch.randn(ROWS, 8, dtype=torch.float64)
     function = partial(_step, PROBES.get(name, PROBES["linear"]), clip)
     step = runner_of(
-        dp.compile(
-            function, capture="always", mesh=fake_mesh(WORLD, 0, "cpu"), style=parse_style(style), semantics="global"
-        )
+        dp.compile(function, mesh=fake_mesh(WORLD, 0, "cpu"), style=parse_style(style), semantics="global")
     )
     args = (model, OPTIMIZERS[optim](model.parameters()), x)
     step_state = find_step_state(function, args, {})

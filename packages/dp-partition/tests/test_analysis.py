@@ -13,7 +13,7 @@ from ranktest import Ranks
 def test_a_step_explains_what_carries_a_parameter(ranks: Ranks) -> None:
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     with pytest.raises(dp.PlanError, match="not-sharded"):
         step.explain()
     step(model, optim, torch.ones(4, 8, device=ranks.device))

@@ -45,7 +45,7 @@ def test_saved_by_four_shards_and_loaded_by_two_replicas(ranks: Ranks, tmp_path:
     model.load_state_dict(alone[0].state_dict())
     expected = train(models.mean_step, *alone, batches)
 
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((4,), ("dp",)), style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((4,), ("dp",)), style="fully_shard")
     train(step, model, optim, [batch.chunk(4)[ranks.rank] for batch in batches[:3]])
     saved = state_of(model, optim)
     shards = [t for t in saved["optim"]["state"]["2.weight"].values() if isinstance(t, DTensor)]
@@ -56,7 +56,7 @@ def test_saved_by_four_shards_and_loaded_by_two_replicas(ranks: Ranks, tmp_path:
     pair = ranks.mesh((2, 2), ("pair", "dp"))["dp"]
     group, row = pair.get_group(), ranks.rank % 2
     other, theirs = make()
-    pair_step = dp.compile(models.mean_step, capture="always", mesh=pair, style="replicate")
+    pair_step = dp.compile(models.mean_step, mesh=pair, style="replicate")
     if ranks.rank >= 2:  # this pair loads into what is placed already
         train(pair_step, other, theirs, [batches[0].chunk(2)[row]])
     loaded = state_of(other, theirs)

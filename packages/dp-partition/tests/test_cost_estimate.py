@@ -153,9 +153,7 @@ def test_messages_and_peak_are_those_of_a_run(ranks: Ranks, case: int | None) ->
     message = (seed, optim, settings, tuple(ids.shape), model)
     own = optim(model.parameters())
     estimate = dp.estimate(models.token_step, model, own, batch, world=ranks.world_size, rank=ranks.rank, **settings)
-    step = dp.compile(
-        models.token_step, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), check="never", **settings
-    )
+    step = dp.compile(models.token_step, mesh=ranks.mesh((ranks.world_size,), ("dp",)), check="never", **settings)
     step(model, own, batch)
     with ranks.record() as log:
         step(model, own, batch)

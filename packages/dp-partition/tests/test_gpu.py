@@ -58,8 +58,8 @@ def train_step(ranks: Ranks, style: Any, way: str) -> Callable[[], torch.Tensor]
 
     step: Any = mean_square
     if way != "torch":
-        capture: Any = "always" if way == "graph" else "never"
-        step = dp_partition.compile(mean_square, mesh=mesh, style=style, capture=capture, check="first")
+        door: Any = dp_partition.compile if way == "graph" else dp_partition.distribute
+        step = door(mean_square, mesh=mesh, style=style, check="first")
     called: Any = torch.compile(model) if way == "compiled" else model
     return partial(step, called, optimizer, torch.randn(rows, width, device=device))
 
@@ -90,15 +90,15 @@ def test_each_way_trains_as_torch_does_and_is_timed_beside_it(ranks: Ranks, styl
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("capture", ["auto", "never"])
+@pytest.mark.parametrize("door", [dp_partition.distribute, dp_partition.compile])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_train_as_one_process(ranks: Ranks, name: str, style: Any, capture: Any) -> None:
+def test_two_ranks_train_as_one_process(ranks: Ranks, name: str, style: Any, door: Any) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().to(ranks.device, torch.float64)
     parallel = copy.deepcopy(model)
     mesh = ranks.mesh((2,), ("dp",))
-    step = dp_partition.compile(mean_square, mesh=mesh, style=style, capture=capture, check="first")
+    step = door(mean_square, mesh=mesh, style=style, check="first")
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, parallel)]
     own_rows = slice(2 * ranks.rank, 2 * ranks.rank + 2)
     for call in range(6):

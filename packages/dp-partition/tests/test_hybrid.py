@@ -47,7 +47,7 @@ def test_equal_to_replicate(ranks: Ranks) -> None:
     for style, where in (("replicate", flat), ("hybrid", mesh)):
         model = models.seeded(Scaled, seed=ranks.rank).double().to(ranks.device)
         optim = ADAMW(model.parameters())
-        step = dp.compile(clipped_step, capture="always", mesh=where, style=style)  # type: ignore[arg-type]  # one of two names
+        step = dp.compile(clipped_step, mesh=where, style=style)  # type: ignore[arg-type]  # one of two names
         generator = torch.Generator().manual_seed(3)
         losses = [step(model, optim, models.rows_of(ranks, *models.vectors(generator)))]
         with ranks.delayed():  # what is read before it is there is NaN
@@ -80,9 +80,7 @@ def test_what_is_sent_in_which_group(ranks: Ranks) -> None:
     outer = (ranks.rank % 2, ranks.rank % 2 + 2)
     model = models.seeded(models.mlp).to(ranks.device)  # 8 x 16 + 16 + 16 x 3 + 3, the last two padded to 4 rows
     optim = ADAMW(model.parameters())
-    step = dp.compile(
-        models.mean_step, capture="always", mesh=mesh, style="hybrid", reshard_after_forward=False, check="never"
-    )
+    step = dp.compile(models.mean_step, mesh=mesh, style="hybrid", reshard_after_forward=False, check="never")
     x = torch.ones(4, 8, device=ranks.device)
     step(model, optim, x)
     with ranks.record() as log:
@@ -111,7 +109,7 @@ def test_against_fsdp(ranks: Ranks) -> None:
     model, peer = models.seeded(models.mlp).to(ranks.device), models.seeded(models.mlp).to(ranks.device)
     fully_shard(peer, mesh=mesh)
     own, theirs = ADAMW(model.parameters()), ADAMW(peer.parameters())
-    step = dp.compile(models.mean_step, capture="always", mesh=mesh, style="hybrid")
+    step = dp.compile(models.mean_step, mesh=mesh, style="hybrid")
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         batch = models.rows_of(ranks, torch.randn(8, 8, generator=generator))
@@ -123,10 +121,8 @@ def test_against_fsdp(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_meshes_that_do_not_fit_the_style(ranks: Ranks) -> None:
     with pytest.raises(dp.PlanError, match=r"invalid-mesh.*1 axes.*two axes"):
-        dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="hybrid")
+        dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="hybrid")
     with pytest.raises(dp.PlanError, match=r'invalid-mesh.*2 axes.*mesh\["dp"\], or use style="hybrid"'):
-        dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2, 1), ("a", "b")), style="fully_shard")
+        dp.compile(models.mean_step, mesh=ranks.mesh((2, 1), ("a", "b")), style="fully_shard")
     with pytest.raises(dp.PlanError, match="conflicting-arguments"):
-        dp.compile(
-            models.mean_step, capture="always", mesh=ranks.mesh((2, 1), ("a", "b")), style="hybrid", semantics="global"
-        )
+        dp.compile(models.mean_step, mesh=ranks.mesh((2, 1), ("a", "b")), style="hybrid", semantics="global")

@@ -62,7 +62,7 @@ def test_a_number_in_an_attribute_is_part_of_the_trace(ranks: Ranks) -> None:
     torch.manual_seed(0)
     model = Warm().to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = dp.compile(dp_plain_step.plain, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(dp_plain_step.plain, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     x, y = torch.ones(4, 8, device=ranks.device), torch.zeros(4, 8, device=ranks.device)
     losses = []
     for temperature, traces in [(1.0, 1), (2.0, 2), (1.0, 2)]:
@@ -79,12 +79,10 @@ def test_a_model_that_is_distributed_already_is_refused(ranks: Ranks) -> None:
     model = dp_plain_step.mlp().to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(4, 8, device=ranks.device)
-    dp.compile(dp_plain_step.plain, capture="always", mesh=mesh, style="fully_shard")(model, optim, x, x)
+    dp.compile(dp_plain_step.plain, mesh=mesh, style="fully_shard")(model, optim, x, x)
     with pytest.raises(dp.PlanError, match="already-applied") as caught:
-        dp.compile(dp_plain_step.plain, capture="always", mesh=mesh)(model, optim, x, x)
+        dp.compile(dp_plain_step.plain, mesh=mesh)(model, optim, x, x)
     assert len(caught.value.problems) == 4
     wrapped = nn.parallel.DistributedDataParallel(dp_plain_step.mlp().to(ranks.device))
     with pytest.raises(dp.PlanError, match="already-applied"):
-        dp.compile(dp_plain_step.plain, capture="always", mesh=mesh)(
-            wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), x, x
-        )
+        dp.compile(dp_plain_step.plain, mesh=mesh)(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), x, x)

@@ -28,7 +28,7 @@ def test_evaluation_shares_the_placed_parameters(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = models.seeded(models.mlp).to(ranks.device)
     optim = FUSED(model.parameters())
-    step = dp.compile(models.mean_step, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
     x = torch.ones(4, 8, device=ranks.device)
     evaluation = dp.compile(evaluate, share=step)
     with pytest.raises(dp.PlanError, match="not-sharded"):
@@ -54,7 +54,7 @@ def test_a_step_that_fails_leaves_everything_as_it_was(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(ranks.device)
     optim = FUSED(model.parameters())
-    step = dp.compile(failing_step, capture="always", mesh=mesh, style="replicate", check="first")
+    step = dp.compile(failing_step, mesh=mesh, style="replicate", check="first")
     x = torch.ones(4, 8, device=ranks.device) * (1 + ranks.rank)
     for _ in range(2):
         step(model, optim, x, torch.tensor([0, 1], device=ranks.device))
@@ -70,12 +70,12 @@ def test_a_step_that_fails_leaves_everything_as_it_was(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("capture", ["always", "auto"])
-def test_an_error_of_one_rank_in_a_checked_call_reaches_all(ranks: Ranks, capture: Any) -> None:
+@pytest.mark.parametrize("door", [dp.distribute, dp.compile])
+def test_an_error_of_one_rank_in_a_checked_call_reaches_all(ranks: Ranks, door: Any) -> None:
     """Its peers would wait in a collective of the graph until the group's timeout."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = FUSED(model.parameters())
-    step = dp.compile(failing_step, capture=capture, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
+    step = door(failing_step, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
     right, wrong = torch.tensor([0, 1]), torch.tensor([0, 99 if ranks.rank else 1])
     x = torch.ones(4, 8) * (1 + ranks.rank)
     step(model, optim, x, right)
@@ -86,9 +86,9 @@ def test_an_error_of_one_rank_in_a_checked_call_reaches_all(ranks: Ranks, captur
             step(model, optim, x, wrong)
     assert isinstance(caught.value, IndexError) == (ranks.rank == 1)
     text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-    assert "call 2" in text if capture == "always" else "rank-failed" in text or ranks.rank, text
+    assert "call 2" in text if door is dp.compile else "rank-failed" in text or ranks.rank, text
     after = [*model.parameters(), *(s for d in optim.state.values() for s in d.values())]
-    if capture == "always":
+    if door is dp.compile:
         assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 16
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,7 +101,7 @@ def test_other_batch_sizes_retrace_once(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = models.seeded(models.mlp).to(ranks.device)
     optim = FUSED(model.parameters())
-    step = dp.compile(models.mean_step, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
     for rows, traces in [(4, 1), (6, 2), (4, 2), (6, 2)]:
         step(model, optim, torch.ones(rows, 8, device=ranks.device))
         assert step.num_traces == traces
@@ -112,7 +112,7 @@ def test_many_traces_warn_and_are_let_go(ranks: Ranks, monkeypatch: pytest.Monke
     monkeypatch.setattr(runner, "MOST_PROGRAMS", 3)
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), check="never")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), check="never")
     for rows in range(1, 9):
         step(model, optim, torch.ones(rows, 8, device=ranks.device))
     with pytest.warns(UserWarning, match="mean_step was traced 9 times"):
@@ -126,7 +126,7 @@ def test_release_gives_plain_tensors_back(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = models.seeded(models.mlp).to(ranks.device)
     optim = FUSED(model.parameters())
-    step = dp.compile(models.mean_step, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
     x = torch.ones(4, 8, device=ranks.device)
     step(model, optim, x)
     with step.unsharded():

@@ -38,7 +38,7 @@ def test_gpt_in_float32_for_20_steps(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model, reference = models.seeded(models.GPT).to(ranks.device), models.seeded(models.GPT)
     own, theirs = FUSED(model.parameters()), FUSED(reference.parameters())
-    step = dp.compile(models.token_step, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(models.token_step, mesh=mesh, style="fully_shard")
     generator = torch.Generator().manual_seed(3)
     for _ in range(20):
         batch = models.tokens(generator)
@@ -92,7 +92,7 @@ def hyperparameters_stay_live(ranks: Ranks, fused: bool) -> None:
     model, reference = models.seeded(models.mlp).double().to(ranks.device), models.seeded(models.mlp).double()
     own, theirs = optim(model), optim(reference)
     schedules = [torch.optim.lr_scheduler.OneCycleLR(o, [0.02, 0.1], total_steps=9) for o in (own, theirs)]
-    step = dp.compile(models.mean_step, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
     generator = torch.Generator().manual_seed(3)
     for _ in range(8):
         (batch,) = models.vectors(generator)
@@ -111,7 +111,7 @@ def test_a_hyperparameter_that_decides_a_branch_retraces_when_the_branch_changes
     mesh = ranks.mesh((2,), ("dp",))
     model = models.seeded(models.mlp).double().to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.0)
-    step = dp.compile(models.mean_step, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
     x = torch.ones(4, 8, dtype=torch.float64, device=ranks.device)
     for decay, traces in [(0.0, 1), (0.5, 2), (0.25, 2), (0.0, 2)]:
         optim.param_groups[0]["weight_decay"] = decay
@@ -174,7 +174,7 @@ def test_two_backwards_are_reduced_once(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model, alone = models.seeded(models.mlp).double().to(ranks.device), models.seeded(models.mlp).double()
     own, theirs = FUSED(model.parameters()), FUSED(alone.parameters())
-    step = dp.compile(function, capture="always", mesh=mesh, style="replicate")
+    step = dp.compile(function, mesh=mesh, style="replicate")
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for _ in range(5):
         loss = step(model, own, x.to(ranks.device))  # the same rows on every rank: the average is the rank's own

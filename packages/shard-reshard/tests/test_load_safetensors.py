@@ -62,9 +62,8 @@ def _loaded(plan: LoadPlan, world_size: int) -> dict[str, list[list[torch.Tensor
 
 
 @pytest.mark.parametrize("smallest", [1, 64 * 1024])
-def test_files_of_any_layout_to_any_layout(tmp_path: Path, smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_any_layout_to_any_layout(tmp_path: Path, smallest: int) -> None:
     # Small tensors are read whole by one rank; with a limit of one byte their rows are shared out.
-    monkeypatch.setattr("shard_reshard.checkpoint.plan._SMALLEST_READ_BYTES", smallest)
     rng = random.Random(smallest)
     compared = read_bytes = shared = 0
     for number in range(NUM_PAIRS):
@@ -82,7 +81,7 @@ def test_files_of_any_layout_to_any_layout(tmp_path: Path, smallest: int, monkey
             path = write(tmp_path / f"{number}-{rank}", {"w": local})
             files[rank] = file_table(path)
         stored = stored_tensors(files, {"w": src}, {"w": shape})
-        plan = plan_load(stored, {"w": dst}, world_size)
+        plan = plan_load(stored, {"w": dst}, world_size, smallest_read_bytes=smallest)
         loaded = _loaded(plan, world_size)["w"]
         for rank in range(world_size):
             for tensor, expected in zip(loaded[rank], local_tensors(dst, rank, full), strict=True):
@@ -336,14 +335,12 @@ def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_file_that_changes_meanwhile(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Rank 1 finds the file shorter than its header said; both raise, and the module keeps what it had.
+    # Rank 1 finds the file shorter than its header said; both raise, and the module keeps what it had. The tensor is
+    # large enough that rank 1 reads a row of it.
     folder = Path(ranks.gather(str(tmp_path))[0])
     if ranks.rank == 0:
-        write(folder / "f", {"w": torch.arange(12.0).view(3, 4)})
+        write(folder / "f", {"w": torch.zeros(3, 2**14)})
     ranks.gather(None)
-    monkeypatch.setattr(
-        "shard_reshard.checkpoint.plan._SMALLEST_READ_BYTES", 1
-    )  # rank 1 reads a row of this small tensor
     if ranks.rank == 1:
         from shard_reshard.checkpoint import safetensors as safetensors_files
 
@@ -351,7 +348,7 @@ def test_a_file_that_changes_meanwhile(ranks: Ranks, tmp_path: Path, monkeypatch
             return safetensors_files.read_rows(path, num_bytes + 1, *rest)
 
         monkeypatch.setattr("shard_reshard.checkpoint.load.read_rows", shortened)
-    model = nn.Linear(4, 3, bias=False)
+    model = nn.Linear(2**14, 3, bias=False)
     before = model.weight.detach().clone()
     with pytest.raises(PlanError, match="file-changed") as caught:
         load_safetensors([folder / "f"], {"weight": "2: R"}, out=model, key_map={"w": "weight"})

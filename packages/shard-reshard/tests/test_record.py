@@ -421,8 +421,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "a value": (lambda m, w: m.weight.fill_(w["a"][0, 0].item()), "item()"),
     "added in place": (lambda m, w: m.weight.add_(w["a"]), "aten.add_"),
     "changed after loading": (lambda m, w: m.weight.copy_(w["a"]).mul_(2), "aten.mul_"),
-    "indexed": (lambda m, w: m.weight.copy_(w["a"][torch.tensor([1, 0, 2, 3])]), "aten.index"),
-    "an indexed write": (lambda m, w: m.weight.index_copy_(0, torch.tensor([1]), w["a"][:1]), "index_copy"),
+    "indexed": (lambda m, w: m.weight.copy_(w["a"][torch.tensor([True, True, True, True])]), "aten.index"),
+    "an indexed write": (lambda m, w: m.weight.index_copy_(0, torch.tensor([1, 1]), w["a"][:2]), "index_copy"),
     "bits": (lambda m, w: m.weight.copy_(w["a"].view(torch.int32)), "int32"),
     "bits of another dtype": (
         lambda m, w: m.weight.view(torch.uint8).copy_(w["c"].view(torch.uint8)[:, :16]),
@@ -573,3 +573,76 @@ def test_constants_leave_what_was_loaded(ranks: Ranks) -> None:
     for _ in range(2):
         recorded.fill_constants()
         assert torch.equal(model.weight, torch.cat([weights["w"], torch.full((2, 4), 3.0)]))
+
+
+_PICK = torch.tensor([2, 0, 3, 1])
+_STACKED: dict[str, tuple[int, ...]] = {"w": (4, 12, 8)}
+# How loaders of stacked experts move elements: weights and their shapes, and what is done with them.
+_MOVES: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[torch.Tensor, Weights], object]]] = {
+    "transposed": ({"w": (4, 8, 12)}, lambda to, w: to.copy_(w["w"].transpose(1, 2).contiguous())),
+    "one by one": (_STACKED, lambda to, w: [to[at].copy_(w["w"][at]) for at in (2, 0, 3, 1)]),
+    "taken apart in pairs": (
+        _STACKED,
+        lambda to, w: (to[:, :6].copy_(w["w"][:, ::2]), to[:, 6:].copy_(w["w"][:, 1::2])),
+    ),
+    "permuted": (_STACKED, lambda to, w: to.copy_(w["w"].view(4, 6, 2, 8).permute(0, 2, 1, 3).reshape(4, 12, 8))),
+    "index": (_STACKED, lambda to, w: to.copy_(w["w"][_PICK])),
+    "index of dim 1": ({"w": (4, 4, 8)}, lambda to, w: to[:, :4].copy_(w["w"][:, -_PICK])),
+    "index_select": (_STACKED, lambda to, w: to.copy_(w["w"].index_select(0, _PICK))),
+    "index_copy_": (_STACKED, lambda to, w: to.index_copy_(0, _PICK, w["w"])),
+    "index_put_": (_STACKED, lambda to, w: to.__setitem__([2, 0, 3, 1], w["w"])),
+    "part of index_put_": ({"w": (2, 12, 8)}, lambda to, w: to.__setitem__([3, 1], w["w"])),
+    "cat with zeros": (
+        {"w": (4, 6, 8)},
+        lambda to, w: to.copy_(torch.cat([w["w"], torch.zeros(4, 5, 8), torch.ones(4, 1, 8)], 1)),
+    ),
+    "repeat": ({"w": (6, 8)}, lambda to, w: to.copy_(w["w"].repeat(4, 2, 1))),
+    "repeat_interleave": ({"w": (2, 12, 8)}, lambda to, w: to.copy_(w["w"].repeat_interleave(2, 0))),
+    "roll": (_STACKED, lambda to, w: to.copy_(w["w"].roll(-1, 0).roll(14, 1))),
+    "flip": (_STACKED, lambda to, w: to.copy_(w["w"].flip(0))),
+    "stacked": ({"w": (12, 8), "v": (12, 8)}, lambda to, w: to[:2].copy_(torch.stack([w["v"], w["w"]]))),
+}
+
+
+class _Stacked(nn.Module):
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((4, 12, 8), -7.0, device=device), requires_grad=False)
+
+
+@pytest.mark.ranks(2)
+def test_loaders_that_only_move_elements(ranks: Ranks) -> None:
+    """The table of docs/design/shard-reshard.md: what is recorded fills a model as the loader itself does."""
+    compared = 0
+    for name, (shapes, move) in _MOVES.items():
+        weights = {key: torch.randn(shape, device=ranks.device) for key, shape in shapes.items()}
+        sent: Any = ranks.gather([value.cpu() for value in weights.values()])[0]
+        weights = {key: value.to(ranks.device) for key, value in zip(shapes, sent, strict=True)}
+        expected, model = torch.full((4, 12, 8), -7.0, device=ranks.device), _Stacked(ranks.device)
+        move(expected, weights)
+        recorded = record_layouts(model, weights, load=lambda pairs: move(model.w.data, dict(pairs)))  # noqa: B023
+        state = weights if ranks.rank == 0 else {}
+        reshard_state_dict(state, recorded.layouts, out=recorded.out, key_map=recorded.key_map)
+        assert torch.equal(model.w.data, expected), name
+        compared += 1
+    assert compared == len(_MOVES) == 16
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda to, w: to.copy_(w["w"] + 1),
+        lambda to, w: to.copy_(torch.gather(w["w"], 0, _PICK.view(4, 1, 1).expand(4, 12, 8))),
+        lambda to, w: to.copy_(w["w"][w["i"]]),  # numbers of a checkpoint
+        lambda to, w: to.index_copy_(0, torch.tensor([0, 0, 1, 2]), w["w"]),  # two values for one place
+        lambda to, w: to.index_put_([_PICK], w["w"], accumulate=True),
+        lambda to, w: to.copy_(torch.cat([w["w"][:3], torch.arange(96.0).view(1, 12, 8)])),
+        lambda to, w: to.copy_(w["w"].roll(3)),  # over the ends of rows
+    ],
+)
+def test_loaders_that_do_more_are_refused(move: Callable[[torch.Tensor, Weights], object]) -> None:
+    model = _Stacked("cpu")
+    weights = {"w": torch.randn(4, 12, 8), "i": torch.tensor([0, 1, 2, 3])}
+    with pytest.raises(PlanError, match="not-recordable"):
+        record_layouts(model, weights, load=lambda pairs: move(model.w.data, dict(pairs)))
+    assert bool((model.w.data == -7).all())

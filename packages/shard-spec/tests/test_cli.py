@@ -314,20 +314,20 @@ class Model(nn.Module):
     static = sum(report["memory"]["parts"][part][0] for part in ("parameters", "gradients"))
     assert static < small < full
     moment = report["memory"]["moment"]
-    status, report = run("--memory-limit", str(full))
+    status, report = run("--memory-limit", f"{full}B")
     assert (status, report["verdict"].split(":")[0]) == (0, "fits")
-    status, report = run("--memory-limit", str(full - 1))
+    status, report = run("--memory-limit", f"{full - 1}B")
     assert status == 1
     assert [problem["code"] for problem in report["problems"]] == ["does-not-fit"]
     assert report["problems"][0]["found"] == report["verdict"]
     assert report["verdict"].endswith(f"peak at the {moment}")
     assert "--checkpointing" in report["problems"][0]["hint"]
-    assert run("--memory-limit", str(small), "--checkpointing")[0] == 0
-    assert run("--memory-limit", str(small - 1), "--checkpointing")[0] == 1
+    assert run("--memory-limit", f"{small}B", "--checkpointing")[0] == 0
+    assert run("--memory-limit", f"{small - 1}B", "--checkpointing")[0] == 1
     half = run("--dtype", "bfloat16")[1]["memory"]["total"][0]
     assert half < 0.6 * full
-    assert run("--dtype", "bfloat16", "--memory-limit", str(half))[0] == 0
-    assert run("--dtype", "bfloat16", "--memory-limit", str(half - 1))[0] == 1
+    assert run("--dtype", "bfloat16", "--memory-limit", f"{half}B")[0] == 0
+    assert run("--dtype", "bfloat16", "--memory-limit", f"{half - 1}B")[0] == 1
 
 
 def test_fsdp_is_a_data_axis_and_an_axis_that_shards_nothing_is_refused(factory: Any, capsys: Any) -> None:

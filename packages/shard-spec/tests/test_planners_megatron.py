@@ -224,8 +224,11 @@ def test_the_plan_is_a_sharding_plan_that_remembers_and_pickles() -> None:
     assert isinstance(planner, ShardingPlanner)
     plan = planner.build_plan(GPT(width=30, num_heads=3))  # 3 heads on 2 ranks
     assert isinstance(plan, PlannedSharding)
-    assert plan == ShardingPlan(dict(plan.plan), mesh=MESH)
-    assert ShardingPlan(dict(plan.plan), mesh=MESH) == plan
+    assert plan.axis_roles == {"tp": "model"}
+    plain = ShardingPlan(dict(plan.plan), mesh=MESH, axis_roles=plan.axis_roles)
+    assert plan == plain
+    assert plain == plan
+    assert plan != ShardingPlan(dict(plan.plan), mesh=MESH)  # nothing says what the axis is for
     assert plan != ShardingPlan({}, mesh=MESH)
     twin = pickle.loads(pickle.dumps(plan))
     assert twin == plan

@@ -265,7 +265,7 @@ class CollectiveCounter(TorchDispatchMode):
 def explained(mesh: DeviceMesh) -> dict[str, Any]:
     """Plans whose predicted collectives are those that are dispatched in a forward and a backward."""
     import tp_models as models
-    from tp_styles.plan.explain import collectives
+    from tp_styles.plan.model import collectives
 
     equal = 0
     plans = [models.gpt_plan(fused) for fused in (False, True)]

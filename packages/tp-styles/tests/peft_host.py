@@ -81,6 +81,42 @@ def test_five_steps_are_those_of_one_process(ranks: Ranks, family: str) -> None:
     assert equal_after_training(model, alone) >= 2 * 2  # two layers
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj", "o_proj"], ["k_proj"], "all-linear"], ids=str)
+@pytest.mark.parametrize("planner", ["from_hf_tp_plan", "auto_plan"])
+def test_fewer_key_value_heads_than_ranks(ranks: Ranks, targets: Any, planner: str) -> None:
+    """The adapter of a copied key-value head is copied with it; heads that do not divide are refused with a reason."""
+    alone, model = (adapted(model_of("qwen3"), targets) for _ in range(2))
+    inner, mesh = model.get_base_model(), ranks.mesh((4,), ("tp",))
+    plan = tp.from_hf_tp_plan(inner) if planner == "from_hf_tp_plan" else tp.auto_plan(inner, tp_size=4)
+    handle = tp.apply_plan(inner, mesh, plan)
+    assert sum(isinstance(entry.style, tp.GQAParallel) for entry in handle.plan.modules) == 2
+    train(model), train(alone)
+    adapters, reference = get_peft_model_state_dict(model), get_peft_model_state_dict(alone)
+    for name, value in reference.items():
+        shard = adapters[name]
+        torch.testing.assert_close(shard.full_tensor() if hasattr(shard, "full_tensor") else shard, value)
+    assert len(reference) >= 2 * 2
+    six = SIZES | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    other = adapted(AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3"](**six)), targets)
+    with pytest.raises(tp.PlanError, match=r"does-not-divide.*num_heads=6.*tp=4"):
+        tp.apply_plan(other.get_base_model(), mesh, tp.from_hf_tp_plan(other.get_base_model()))
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "OFTConfig", "VeraConfig", "AdaLoraConfig"])
+def test_other_adapters_are_refused_by_name(kind: str) -> None:
+    import peft
+
+    options: dict[str, Any] = {"total_step": 10} if kind == "AdaLoraConfig" else {}
+    options |= {"feedforward_modules": []} if kind == "IA3Config" else {}
+    options |= {"oft_block_size": 8, "r": 0} if kind == "OFTConfig" else {}
+    model = get_peft_model(model_of("llama"), getattr(peft, kind)(target_modules=["q_proj", "v_proj"], **options))
+    inner: Any = model.get_base_model()
+    problems = tp.plan_styles(inner, tp.from_hf_tp_plan(inner), 2).problems
+    assert {problem.code for problem in problems} == {"lora-mismatch"} and len(problems) == 4
+    assert all("this adapter is not supported: peft.tuners." in problem.found for problem in problems), problems
+
+
 def equal_after_training(model: Any, alone: Any) -> int:
     """Compare losses, adapters and saved modules with one process; return how many of them are shards."""
     double = next(model.parameters()).dtype == torch.float64

@@ -19,6 +19,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from tp_styles.runtime.parameters import split_of
 
 EXACT = 1e-12
 PLAN = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
@@ -153,9 +154,16 @@ def test_new_values_of_sharded_parameters(ranks: Ranks) -> None:
         one.down.reset_parameters()
     for name, value in tp.full_state_dict(model).items():
         assert torch.equal(value, alone.state_dict()[name]), name
-    for draw in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.trunc_normal_):
+    draws: list[Callable[[Any], Any]] = [nn.init.normal_, nn.init.uniform_, nn.init.xavier_uniform_]
+    draws += [nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_, nn.init.trunc_normal_]
+    draws += [nn.init.eye_, lambda weight: nn.init.sparse_(weight, 0.5)]
+    before = model.both.weight.detach().clone()
+    for draw in draws:
         with pytest.raises(tp.PlanError, match="local-shard-as-full"):
             draw(model.both.weight)
+    assert torch.equal(model.both.weight, before)
+    nn.init.zeros_(model.both.bias), nn.init.constant_(model.both.bias, 2.0)  # the same on any shard
+    assert torch.equal(tp.full_state_dict(model)["both.bias"], torch.full((24,), 2.0, dtype=torch.float64))
     with torch.device("meta"):
         later: Any = models.Gated()
     tp.apply_plan(later, mesh, GATED)
@@ -203,6 +211,86 @@ def test_optimizers_that_need_full_matrices_or_one_kind_of_tensor(ranks: Ranks) 
     nn.utils.parametrizations.spectral_norm(model[0].both)
     with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*weight.*ParametrizedLinear"):
         model(x64(3, 8))
+
+
+FULL_READS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda w: w.norm(),
+    "torch.norm": torch.norm,
+    "vector_norm": torch.linalg.vector_norm,
+    "norm of columns": lambda w: w.norm(dim=0),
+    "std": lambda w: w.std(),
+    "mean": lambda w: w.mean(),
+    "mean of columns": lambda w: w.mean(0),
+    "sum": torch.sum,
+    "largest": lambda w: w.max(),
+    "argmax": lambda w: w.argmax(),
+    "svdvals": torch.linalg.svdvals,
+    "svd": lambda w: torch.svd(w)[1],
+    "matrix norm": lambda w: torch.linalg.matrix_norm(w, 2),
+    "normalised columns": lambda w: torch.nn.functional.normalize(w, dim=0),
+    "softmax of columns": lambda w: w.softmax(0),
+    "softmax by keyword": lambda w: torch.softmax(w, dim=-2),
+    "all": lambda w: (w == w) & w.all(),
+    "sorted": lambda w: w.sort(dim=0)[0],
+    "quantile": lambda w: w.quantile(0.5),
+}
+ROW_READS: dict[str, Callable[[Any], Any]] = {
+    "norm of rows": lambda w: w.norm(dim=1),
+    "norm of rows by place": lambda w: w.norm(2, 1),
+    "normalised rows": torch.nn.functional.normalize,
+    "mean of rows": lambda w: w.mean(-1),
+    "largest of rows": lambda w: w.amax((1,)),
+    "softmax of rows": lambda w: w.softmax(-1),
+    "the larger of two": lambda w: torch.max(w, w * 2),
+    "a function of each element": lambda w: w.abs().exp() * 2,
+}
+
+
+@pytest.mark.ranks(2)
+def test_reads_of_a_full_weight_are_refused_on_sections_and_right_through_full_tensor(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    model, alone = (models.seeded(lambda: models.Gated().double()) for _ in range(2))
+    tp.apply_plan(model, mesh, GATED)
+    shard, full = model.get_parameter("both.weight"), alone.get_parameter("both.weight")
+    split = split_of(shard._sharding_info)  # type: ignore[attr-defined]
+    for name, read in FULL_READS.items():
+        with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*\[24, 8\].*full_tensor"):
+            read(shard)
+        torch.testing.assert_close(read(shard.full_tensor()), read(full), msg=name)  # type: ignore[attr-defined]
+    for name, read in ROW_READS.items():
+        wanted = split.take(read(full), ranks.rank, 2)
+        torch.testing.assert_close(read(shard), wanted, msg=name)
+        assert type(read(shard)) is torch.Tensor
+    for weight in (shard.full_tensor(), full):  # type: ignore[attr-defined]
+        (weight.norm() + torch.linalg.svdvals(weight)[0] + (weight.T @ weight - 1).square().sum()).backward()
+    assert shard.grad is not None and full.grad is not None
+    torch.testing.assert_close(shard.grad, split.take(full.grad, ranks.rank, 2))
+    assert len(FULL_READS) == 19 and len(ROW_READS) == 8
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_an_optimizers_file_of_one_process_goes_on_in_shards(ranks: Ranks, kind: str) -> None:
+    """Its moments are full: each rank takes its rows of them, of DTensors and of sections, at any time."""
+    settings = {"lr": 1e-2} | ({"momentum": 0.9} if kind == "SGD" else {})
+    model, alone = (models.seeded(lambda: models.Gated().double()) for _ in range(2))
+    reference = getattr(torch.optim, kind)(alone.parameters(), **settings)
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), GATED)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **settings)
+    for step in range(6):
+        if step in (2, 4):
+            model.load_state_dict(alone.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        for each, one in ((model, optimizer), (alone, reference)):
+            if each is model and step < 2:
+                continue
+            one.zero_grad()
+            each(x64(3, 8)).square().sum().backward()
+            one.step()
+    state = tp.full_state_dict(model)
+    assert models.assert_close(state, dict(alone.state_dict()), atol=1e-12) == sum(
+        p.numel() for p in alone.parameters()
+    )
 
 
 class Weight(nn.Parameter):

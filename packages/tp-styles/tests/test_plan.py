@@ -14,7 +14,7 @@ import tp_models as models
 import tp_styles as tp
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
-from tp_styles.plan.explain import collectives
+from tp_styles.plan.model import collectives
 from tp_styles.plan.planned import match_plan
 from tp_styles.values import NoTransfer, Step, step, transfer
 

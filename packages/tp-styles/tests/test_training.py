@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,14 +56,34 @@ def test_vocab_parallel_cross_entropy(ranks: Ranks) -> None:
         torch.autograd.backward(expected.square().sum())
         assert alone.grad is not None
         torch.testing.assert_close(local.grad, alone.grad[..., start:stop], atol=EXACT, rtol=1e-12)
+        placed: Any = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+        replicated = distribute_tensor(target, mesh, [Replicate()])
+        other = tp.vocab_parallel_cross_entropy(
+            placed,
+            replicated if weighted else target,
+            weight=weight,
+            label_smoothing=smoothing,
+            reduction=reduction,  # type: ignore[arg-type]
+        )
+        assert torch.equal(other, loss)
+        torch.autograd.backward(other.square().sum())
+        assert isinstance(placed.grad, DTensor) and placed.grad.placements == placed.placements
+        torch.testing.assert_close(placed.grad.full_tensor(), alone.grad, atol=EXACT, rtol=1e-12)
         count += 1
     assert count == 24
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        (r"layout-mismatch.*Shard\(dim=0\)", distribute_tensor(logits, mesh, [Shard(0)]), {}),
+        ("layout-mismatch.*redistribute", distribute_tensor(logits, mesh, [Replicate()]), {}),
+        ("shape-mismatch.*num_classes", placed, {"num_classes": classes + 1}),
+        ("layout-mismatch.*weight", placed, {"weight": distribute_tensor(logits[0, 0], mesh, [Shard(0)])}),
+    ]
+    for match, tensor, options in wrong:
+        with pytest.raises(tp.PlanError, match=match):
+            tp.vocab_parallel_cross_entropy(tensor, target, **options)
     with ranks.record() as log:
         loss = tp.vocab_parallel_cross_entropy(local, target, mesh=mesh, num_classes=classes)
         torch.autograd.backward(loss)
     assert log.ops == ("all_reduce", "all_reduce")
-    with pytest.raises(tp.PlanError, match=r"wrong-type.*to_local"):
-        tp.vocab_parallel_cross_entropy(distribute_tensor(logits, mesh, [Shard(2)]), target)
     low = tp.vocab_parallel_cross_entropy(logits.bfloat16()[..., start:stop], target, mesh=mesh, num_classes=classes)
     assert low.dtype == torch.bfloat16
     with pytest.raises(tp.PlanError, match="uneven-shards"):
@@ -70,6 +92,48 @@ def test_vocab_parallel_cross_entropy(ranks: Ranks) -> None:
         tp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor([0, 3 * size]), mesh=mesh)
     with pytest.raises(tp.PlanError, match="missing-mesh"):
         tp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor([0, 1]))
+
+
+class WithZLoss(nn.Module):
+    """A language model that returns its loss, with the square of the logits' normalizer added."""
+
+    def __init__(self, mesh: Any, normalizer: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.mesh, self.normalizer = mesh, normalizer
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embed(ids))
+        if self.mesh is None:  # one process
+            loss = F.cross_entropy(logits.flatten(0, 1), ids.flip(-1).flatten())
+        else:
+            mesh = None if isinstance(logits, DTensor) else self.mesh
+            loss = tp.vocab_parallel_cross_entropy(logits, ids.flip(-1), mesh=mesh)
+        z = self.normalizer(logits).square().mean()
+        result: torch.Tensor = loss + 0.1 * (z.full_tensor() if isinstance(z, DTensor) else z)
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_a_z_loss_is_right_on_dtensors_and_found_on_shards(ranks: Ranks) -> None:
+    mesh, ids = ranks.mesh((2,), ("tp",)), torch.arange(12).view(2, 6)
+    normalizers: list[Callable[[Any], Any]] = [lambda x: x.exp().sum(-1).log(), lambda x: x.sum(-1)]
+    compared = found = 0
+    for normalizer in normalizers:
+        places = (None, mesh, mesh)
+        alone, model, local = (models.seeded(partial(WithZLoss, place, normalizer)).double() for place in places)
+        tp.apply_plan(model, mesh, {"head": tp.ColwiseParallel(use_local_output=False)})
+        losses = [each(ids) for each in (alone, model)]
+        torch.testing.assert_close(losses[1], losses[0], atol=EXACT, rtol=EXACT)
+        for loss in losses:
+            loss.backward()
+        expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        compared += models.assert_close(models.full_gradients(model, mesh), expected, atol=1e-10)
+        tp.apply_plan(local, mesh, {"head": tp.ColwiseParallel(output_layouts=Shard(-1))})
+        with pytest.raises(tp.PlanError, match=r"check-mismatch.*-> output"):
+            local(ids)
+        found += 1
+    assert compared == 2 * 2 * 16 * 8 and found == 2
 
 
 @pytest.mark.ranks(2, 4)
@@ -223,7 +287,7 @@ def test_next_to_fsdp2(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_predicted_collectives_are_those_that_happen(ranks: Ranks) -> None:
-    from tp_styles.plan.explain import collectives
+    from tp_styles.plan.model import collectives
 
     mesh = ranks.mesh((2,), ("tp",))
     plans: list[dict[str, tp.ParallelStyle]] = [
@@ -261,7 +325,7 @@ def test_predicted_collectives_are_those_that_happen(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_predictions_for_a_whole_model(ranks: Ranks) -> None:
     """Embedding, attention, feed-forward blocks and head: `explain`'s counts and bytes are those that the group saw."""
-    from tp_styles.plan.explain import collectives
+    from tp_styles.plan.model import collectives
 
     mesh = ranks.mesh((2,), ("tp",))
     model = models.seeded(lambda: models.GPT(vocab=18))

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -28,7 +29,7 @@ BODY = """
 
 def debug(port: int) -> None:
     """Do what an editor does, in the Debug Adapter Protocol: attach, let the program go on, leave when it has ended."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client, client.makefile("rb") as answers:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as client, client.makefile("rb") as answers:
 
         def request(seq: int, command: str, **arguments: object) -> None:
             text = json.dumps({"seq": seq, "type": "request", "command": command, "arguments": arguments}).encode()
@@ -61,11 +62,12 @@ def test_one_rank_waits_for_its_debugger(pytester: pytest.Pytester) -> None:
             line = process.stdout.readline()
             assert line, output.decode()
             output += line
-        attached = False
+        attached, pause = False, threading.Event()
         while not attached and process.poll() is None:  # the port is printed before rank 1 is forked and listens
             with contextlib.suppress(ConnectionRefusedError):
                 debug(int(match[1]))
                 attached = True
+            pause.wait(0.2)
         output += process.stdout.read()
         assert process.wait() == 0, output.decode()
     assert attached

@@ -1,8 +1,8 @@
-"""Turn an unmodified single-device train step into a data-parallel fx graph.
+"""Run an unmodified single-device train step data-parallel: as it is written, or as one fx graph.
 
-`compile` is the front end. Its stages are public too, for graphs from elsewhere: `gradients_tagging`,
-`build_data_parallel_strategies`, `mark_data_parallel_shardings`, `partitioner`, and all of them as
-`partition_data_parallel`. `dp_partition.legacy` has the decorator of torch 2.1.
+`distribute` runs any step as it is written, `compile` makes it a graph. The graph's stages are public too, for graphs
+from elsewhere: `gradients_tagging`, `build_data_parallel_strategies`, `mark_data_parallel_shardings`, `partitioner`,
+and all of them as `partition_data_parallel`. `dp_partition.legacy` has the decorator of torch 2.1.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from dp_partition import legacy as legacy
     from dp_partition._shared.problems import PlanError as PlanError
     from dp_partition._shared.problems import Problem as Problem
-    from dp_partition.api import Step as Step
+    from dp_partition.api import CompiledStep as CompiledStep
+    from dp_partition.api import DistributedStep as DistributedStep
     from dp_partition.api import compile as compile
+    from dp_partition.api import distribute as distribute
     from dp_partition.capture.phases import gradients_tagging as gradients_tagging
     from dp_partition.cost_estimate import Estimate as Estimate
     from dp_partition.cost_estimate import estimate as estimate
@@ -37,8 +39,10 @@ if TYPE_CHECKING:
     from dp_partition.runtime.state import StepInterrupted as StepInterrupted
 
 __all__ = [
+    "distribute",
     "compile",
-    "Step",
+    "DistributedStep",
+    "CompiledStep",
     "Batch",
     "PartitionPlan",
     "DataParallelStyle",
@@ -62,7 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": "compile Step",
+    "api": "distribute compile DistributedStep CompiledStep",
     "plan.plan": "Batch PartitionPlan",
     "plan.placements": "DataParallelStyle NodeType PlacementSpec PlacementStrategy DataParallelStrategy TupleStrategy",
     "capture.phases": "gradients_tagging",

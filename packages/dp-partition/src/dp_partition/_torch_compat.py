@@ -223,6 +223,7 @@ def is_in_backward() -> bool:
 
 
 foreach_copy_ = torch._foreach_copy_  # not of empty lists
+foreach_div_ = torch._foreach_div_
 flatten: Any = torch._utils._flatten_dense_tensors
 unflatten: Any = torch._utils._unflatten_dense_tensors  # empty tensors lose their shape
 
@@ -330,6 +331,11 @@ def reset_fsdp(units: Iterable[Any]) -> None:
 def is_backward_unfinished(units: Iterable[Any]) -> bool:
     """Return True if a backward pass through FSDP2's modules has not reached its end."""
     return any(unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for unit in units)
+
+
+def become(tensor: Any, other: Any) -> None:
+    """Give a DTensor the local tensor and the placements of another one of its shape."""
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
 
 
 def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter:

@@ -1,11 +1,11 @@
-"""The front end: `compile` makes a train step for one device data-parallel."""
+"""The two doors: `distribute` runs a train step as it is written, `compile` makes it one graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import fx
@@ -14,10 +14,111 @@ from torch.distributed.tensor import Placement
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.analysis import explain_messages, explain_sums, messages_of
+from dp_partition.distributed import DistributedRunner, name_of, steps_of
+from dp_partition.eager.step import EagerStep
 from dp_partition.plan.placements import DataParallelStyle, parse_style
-from dp_partition.plan.plan import Batch, CommConfig, PartitionPlan, Semantics, Settings, Style
-from dp_partition.runner import Runner, eager_plan
+from dp_partition.plan.plan import (
+    Batch,
+    CommConfig,
+    PartitionPlan,
+    Semantics,
+    Settings,
+    Style,
+    choice,
+    reduction_problems,
+)
+from dp_partition.runner import Runner
 from dp_partition.runtime.state import unsharded
+
+EagerStyle = Literal["fully_shard", "replicate", "hybrid"]
+
+
+@overload
+def distribute(
+    train_step: Callable[..., Any],
+    *,
+    mesh: DeviceMesh,
+    style: EagerStyle | DataParallelStyle = ...,
+    bucket_mb: float = ...,
+    reduce_dtype: torch.dtype | None = ...,
+    full: Literal["keep", "refuse"] = ...,
+    observe: bool = ...,
+    check: Literal["first", "never"] = ...,
+) -> DistributedStep: ...
+
+
+@overload
+def distribute(
+    train_step: Sequence[Callable[..., Any]],
+    *,
+    mesh: DeviceMesh,
+    style: EagerStyle | DataParallelStyle = ...,
+    bucket_mb: float = ...,
+    reduce_dtype: torch.dtype | None = ...,
+    full: Literal["keep", "refuse"] = ...,
+    observe: bool = ...,
+    check: Literal["first", "never"] = ...,
+) -> list[DistributedStep]: ...
+
+
+def distribute(
+    train_step: Callable[..., Any] | Sequence[Callable[..., Any]],
+    *,
+    mesh: DeviceMesh,
+    style: EagerStyle | DataParallelStyle = "fully_shard",
+    bucket_mb: float = 25,
+    reduce_dtype: torch.dtype | None = None,
+    full: Literal["keep", "refuse"] = "keep",
+    observe: bool = True,
+    check: Literal["first", "never"] = "first",
+) -> DistributedStep | list[DistributedStep]:
+    """Make a train step, written for one device, run data-parallel as it is written.
+
+    Every call runs the step's own Python: branches on values, counters, hooks, any optimizer. Nothing is traced.
+    Gradients are averaged over the ranks in each backward pass, as under DDP, or parameters lie in FSDP2's shards.
+
+    Args:
+        train_step: Function of a model, its optimizer and a batch, in any order and number, or with them in ``self``, a
+            closure or globals. A list: several steps over one model, such as those of a GAN, with one placement.
+        mesh: One-dimensional mesh of the data-parallel ranks; for ``"hybrid"`` one of two axes.
+        style: ``"fully_shard"``: parameters, gradients and optimizer state in shards; ``"replicate"``: full on each
+            rank; ``"hybrid"``: sharded over the mesh's second axis, replicated along its first.
+        bucket_mb: Largest size of a bucket of gradients of full parameters, in MiB.
+        reduce_dtype: Dtype in which gradients are reduced; None: their own.
+        full: Parameters that FSDP2 cannot hold (read outside of a forward, say): ``"keep"`` leaves them full on every
+            rank, with a warning and the reason in `DistributedStep.explain`; ``"refuse"`` raises.
+        observe: Run the first call on full parameters, to find those beyond FSDP2. ``False`` shards all before it, for
+            a model that does not fit full beside its gradients; uses beyond FSDP2 raise then.
+        check: ``"first"`` compares the first two calls of a step with the step on a full copy of everything it uses,
+            in shards three; ``"never"`` none. Full parameters are compared between the ranks in calls 1, 2, 4, 8, ...
+            in any case.
+
+    Returns:
+        The step, to be called like the function; for a list as many steps.
+
+    Raises:
+        PlanError: For invalid settings, all in one error.
+    """
+    functions: list[Any] = list(train_step) if isinstance(train_step, Sequence) else [train_step]
+    problems = [*choice("check", check, ("first", "never")), *choice("full", full, ("keep", "refuse"))]
+    problems += reduction_problems(reduce_dtype)
+    if bucket_mb < 0:
+        problems.append(Problem("invalid-argument", "bucket_mb", found=str(bucket_mb), hint="use 0 or more"))
+    parsed = _parsed(style, problems)
+    if parsed in (DataParallelStyle.DEFAULT, DataParallelStyle.ZERO1, DataParallelStyle.ZERO2):
+        hint = "use 'fully_shard', 'replicate' or 'hybrid'; dp_partition.compile has the other styles"
+        problems.append(Problem("invalid-argument", "style", found=parsed.name.lower(), hint=hint))
+    problems += _mesh_problems(mesh, parsed)
+    for function in functions or [None]:
+        problems += _step_problems(function)
+    if problems:
+        raise PlanError(problems, "dp_partition.distribute")
+    settings = Settings(parsed, comm=CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype), check=check)
+    steps = steps_of(functions)
+    is_sharded = parsed is not DataParallelStyle.REPLICATE
+    eager = EagerStep(steps, mesh, ", ".join(map(name_of, steps)), settings.comm, is_sharded, full, observe)
+    made = [DistributedStep(DistributedRunner(eager, number, settings)) for number in range(len(steps))]
+    return made if isinstance(train_step, Sequence) else made[0]
 
 
 def compile(
@@ -34,21 +135,22 @@ def compile(
     accumulate: int = 1,
     reduce_dtype: torch.dtype | None = None,
     check: str = "sampled",
-    capture: Literal["auto", "always", "never"] = "auto",
-    full: Literal["keep", "refuse"] = "keep",
-    observe: bool = True,
     mark_dynamic: int | Sequence[int] = (),
-    share: Step | None = None,
-) -> Step:
-    """Make a train step, written for one device, run data-parallel.
+    share: CompiledStep | None = None,
+) -> CompiledStep:
+    """Make a train step, written for one device, one data-parallel graph of forward, backward and optimizer.
 
-    The first call traces ``train_step`` with its arguments (forward, backward, optimizer) and places the model's
-    parameters and the optimizer's state on the mesh; every call runs the partitioned graph. Afterwards the parameters
-    are DTensors.
+    Whatever the step reads from Python is a constant of the graph: a number in a closure, a flag of a module, an
+    attribute of a config. A call that finds another value in a place that the graph's key follows takes a new trace; a
+    sampled comparison with the step finds changes elsewhere, and names the last call known to be right.
+
+    The first call traces ``train_step`` with its arguments and places the model's parameters and the optimizer's state
+    on the mesh; every call runs the partitioned graph. Afterwards the parameters are DTensors. A step that cannot be a
+    graph raises, with the line of its code; nothing else is run in its place. `distribute` runs such steps.
 
     Args:
         train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and steps
-            the optimizer. To be a graph it must not depend on values of tensors, and clears gradients
+            the optimizer. It must not depend on values of tensors, and clears gradients
             (``optim.zero_grad()``). Of a step under `torch.compile` the original is taken: compile the model instead.
         mesh: One-dimensional mesh of the data-parallel ranks; for ``"hybrid"`` one of two axes.
         style: Placement of parameters: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"``,
@@ -65,21 +167,16 @@ def compile(
         accumulate: Number of micro-batches of a call's batch; one reduction per call.
         reduce_dtype: Dtype of the reduction of gradients: they are cast before they are sent, averaged by the
             collective (in float16 divided before and after the sum), and cast back; None reduces in their own.
-        check: Calls to compare with an eager run of the step on a copy of everything it uses: ``"sampled"``:
+        check: Calls to compare with a run of the step on a copy of everything it uses: ``"sampled"``:
             calls 1, 2 and one drawn from each [2^k, 2^(k+1)), ``"first"``: calls 1 and 2, ``"never"``: none;
-            but for ``"never"`` also the first call of a trace made by all ranks. Eagerly: calls 1 and 2, in shards 3.
-        capture: ``"auto"``: a step that traces and passes its check runs as a graph, any other one eagerly on the same
-            ranks, with the reason in a warning; ``"always"`` raises instead; ``"never"`` runs it eagerly at once.
-            Eagerly parameters are replicated, or in FSDP2's shards under every style but ``"replicate"``.
-        full: For an eager step in shards: ``"keep"`` leaves parameters beyond FSDP2 full, ``"refuse"`` raises.
-        observe: An eager step runs its first call on full parameters, to find those beyond FSDP2. ``False`` shards all
-            before it, for a model that does not fit full beside its gradients; uses beyond FSDP2 raise then.
+            but for ``"never"`` also the first call of a trace made by all ranks.
         mark_dynamic: Dims of the tensor arguments with changing lengths: one trace then serves all lengths. A trace in
             need of numbers is replaced, with a warning, by one for each length.
-        share: Another step, to use its placed parameters (evaluation); mesh, style and placements are its.
+        share: Another step, to use its placed parameters (evaluation, a second training step); mesh, style and
+            placements are its.
 
     Raises:
-        PlanError: For invalid settings; at the first call, for steps that cannot run with them.
+        PlanError: For invalid settings; at the first call, for steps that cannot be a graph.
     """
     problems: list[Problem] = []
     base = None if share is None else runner_of(share)
@@ -91,11 +188,7 @@ def compile(
     if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"
         problems.append(Problem("conflicting-arguments", "batch", found=repr(batch), hint=hint))
-    parsed = DataParallelStyle.DEFAULT  # to collect further problems
-    try:
-        parsed = parse_style(style)
-    except PlanError as error:
-        problems += error.problems
+    parsed = _parsed(style, problems)
     reshard = reshard_after_forward
     if not isinstance(reshard, bool):
         if isinstance(reshard, str):  # else a set of letters
@@ -112,34 +205,49 @@ def compile(
         reshard,
         check,
         (mark_dynamic,) if isinstance(mark_dynamic, int) else tuple(mark_dynamic),
-        capture,
-        full,
-        observe,
     )
     problems += settings.problems()
-    axes = 2 if parsed is DataParallelStyle.HYBRID else 1
-    if mesh is None:
-        hint = "pass a one-dimensional mesh"
-        problems.append(Problem("missing-mesh", "mesh", found="neither mesh nor share", hint=hint))
-    elif not hasattr(mesh, "ndim"):  # a fake mesh is no DeviceMesh
-        hint = "pass a DeviceMesh, from init_device_mesh"
-        problems.append(Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint))
-    elif mesh.ndim != axes:
-        of_two = "pass a mesh of two axes: replicas along the first, shards along the second; or style='fully_shard'"
-        hint = of_two if axes == 2 else 'pass one axis of it, as mesh["dp"], or use style="hybrid"'
-        problems.append(Problem("invalid-mesh", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint))
-    if isinstance(train_step, torch.nn.Module) or not callable(train_step):
-        hint = "pass the function that trains, train_step(model, optimizer, batch); the model is its argument"
-        problems.append(Problem("wrong-type", "train_step", found=type(train_step).__name__, hint=hint))
+    problems += _mesh_problems(mesh, parsed)
+    problems += _step_problems(train_step)
     if problems or mesh is None:  # all problems in one error
         raise PlanError(problems, "dp_partition.compile")
-    return Step(Runner(train_step, mesh, settings, base))
+    return CompiledStep(Runner(train_step, mesh, settings, base))
+
+
+def _parsed(style: str | DataParallelStyle, problems: list[Problem]) -> DataParallelStyle:
+    """Return the style; for an unknown one add the problem, and return one to collect further problems with."""
+    try:
+        return parse_style(style)
+    except PlanError as error:
+        problems += error.problems
+        return DataParallelStyle.REPLICATE
+
+
+def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
+    axes = 2 if style is DataParallelStyle.HYBRID else 1
+    if mesh is None:
+        return [Problem("missing-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
+    if not hasattr(mesh, "ndim"):  # a fake mesh is no DeviceMesh
+        hint = "pass a DeviceMesh, from init_device_mesh"
+        return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint)]
+    if mesh.ndim == axes:
+        return []
+    of_two = "pass a mesh of two axes: replicas along the first, shards along the second; or style='fully_shard'"
+    hint = of_two if axes == 2 else 'pass one axis of it, as mesh["dp"], or use style="hybrid"'
+    return [Problem("invalid-mesh", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
+
+
+def _step_problems(step: object) -> list[Problem]:
+    if callable(step) and not isinstance(step, torch.nn.Module):
+        return []
+    hint = "pass the function that trains, train_step(model, optimizer, batch); the model is its argument"
+    return [Problem("wrong-type", "train_step", found=type(step).__name__, hint=hint)]
 
 
 class Step:
-    """A data-parallel train step. Made by `compile`; call it like the original function."""
+    """A step of either door: calls of it, and its name."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Any) -> None:
         self._runner = runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +257,43 @@ class Step:
     @property
     def name(self) -> str:
         """Name of the original function."""
-        return self._runner.name
+        return str(self._runner.name)
+
+
+class DistributedStep(Step):
+    """A train step that runs as written on every rank. Made by `distribute`; call it like the original function."""
+
+    _runner: DistributedRunner
+
+    @property
+    def plan(self) -> PartitionPlan:
+        """Placement of parameters, gradients and state; available after the first call."""
+        return self._runner.plan()
+
+    def explain(self, name: str | None = None) -> str:
+        """Text about one parameter, or about all and the comparisons."""
+        return self.plan.explain(name)
+
+    def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
+        """Hold full plain parameters in the block, for evaluation or a checkpoint, on every rank alike.
+
+        The parameters of the block are valid in it only: optimizers and lists of them are stale afterwards, and
+        raise errors.
+
+        Args:
+            writeback: Keep values written to the parameters.
+        """
+        return self._runner.eager.unsharded(writeback=writeback)
+
+    def release(self) -> None:
+        """Restore full plain parameters and state in model and optimizer, for good; of all steps of a list."""
+        self._runner.eager.release()
+
+
+class CompiledStep(Step):
+    """A train step as one graph. Made by `compile`; call it like the original function."""
+
+    _runner: Runner
 
     @property
     def num_traces(self) -> int:
@@ -159,17 +303,11 @@ class Step:
     @property
     def plan(self) -> PartitionPlan:
         """Placement of parameters, gradients and state; available after the first call."""
-        eager = self._runner.eager
-        if eager is not None:
-            return eager_plan(eager, self._runner.settings.style)
         return replace(self._runner.bound().plan, checks=self._runner.checks())
 
     @property
     def graph(self) -> fx.GraphModule:
         """The partitioned graph of the last call, with local shapes in ``node.meta["val"]``."""
-        if self._runner.eager is not None:
-            hint = "capture='always' raises what keeps it from being traced"
-            raise PlanError(Problem("not-traceable", self.name, found="the step runs eagerly", hint=hint))
         self._runner.bound()  # not before the first call
         assert self._runner.latest is not None
         module = self._runner.latest.with_local_values()
@@ -179,8 +317,6 @@ class Step:
     def explain(self, name: str | None = None) -> str:
         """Text about one parameter, or about all and what a step sends and reads."""
         lines = [self.plan.explain(name)]
-        if self._runner.eager is not None:
-            return lines[0]
         messages = messages_of(self.graph.graph, self.plan.world)
         if name is not None:
             return "\n".join([*lines, *explain_messages(messages, self.plan[name].info.name)])
@@ -198,17 +334,14 @@ class Step:
         Args:
             writeback: Keep values written to the parameters. A nested block leaves that to the outer one.
         """
-        owner = self._runner.owner  # a step that shares has no parameters of its own
-        if owner.eager is not None:
-            return owner.eager.unsharded(writeback=writeback)
         self._runner.bound()  # not before the first call
-        return unsharded(owner.bound(), writeback)
+        return unsharded(self._runner.owner.bound(), writeback)  # a step that shares has no parameters of its own
 
     def release(self) -> None:
         """Restore full plain parameters and state in model and optimizer, for good. Not for a step that shares."""
         self._runner.release()
 
 
-def runner_of(step: Step) -> Runner:
-    """Return the runner of a step, for the package's own tools."""
+def runner_of(step: Step) -> Any:
+    """Return the runner of a step, for the package's own tools: a `Runner` or a `DistributedRunner`."""
     return step._runner

@@ -1,41 +1,51 @@
-"""Behind a `Step`: the first call traces and places; later ones find their program."""
+"""Behind a `CompiledStep`: the first call traces and places; later ones find their program."""
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from dp_partition._shared.consensus import all_gather_objects, capture_errors, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import pytree, uncompiled, without_autocast
+from dp_partition._torch_compat import uncompiled, without_autocast
+from dp_partition.capture.fakes import REACHED
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, read_arguments, read_optimizers
 from dp_partition.capture.reach import PythonState, Reach
-from dp_partition.capture.state import StepState, check_traceable, find_step_state, named_leaves, without_data
-from dp_partition.capture.tracer import asks_for_values, trace_problem
-from dp_partition.check.checked_call import CheckedCall, CheckedEagerCall, CheckMismatch, CheckSchedule
-from dp_partition.eager.step import EagerStep
+from dp_partition.capture.state import (
+    StepState,
+    check_traceable,
+    find_step_state,
+    named_leaves,
+    rename,
+    without_data,
+)
+from dp_partition.capture.tracer import asks_for_values, defined_at, trace_problem, user_line
+from dp_partition.check.checked_call import CheckedCall, CheckSchedule
 from dp_partition.pipeline import build_program
-from dp_partition.plan.placements import DataParallelStyle, num_replicas, shard_world
-from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo, plan_placements
-from dp_partition.runtime.consensus import agree_on, announce, are_all_announced, collectives_digest, largest_of
+from dp_partition.plan.placements import num_replicas, shard_world
+from dp_partition.plan.plan import PartitionPlan, Settings, TensorInfo, plan_placements
+from dp_partition.runtime.consensus import (
+    agree_on,
+    announce,
+    are_all_announced,
+    collectives_digest,
+    compare_values,
+    largest_of,
+)
 from dp_partition.runtime.program import Program, bind_inputs, check_no_gradients, reconcile, store_outputs
-from dp_partition.runtime.state import Binding, guarded, release
+from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError, guarded, release, with_current_parameters
 
-# Errors of the caller's choices, or of different ranks: another way to run the step does not fix them.
-_SETTINGS = {
-    "ranks-disagree", "rank-failed", "conflicting-arguments", "invalid-argument",
-    "invalid-layout", "unmatched-pattern", "invalid-mesh", "already-applied", "model-changed", "unsharded-now",
-}  # fmt: skip
-MANY_TRACES = 8  # after as many a step runs eagerly, as in torch.compile
+MANY_TRACES = 8  # after as many a warning names the way on, as torch.compile's limit does
 MOST_PROGRAMS = 64  # to keep
 
 
@@ -50,13 +60,10 @@ class Runner:
         self.name = getattr(self.function, "__name__", type(self.function).__name__)
         if self.original is not function:
             warnings.warn(f"{self.name}: of a compiled step the original runs; compile the model", stacklevel=3)
-        self.eager: EagerStep | None = None  # the step if it runs eagerly; None if it runs as a graph
-        self.before_trace: PythonState | None = None  # Python values from before a trace in the present call
-        self.has_agreed = False  # errors of the present call are raised on all ranks
-        self.may_switch = share is None and not settings.needs_graph()  # no choice of the caller needs a graph
-        # the step runs eagerly where it cannot be a graph
-        self.switches = self.may_switch and settings.capture == "auto"
         self.share = share  # another runner; its placed parameters are used
+        self.sharers: list[Runner] = []  # other runners with this one's placed parameters
+        if share is not None:
+            share.owner.sharers.append(self)
         self.reads = FunctionReads(self.original)
         self.binding: Binding | None = None  # the placed model and optimizers; None before the first call
         self.programs: dict[Any, list[Program]] = {}
@@ -80,84 +87,8 @@ class Runner:
         return "; unchecked: ".join([text, *self.unchecked])
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one step on this rank's batch, as a graph or eagerly."""
-        if self.eager is not None:
-            return self.run_eagerly(self.eager, args, kwargs)
-        if self.share is not None and self.share.owner.eager is not None:
-            return pytree.tree_map_only(DTensor, DTensor.full_tensor, self.original(*args, **kwargs))
-        if self.settings.capture == "never":
-            return self.call_eagerly("capture='never'", args, kwargs)
-        is_first = self.has_agreed = self.binding is None
-        if is_first and self.switches:
-            # What only this rank sees (an iterator in its arguments) must move all ranks, before any of them traces.
-            reasons = [self.untraceable(args, kwargs)]
-            reasons = all_gather_objects(self.mesh, reasons[0], self.name) if self.mesh.size() > 1 else reasons
-            if any(reasons):
-                return self.call_eagerly(next(filter(None, reasons)), args, kwargs)
-        try:
-            result = self.call_graph(args, kwargs)
-            self.before_trace = None  # it holds the step's objects
-            return result
-        except PlanError as error:
-            codes = {problem.code for problem in error.problems}
-            if not self.may_switch or codes & _SETTINGS:
-                raise
-            # A rank never switches alone.
-            if self.settings.capture != "auto" or not (self.has_agreed or isinstance(error, CheckMismatch)):
-                error.add_note("capture='never' runs the step eagerly, on the same ranks")
-                raise
-            reason = str(error.problems[0]).split(" -> ")[0][:300]
-            if self.before_trace is not None:
-                self.before_trace.restore(is_placed=True)  # this rank has traced: the call starts again
-        # Outside of the handler: the error's frames hold parameters that are about to be replaced.
-        return self.call_eagerly(reason, args, kwargs)
-
-    def untraceable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return the reason against a trace, known before anything runs; empty if there is none."""
-        reach = Reach(self.original, args, kwargs)
-        if reach.iterators:
-            return f"a trace would take a value of its own from a {reach.iterators[0]}"
-        if reach.identities(reach.parameters.values(), (dict, set, frozenset)):
-            return "a container looks parameters up by identity, and a trace sees others"
-        try:
-            leaves = read_arguments(self.name, args, kwargs).leaves
-        except PlanError as error:
-            return str(error.problems[0]).split(" -> ")[0]
-        ids = {id(p) for module in reach.modules for p in module.parameters()}
-        return "" if ids.isdisjoint(map(id, leaves)) else "parameters are among its arguments, beside the model"
-
-    def call_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Restore placed tensors; run this and all later calls eagerly, on all ranks together."""
-        self.before_trace = None
-        roots: tuple[Any, ...] = ()
-        if self.binding is not None:
-            roots = (*(module for _, module in self.binding.step_state.modules), *self.binding.step_state.optimizers)
-            self.release()
-        settings, style = self.settings, self.settings.style
-        is_sharded = style is not DataParallelStyle.REPLICATE
-        if style in (DataParallelStyle.DEFAULT, DataParallelStyle.ZERO1, DataParallelStyle.ZERO2):
-            reason = f"{reason} ({style.name.lower()} runs as fully_shard)"
-        arguments = (self.original, self.mesh, self.name, settings.comm.bucket_bytes, reason)
-        eager = EagerStep(*arguments, is_sharded, settings.full, settings.observe, roots)
-        eager.adopted.update(inner for root in roots if isinstance(root, nn.Module) for inner in root.modules())
-        try:
-            return self.run_eagerly(eager, args, kwargs)
-        finally:
-            if eager.reducer is not None:  # it has started; else nothing has changed, and the next call tries again
-                self.eager = eager
-
-    def run_eagerly(self, eager: EagerStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call; compare the first ones, until one cannot be compared."""
-        if not eager.num_calls and (self.settings.check == "never" or not eager.observes):
-            eager.unchecked = "check='never'" if self.settings.check == "never" else "observe=False"
-        # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
-        if eager.num_calls < 2 + eager.is_sharded and not eager.unchecked:
-            return CheckedEagerCall(self, eager, args, kwargs).run()
-        return eager(args, kwargs)
-
-    def call_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_checked = self.schedule.is_due()
-        self.before_trace, binding = None, self.binding
+        """Run one step on this rank's batch, as a graph."""
+        is_checked, binding = self.schedule.is_due(), self.binding
         if binding is None:
             call = read_arguments(self.name, args, kwargs)
             call.marked = self.marked
@@ -167,17 +98,29 @@ class Runner:
             else:
                 binding.hold_storages()
             self.binding = binding
+            if self.mesh.size() > 1 and not self.schedule.token:  # for traces that all ranks make in one call
+                self.schedule.token = all_gather_objects(self.mesh, secrets.token_hex(8), self.name)[0]
             self.agreed.append(facts)  # later traces of one rank alone must equal it
             optimizers = reconcile(binding)
             self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
             self.latest = program
         else:
-            call, program, optimizers, is_new = self.later_call(binding, args, kwargs)
+            later = self.later_call(binding, args, kwargs)
+            if later is None:  # the caller has changed the model, on all ranks: it is placed anew
+                self.release()
+                self.schedule.calls -= 1
+                return self.call(args, kwargs)
+            call, program, optimizers, is_new = later
             is_checked = is_checked or (is_new and self.settings.check != "never")
-            self.has_agreed = program.is_new = False  # errors of its run may be this rank's alone
+            program.is_new = False
         if is_checked:
-            return CheckedCall(self, binding, program, call).run()
-        return self.run(binding, program, call, optimizers)
+            result = CheckedCall(self, binding, program, call).run()
+        else:
+            result = self.run(binding, program, call, optimizers)
+        calls = self.schedule.calls
+        if not calls & (calls - 1) and program.communicates and self.settings.check != "never":  # a power of two
+            compare_values(self.mesh, binding.replicated(), calls)
+        return result
 
     def run(
         self,
@@ -230,19 +173,18 @@ class Runner:
         if self.share is not None:
             hint = f"call release() on {self.owner.name}, or let go of this step"
             raise PlanError(Problem("model-changed", self.name, found="shares what another step placed", hint=hint))
-        if self.eager is not None:
-            self.eager.release()
-            self.eager = None
-            return
-        release(self.bound())
-        self.binding, self.latest = None, None
-        self.programs.clear()
-        self.values.clear()
-        self.agreed.clear()
+        bound = [one for one in self.sharers if one.binding is not None]
+        release(self.bound(), [optimizer for one in bound for optimizer in one.bound().step_state.optimizers])
+        for one in (self, *bound):
+            one.binding, one.latest = None, None
+            one.programs.clear()
+            one.values.clear()
+            one.agreed.clear()
 
     def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; return metadata to compare between ranks too."""
         base = None if self.share is None else self.share.bound()
+        with_current_parameters(leaf for leaf in call.leaves if isinstance(leaf, Optimizer))
         step_state = find_step_state(self.function, call.args, call.kwargs)
         if base is None:
             if empty := without_data(step_state.params):
@@ -250,12 +192,12 @@ class Runner:
             check_traceable(step_state)
             plan = self.plan_for(step_state, shard_world(self.mesh))
         else:
-            placed = {id(param) for param in base.params.values()}
-            foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
-            if foreign or step_state.optimizers:
-                hint = "pass the model of the step it shares with, and no optimizer"
-                reason = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
+            foreign = [name for name, param in step_state.params.items() if id(param) not in base.names]
+            if foreign:
+                hint = "pass the models of the step it shares with, and optimizers of their parameters"
+                reason = f"parameter {foreign[0]} is not placed by it"
                 raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
+            rename(step_state, base.names)
             plan = base.plan
         self.note_values(call)
         program = self.build(step_state, plan, call)
@@ -300,8 +242,21 @@ class Runner:
         """Trace and partition for the present arguments.
 
         Raises:
-            PlanError: ``python-state`` if a run of the step changed Python values it reads: its graph would not.
+            PlanError: The step cannot be a graph; with the line of the caller's code, and the way on.
         """
+        try:
+            return self.attempt(step_state, plan, call, device)
+        except PlanError as error:
+            where = user_line(error) or defined_at(self.original)
+            way_on = "" if self.settings.needs_graph() else "; dp_partition.distribute runs the step as it is written"
+            problems = [
+                replace(one, found=one.found + where * (" (at " not in one.found), hint=one.hint + way_on)
+                for one in error.problems
+            ]
+            raise PlanError(problems, error.summary).with_traceback(error.__traceback__) from error.__cause__
+
+    def attempt(self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None) -> Program:
+        """Trace with symbols for lengths and numbers; without them where that fails."""
         while call.marked or call.live:
             try:
                 return self.trace(step_state, plan, call, device)
@@ -336,6 +291,9 @@ class Runner:
             hint = "pass tensor.detach(), or run what makes it in the step"
             raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint))
         self.num_traces += 1
+        self.check_reach(call)
+        self.reads = FunctionReads(self.original)  # globals and objects may be others than at the last trace
+        step_state.reads.follow(self.reads.names)
         before = self.key_of(step_state, call)
         contents = PythonState(self.function, call.args, call.kwargs)
         try:
@@ -348,8 +306,30 @@ class Runner:
             if isinstance(error, PlanError) or not asks_for_values(error):
                 raise
             raise PlanError(trace_problem(self.name, error), "a shape depends on values of tensors") from error
-        self.before_trace = contents
         return program
+
+    def check_reach(self, call: CallArguments) -> None:
+        """Raise for objects within the step's reach that a trace would use up, or not find again.
+
+        Raises:
+            PlanError: ``unsupported-argument`` for an iterator, ``not-traceable`` for a table of parameters by
+                identity, ``parameter-in-closure`` for parameters among the arguments, beside their model.
+        """
+        problems: list[Problem] = []
+        reach = Reach(self.original, call.args, call.kwargs)
+        if reach.iterators:
+            reason = f"a trace would take a value of its own from a {reach.iterators[0]}, for every call"
+            hint = "call next() outside of the step, and pass what it gives"
+            problems.append(Problem("unsupported-argument", self.name, found=reason, hint=hint))
+        if reach.identities(reach.parameters.values(), (dict, set, frozenset)):
+            reason = "a container looks parameters up by identity, and a trace has others in their place"
+            problems.append(Problem("not-traceable", self.name, found=reason, hint="use names of parameters as keys"))
+        ids = {id(p) for module in reach.modules for p in module.parameters()}
+        if not ids.isdisjoint(map(id, call.leaves)):
+            reason = "parameters are among its arguments, beside the model"
+            problems.append(Problem("parameter-in-closure", self.name, found=reason, hint=REACHED[1]))
+        if problems:
+            raise PlanError(problems)
 
     def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads | None = None) -> Any:
         """Return everything that a trace for this call depends on, as it is now."""
@@ -378,7 +358,7 @@ class Runner:
         program.is_new = True
         # The key is computed here: a trace with symbols may have been replaced by one without.
         self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)
-        if self.num_traces == MANY_TRACES + 1 and not self.switches:
+        if self.num_traces == MANY_TRACES + 1:
             warnings.warn(
                 f"{self.name} was traced {self.num_traces} times: each new shape, and each new Python value among its "
                 "arguments, takes a trace. Where lengths change, pass mark_dynamic=1 to compile, or the dim that they "
@@ -407,7 +387,7 @@ class Runner:
 
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[CallArguments, Program, OptimizerReads, bool]:
+    ) -> tuple[CallArguments, Program, OptimizerReads, bool] | None:
         """Return program and inputs; ranks that all trace in this call compare, or raise together.
 
         A rank may trace alone, for a last batch of its own, as long as its collectives stay the agreed ones:
@@ -415,18 +395,25 @@ class Runner:
         no rank is alone: all ranks compare, or raise together, if one traces.
 
         Returns:
-            Arguments, program, optimizers, and True if the call must be checked for a graph or a length that is new.
+            Arguments, program, optimizers, and True if the call must be checked for a graph or a length that is new;
+            None if the caller of each rank has put other parameters, modules or optimizers in place.
         """
 
         def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
             call = read_arguments(self.name, args, kwargs)
             call.live, call.marked = self.live.get(call.spec) or frozenset(), self.marked
-            passed = {id(leaf) for leaf in call.leaves if isinstance(leaf, nn.Module | Optimizer)}
-            if not passed <= binding.owner_ids:  # a call that evaluates may leave the optimizer out
-                reason = "called with another model or optimizer"
-                hint = "call release() on the step first, or compile a step of its own"
-                raise PlanError(Problem("model-mismatch", self.name, found=reason, hint=hint))
+            if self.owner.bound().is_unsharded:
+                reason, hint = "the model holds full parameters in a block of unsharded()", "leave the block first"
+                raise PlanError(Problem("unsharded-now", self.name, found=reason, hint=hint))
             binding.check_in_place()
+            passed = [x for x in call.leaves if isinstance(x, nn.Module | Optimizer) and id(x) not in binding.owner_ids]
+            if passed:  # a call that evaluates may leave the optimizer out
+                is_optimizer = all(isinstance(one, Optimizer) for one in passed)
+                hint = REPLACED if is_optimizer else "call release() on the step first, or compile a step of its own"
+                problem = Problem(
+                    "model-mismatch", self.name, found="called with another model or optimizer", hint=hint
+                )
+                raise (ModelChangedError if is_optimizer else PlanError)(problem)
             optimizers = reconcile(binding)
             return call, self.find_program(binding, call, optimizers), optimizers
 
@@ -441,28 +428,28 @@ class Runner:
             # communicates: all ranks or none. So one number a call is exchanged, and of marked steps alone.
             news = is_new + is_traced
             news = largest_of(self.mesh, news) if communicates else news
-            is_new, self.has_agreed = news > 0, news > 1 and (communicates or is_alone)
-            is_traced = is_traced or self.has_agreed
+            is_new, has_agreed = news > 0, news > 1 and (communicates or is_alone)
+            is_traced = is_traced or has_agreed
         elif is_traced:
-            self.has_agreed = is_alone
+            has_agreed = is_alone
             if not is_alone:
                 announce(self.trace_label, dist.get_rank())
-                self.has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
-            is_new = self.has_agreed or not communicates
+                has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
+            is_new = has_agreed or not communicates
         else:
-            is_new = False
+            is_new = has_agreed = False
         if attempted is not None and not is_traced:
             return *attempted, is_new
+        if has_agreed and self.share is None:
+            changed = isinstance(error, ModelChangedError)
+            if all([changed] if is_alone else all_gather_objects(self.mesh, changed, self.name)):
+                return None
         facts = {} if attempted is None else self.facts(binding.plan, attempted[1], attempted[0].leaves)
-        if self.has_agreed or self.settings.semantics == "global" or (facts and facts not in self.agreed):
+        if has_agreed or self.settings.semantics == "global" or (facts and facts not in self.agreed):
 
             def outcome() -> tuple[None, Mapping[str, str]]:
                 if error is not None:
                     raise error
-                if self.has_agreed and self.switches and self.num_traces > MANY_TRACES:
-                    reason = f"{self.num_traces} traces: a shape or a Python value changes in most calls"
-                    hint = "pass mark_dynamic= for lengths, and the value in a tensor"
-                    raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
                 return None, facts
 
             agree_on(self.mesh, self.name, outcome)
@@ -476,17 +463,3 @@ class Runner:
     def trace_label(self) -> str:
         """Text for a trace in this call, common to all ranks; empty without one."""
         return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
-
-
-def eager_plan(eager: EagerStep, style: DataParallelStyle) -> PartitionPlan:
-    """Return the placements of an eager step, with its own report."""
-    params = []
-    for name, param in eager.parameters.items():
-        info = TensorInfo(name, tuple(param.shape), param.dtype, param.requires_grad)
-        placement = Shard(0) if isinstance(param, DTensor) else Replicate()
-        reason = eager.units.full.get(name, "eager, style")
-        params.append(ParamPlan(info, placement, placement, placement, reason))
-    mesh = eager.mesh
-    return PartitionPlan(
-        style, "local", shard_world(mesh), tuple(params), replicas=num_replicas(mesh), checks=eager.explain()
-    )

@@ -62,7 +62,7 @@ def test_what_a_step_says_and_what_it_sends(ranks: Ranks) -> None:
     """The graph names reduce_scatter on any backend; on gloo an all_to_all travels, in the buckets' own bytes."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="zero2")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="zero2")
     x = torch.ones(4, 8, device=ranks.device)
     with ranks.record() as log:
         step(model, optim, x)
@@ -106,7 +106,7 @@ def test_gathers_into_a_buffer_equal_torchs_own(ranks: Ranks) -> None:
 def test_no_graph_on_gloo_has_a_gather_with_a_long_name(ranks: Ranks) -> None:
     model = models.seeded(models.mlp)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     step(model, optim, torch.rand(4, 8))
     program = runner_of(step).latest
     assert program is not None

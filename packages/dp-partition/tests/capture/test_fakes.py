@@ -72,7 +72,7 @@ def test_what_was_made_before_the_first_call(ranks: Ranks) -> None:
         params = list(model.parameters())
         values = [p.detach().clone() for p in params]
         optim, other = (torch.optim.SGD(params, lr=0.1) for _ in range(2))
-        step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style)
+        step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style)
         x = torch.ones(2, 8, device=ranks.device)
         for _ in range(5):
             step(model, optim, x)
@@ -108,7 +108,7 @@ def test_averages_of_weights_in_a_closure_are_full_on_every_rank(ranks: Ranks, s
                     mean.sub_(0.1 * (mean - param))
             return loss
 
-        used = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always") if wrapped else step
+        used = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style) if wrapped else step
         for _ in range(4):
             used(model, optim, x)
         results.append(means)

@@ -32,7 +32,7 @@ def test_what_a_graph_would_leave_out_is_refused(ranks: Ranks) -> None:
     for name, (make, code, words) in REFUSED.items():
         with models.case(name):
             model, optim = fresh()
-            step = dp.compile(make(), capture="always", mesh=mesh, style="fully_shard")
+            step = dp.compile(make(), mesh=mesh, style="fully_shard")
             with pytest.raises(dp.PlanError) as error:
                 step(model, optim, torch.ones(4, 4), torch.zeros(4, 4))
             assert {problem.code for problem in error.value.problems} == {code}
@@ -48,11 +48,11 @@ def test_a_refusal_leaves_everything_as_it_was(ranks: Ranks) -> None:
     numbers = random.getstate(), torch.get_rng_state()
     for make in (counting, lambda: python_draw, lambda: seeded, scheduled, collecting):
         with pytest.raises(dp.PlanError):
-            dp.compile(make(), capture="always", mesh=mesh, style="fully_shard")(model, optim, x, y)
+            dp.compile(make(), mesh=mesh, style="fully_shard")(model, optim, x, y)
     assert all(map(torch.equal, before, model.parameters())) and len(before) == 4
     assert optim.param_groups[0]["lr"] == 0.1 and not optim.state
     assert random.getstate() == numbers[0] and torch.equal(torch.get_rng_state(), numbers[1])
-    step = dp.compile(plain, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(plain, mesh=mesh, style="fully_shard")
     losses = [float(step(model, optim, x, y)) for _ in range(5)]
     assert losses[-1] < losses[0] and step.num_traces == 1
 
@@ -73,7 +73,7 @@ def test_the_same_by_arguments_and_results(ranks: Ranks) -> None:
     for wrapped in (False, True):
         model, optim = fresh()
         schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
-        step: Any = dp.compile(mixed, capture="always", mesh=mesh) if wrapped else mixed
+        step: Any = dp.compile(mixed, mesh=mesh) if wrapped else mixed
         used: Any = model if wrapped else nn.parallel.DistributedDataParallel(model)
         losses = []
         for (x, y), factor in zip(batches, drawn, strict=True):
@@ -102,7 +102,7 @@ def test_a_trace_leaves_no_fake_tensors_behind(ranks: Ranks) -> None:
     model, optim = fresh()
     plain_model, plain_optim = fresh()
     mesh, generator = ranks.mesh((2,), ("dp",)), torch.Generator().manual_seed(0)
-    step = dp.compile(caching(), mesh=mesh, style="fully_shard", capture="always")
+    step = dp.compile(caching(), mesh=mesh, style="fully_shard")
     other = caching()
     for _ in range(3):
         x, y = torch.randn(2, 4, 4, generator=generator)
@@ -118,7 +118,7 @@ def test_a_trace_leaves_no_fake_tensors_behind(ranks: Ranks) -> None:
         optim.zero_grad()
 
     with pytest.raises(dp.PlanError, match="not-traceable"):
-        dp.compile(scaled, mesh=mesh, capture="always")(model, optim, x, y)
+        dp.compile(scaled, mesh=mesh)(model, optim, x, y)
     scaled(model, optim, x, y)
     assert scaler.get_scale() == 65536.0, "nothing fake, and no state of the trace"
 

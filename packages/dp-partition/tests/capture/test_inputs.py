@@ -62,7 +62,7 @@ def test_numbers_are_inputs_and_outputs(ranks: Ranks, style: Any) -> None:
         for make in (Counting, lambda p: torch.optim.AdamW(p, lr=0.1)):
             own, plain = models.seeded(models.mlp).double(), models.seeded(models.mlp).double()
             optims = make(own.parameters()), make(plain.parameters())
-            step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+            step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 got = run(step, own, optims[0], xs)
@@ -91,15 +91,14 @@ def test_a_scheduler_that_the_step_reads_or_steps_is_never_frozen(ranks: Ranks, 
         scheduler.step()
         return loss, optim.param_groups[0]["lr"], scheduler.last_epoch
 
-    for function in (reads, steps):
+    mesh = ranks.mesh((2,), ("dp",))
+    for function, door in ((reads, dp.compile), (reads, dp.distribute), (steps, dp.distribute)):
         for kind in (lambda o: StepLR(o, 2, 0.5), lambda o: ExponentialLR(o, 0.9)):
             rows = []
-            for compiled in (True, False):
+            for step in (door(function, mesh=mesh, style=style, check="never"), function):
                 model = models.seeded(models.mlp)
                 optim = torch.optim.SGD(model.parameters(), lr=0.1)
                 scheduler = kind(optim)
-                mesh = ranks.mesh((2,), ("dp",))
-                step: Any = dp.compile(function, mesh=mesh, style=style, check="never") if compiled else function
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     for _ in range(5):
@@ -107,3 +106,7 @@ def test_a_scheduler_that_the_step_reads_or_steps_is_never_frozen(ranks: Ranks, 
                         scheduler.step()
                         rows.append(numbers)
             assert rows[:5] == rows[5:]
+    model = models.seeded(models.mlp)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(dp.PlanError, match=r"dp_partition.distribute"):
+        dp.compile(steps, mesh=mesh, style=style)(model, optim, StepLR(optim, 2, 0.5), torch.ones(2, 8))

@@ -20,14 +20,12 @@ from torch import fx, nn
 LENGTHS = (8, 12, 8, 17, 1)  # 1 has a trace of its own: torch broadcasts that size
 
 
-def trained(ranks: Ranks, make: Callable[[], nn.Module], style: Any, marked: bool) -> tuple[dp.Step, list[Any]]:
+def trained(ranks: Ranks, make: Callable[[], nn.Module], style: Any, marked: bool) -> tuple[dp.CompiledStep, list[Any]]:
     """Losses and final parameters of a run over batches of all lengths; the ranks' lengths differ."""
     model = models.seeded(make).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     dims: Any = {"mark_dynamic": 1} if marked else {}
-    step = dp.compile(
-        models.token_step, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style, **dims
-    )
+    step = dp.compile(models.token_step, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style, **dims)
     generator = torch.Generator().manual_seed(ranks.rank)
     torch.manual_seed(ranks.rank)
     results = []
@@ -39,7 +37,7 @@ def trained(ranks: Ranks, make: Callable[[], nn.Module], style: Any, marked: boo
         return step, [*results, *(param.detach().clone() for param in model.parameters())]
 
 
-def equal(ranks: Ranks, make: Callable[[], nn.Module], style: Any, traces: tuple[int, ...] = (2,)) -> dp.Step:
+def equal(ranks: Ranks, make: Callable[[], nn.Module], style: Any, traces: tuple[int, ...] = (2,)) -> dp.CompiledStep:
     step, results = trained(ranks, make, style, marked=True)
     plain, expected = trained(ranks, make, style, marked=False)
     assert len(results) == len(expected) > len(LENGTHS)
@@ -92,7 +90,7 @@ def scaled(ranks: Ranks, number: Callable[[Any], Any], **settings: Any) -> tuple
     def mean_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
         return models.mean_step(model, optim, x), x.shape[1]
 
-    step = dp.compile(mean_step, capture="always", mesh=ranks.mesh((1,), ("dp",)), mark_dynamic=1, **settings)
+    step = dp.compile(mean_step, mesh=ranks.mesh((1,), ("dp",)), mark_dynamic=1, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length in (8, 12, 9, 30, 12):
@@ -134,4 +132,4 @@ def test_what_cannot_have_symbols(ranks: Ranks) -> None:
     mesh = ranks.mesh((1,), ("dp",))
     for settings in ({"semantics": "global"}, {"accumulate": 2}):
         with pytest.raises(dp.PlanError, match="mark_dynamic"):
-            dp.compile(models.mean_step, capture="always", mesh=mesh, mark_dynamic=1, **settings)
+            dp.compile(models.mean_step, mesh=mesh, mark_dynamic=1, **settings)

@@ -105,7 +105,7 @@ def trained(ranks: Ranks, function: Any, style: Style | None) -> list[torch.Tens
             param.requires_grad_(was)
         step: Any = function
     else:
-        step = dp.compile(function, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style)
+        step = dp.compile(function, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style)
     results: list[torch.Tensor] = []
     for call in range(CALLS):
         generator = torch.Generator().manual_seed(10 * call + ranks.rank)
@@ -206,9 +206,7 @@ def test_hooks_that_come_after_the_first_call(ranks: Ranks) -> None:
     model = models.seeded(models.mlp).to(ranks.device)
     plain = copy.deepcopy(model)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = dp.compile(
-        models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never"
-    )
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
     step(model, optim, x)
     optim.step = doubled  # type: ignore[method-assign]
     step(model, optim, x)
@@ -245,9 +243,7 @@ def test_a_module_that_changes_between_calls(ranks: Ranks) -> None:
         model = models.seeded(models.mlp).to(ranks.device)
         plain = copy.deepcopy(model)
         first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-        step = dp.compile(
-            models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never"
-        )
+        step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
         losses = []
         for call in range(5):
             if call == 2:
@@ -280,7 +276,7 @@ def test_generators_that_are_passed_go_on(ranks: Ranks) -> None:
             optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
             step: Any = draws_from
             if compiled:
-                step = dp.compile(step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+                step = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
             torch.manual_seed(1)
             generator.manual_seed(2)
             x = torch.ones(4, 8, dtype=torch.float64, device=ranks.device)
@@ -383,9 +379,7 @@ def test_what_changes_between_calls_holds_at_once(ranks: Ranks) -> None:
                 step: Any = weighted
                 if compiled:
                     style: Style = ("zero2", "replicate", "fully_shard")[number % 3]
-                    step = dp.compile(
-                        step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style, check="first"
-                    )
+                    step = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style, check="first")
                 losses, handle = [], None
                 for call in range(CALLS):
                     if call == 3:
@@ -408,7 +402,7 @@ def test_what_another_module_made_is_refused(ranks: Ranks) -> None:
     model: Any = models.seeded(Net).to(ranks.device)
     other = nn.Linear(8, 8).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="zero2")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="zero2")
     x = torch.ones(4, 8, device=ranks.device)
     step(model, optim, other(x).detach().requires_grad_())
     with pytest.raises(dp.PlanError, match="unsupported-argument"):
@@ -420,7 +414,7 @@ def test_state_of_a_group_that_is_gone(ranks: Ranks) -> None:
     """Its entries stay in the optimizer, where the check does not miss them."""
     model: Any = models.seeded(Net).to(ranks.device)
     optim = torch.optim.AdamW([{"params": list(one.parameters())} for one in (model.body, model.norm, model.head)])
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     x = torch.randn(6, 8, device=ranks.device)
     for call in range(CALLS):
         if call == 2:
@@ -460,7 +454,7 @@ def test_what_a_step_leaves_on_its_arguments(ranks: Ranks) -> None:
                     step: Any = function
                     if compiled:
                         mesh = ranks.mesh((2,), ("dp",))
-                        step = dp.compile(step, capture="always", mesh=mesh, style=styles[number], semantics=semantics)
+                        step = dp.compile(step, mesh=mesh, style=styles[number], semantics=semantics)
                     generator = torch.Generator().manual_seed(number)
                     x = torch.randn(6, 8, generator=generator, dtype=torch.float64).to(ranks.device)
                     mine = x.clone() if not compiled or semantics == "local" else x[3 * ranks.rank : 3 * ranks.rank + 3]
@@ -480,7 +474,7 @@ def test_what_a_step_leaves_on_its_arguments(ranks: Ranks) -> None:
 def test_micro_batches_leave_nothing_on_the_batch(ranks: Ranks) -> None:
     model: Any = models.seeded(Net).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.05)
-    step = dp.compile(from_inside, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="zero2", accumulate=2)
+    step = dp.compile(from_inside, mesh=ranks.mesh((2,), ("dp",)), style="zero2", accumulate=2)
     x = torch.ones(4, 8, device=ranks.device)
     for _ in range(5):
         step(model, optim, x)
@@ -498,7 +492,7 @@ def test_a_momentum_buffer_that_is_none(ranks: Ranks, dampening: float) -> None:
             optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
             step: Any = models.mean_step
             if compiled:
-                step = dp.compile(step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+                step = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
             losses = []
             for call in range(CALLS):
                 if call == first:
@@ -523,7 +517,7 @@ def adds_a_group(model: Net, optim: Any, x: torch.Tensor) -> Any:
 def test_a_group_that_the_step_adds_is_refused(ranks: Ranks) -> None:
     model: Any = models.seeded(Net).to(ranks.device)
     optim = torch.optim.SGD(model.body.parameters(), lr=0.1)
-    step = dp.compile(adds_a_group, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="replicate")
+    step = dp.compile(adds_a_group, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
     with pytest.raises(dp.PlanError, match="hyperparameter-changed"):
         step(model, optim, torch.ones(4, 8, device=ranks.device))
     assert len(optim.param_groups) == 1
@@ -540,7 +534,7 @@ def test_a_sparse_batch(ranks: Ranks) -> None:
     model: Any = models.seeded(Net).double().to(ranks.device)
     plain: Any = models.seeded(Net).double().to(ranks.device)
     optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-    step = dp.compile(from_sparse, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="zero2")
+    step = dp.compile(from_sparse, mesh=ranks.mesh((2,), ("dp",)), style="zero2")
     for call in range(CALLS):
         generator = torch.Generator().manual_seed(call)  # equal on all ranks: one device's training
         x = torch.randn(6, 8, generator=generator, dtype=torch.float64).relu().to_sparse().to(ranks.device)

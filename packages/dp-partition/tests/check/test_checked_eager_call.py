@@ -38,9 +38,9 @@ def _batch(call: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
 
-def _compiled(ranks: Ranks, function: Callable[..., Any], style: Any, **settings: Any) -> dp.Step:
+def _compiled(ranks: Ranks, function: Callable[..., Any], style: Any, **settings: Any) -> dp.DistributedStep:
     warnings.simplefilter("ignore")
-    return dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="never", **settings)
+    return dp.distribute(function, mesh=ranks.mesh((2,), ("dp",)), style=style, **settings)
 
 
 @pytest.mark.ranks(2)
@@ -53,14 +53,14 @@ def test_the_first_calls_of_every_pattern_are_compared(ranks: Ranks, style: Any)
         compiled = _compiled(ranks, function, style)
         for call in range(4):
             compiled(*_batch(call, ranks.rank))
-        eager = runner_of(compiled).eager
-        assert eager is not None
+        runner = runner_of(compiled)
         number, reason = UNCHECKED.get(name, (2, ""))
-        assert eager.unchecked.startswith(reason) and bool(eager.unchecked) == bool(reason), (name, eager.unchecked)
-        assert len(eager.checked) == (number + (style == "fully_shard") if not reason else number), name
+        assert runner.unchecked.startswith(reason) and bool(runner.unchecked) == bool(reason), (name, runner.unchecked)
+        assert len(runner.checked) == (number + (style == "fully_shard") if not reason else number), name
         text = compiled.plan.explain()
-        assert f"{len(eager.checked)} calls checked against the step on a full copy, {sum(eager.checked):,}" in text
-        counts[name] = sum(eager.checked)
+        counted = f"{len(runner.checked)} calls of {runner.name} checked against the step on a full copy"
+        assert f"{counted}, {sum(runner.checked):,}" in text
+        counts[name] = sum(runner.checked)
         compiled.release()
     assert len(counts) == len(PATTERNS) > 20
     assert min(count for name, count in counts.items() if name not in UNCHECKED) > 100
@@ -111,9 +111,9 @@ def test_what_a_caller_changes_between_calls_is_compared(ranks: Ranks, style: An
             compiled(*(x[:, :4] for x in _batch(call, ranks.rank)))
             if call < 2:
                 change(model, optimizer)
-        eager = runner_of(compiled).eager
-        assert eager is not None and not eager.unchecked, name
-        assert len(eager.checked) == 2 + (style == "fully_shard"), name
+        runner = runner_of(compiled)
+        assert not runner.unchecked, name
+        assert len(runner.checked) == 2 + (style == "fully_shard"), name
         compiled.release()
 
 
@@ -189,8 +189,8 @@ def test_a_second_run_leaves_nothing_behind(ranks: Ranks, style: Any) -> None:
         torch.manual_seed(7)
         compiled(*_batch(call, ranks.rank))
     assert len(log) == 5
-    eager = runner_of(compiled).eager
-    assert eager is not None and len(eager.checked) == 2 + eager.is_sharded and not eager.unchecked
+    runner = runner_of(compiled)
+    assert len(runner.checked) == 2 + runner.eager.is_sharded and not runner.unchecked
     torch.manual_seed(7)
     torch.rand(4, WIDTH, dtype=torch.float64)
     expected = torch.rand(1)
@@ -219,10 +219,9 @@ def test_what_cannot_run_twice_on_one_rank_runs_once_on_all(ranks: Ranks) -> Non
         compiled = _compiled(ranks, train, "replicate")
         compiled(*_batch(0, ranks.rank))
         compiled(*_batch(1, ranks.rank))
-        eager = runner_of(compiled).eager
-        assert eager is not None
+        runner = runner_of(compiled)
         is_once = not isinstance(own, list)
-        assert len(eager.checked) == (0 if is_once else 2)
+        assert len(runner.checked) == (0 if is_once else 2)
         assert ("would be seen" in compiled.plan.explain()) == is_once
 
 
@@ -234,7 +233,7 @@ def test_unchecked_by_choice(ranks: Ranks) -> None:
         compiled = _compiled(ranks, function, "fully_shard", **settings)
         compiled(*_batch(0, ranks.rank))
         assert (
-            f"0 calls checked against the step on a full copy, 0 elements; unchecked: {reason}"
+            f"0 calls of step checked against the step on a full copy, 0 elements; unchecked: {reason}"
             in compiled.plan.explain()
         )
         assert any(isinstance(one, DTensor) for one in trained())
@@ -258,11 +257,11 @@ def test_rounding_of_a_call_is_no_difference_of_the_next(ranks: Ranks, style: An
             return loss.item()
 
         warnings.simplefilter("ignore")
-        compiled = dp.compile(train, mesh=ranks.mesh((3,), ("dp",)), style=style, capture="never")
+        compiled = dp.distribute(train, mesh=ranks.mesh((3,), ("dp",)), style=style)
         for call in range(3):
             compiled(*_batch(seed * 10 + 3 * call, ranks.rank))
-        eager = runner_of(compiled).eager
-        assert eager is not None and len(eager.checked) == 2 + eager.is_sharded and eager.checked[0] > 300
+        runner = runner_of(compiled)
+        assert len(runner.checked) == 2 + runner.eager.is_sharded and runner.checked[0] > 300
 
 
 @pytest.mark.ranks(2)
@@ -277,9 +276,9 @@ def test_a_model_that_grows_after_the_first_call_is_compared(ranks: Ranks, style
     model.append(nn.Linear(3, 3).double())
     optimizer.add_param_group({"params": list(model[1].parameters())})
     losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
-    eager = runner_of(compiled).eager
-    assert eager is not None and len(eager.checked) == 2 + eager.is_sharded and not eager.unchecked
-    assert len(eager.parameters) == 4 and losses[-1] < losses[0]
+    runner = runner_of(compiled)
+    assert len(runner.checked) == 2 + runner.eager.is_sharded and not runner.unchecked
+    assert len(runner.eager.parameters) == 4 and losses[-1] < losses[0]
 
 
 @pytest.mark.ranks(4)
@@ -289,11 +288,11 @@ def test_shards_and_replicas_are_compared(ranks: Ranks) -> None:
         torch.manual_seed(0)
         function, trained = PATTERNS[name]()
         mesh = ranks.mesh((2, 2), ("replica", "shard"))
-        compiled = dp.compile(function, mesh=mesh, style="hybrid", capture="never")
+        compiled = dp.distribute(function, mesh=mesh, style="hybrid")
         for call in range(3):
             compiled(*_batch(call, ranks.rank))
-        eager = runner_of(compiled).eager
-        assert eager is not None and len(eager.checked) == 3 and min(eager.checked) > 100
+        runner = runner_of(compiled)
+        assert len(runner.checked) == 3 and min(runner.checked) > 100
         assert all(isinstance(one, DTensor) for one in trained())
 
 
@@ -318,9 +317,9 @@ def test_buffers_of_odd_layouts_raise_nothing(ranks: Ranks, style: Any) -> None:
 
     compiled = _compiled(ranks, train, style)
     losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
-    eager = runner_of(compiled).eager
-    assert eager is not None and losses[-1] < losses[0]
-    assert len(eager.checked) == 2 + eager.is_sharded, eager.unchecked
+    runner = runner_of(compiled)
+    assert losses[-1] < losses[0]
+    assert len(runner.checked) == 2 + runner.eager.is_sharded, runner.unchecked
 
 
 @pytest.mark.ranks(2)
@@ -341,8 +340,8 @@ def test_a_copy_that_fails_on_one_rank_leaves_the_call_unchecked_on_all(ranks: R
 
     with patch.object(checked_call, "copy_step", copy):
         losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
-    eager = runner_of(compiled).eager
-    assert eager is not None and not eager.checked and "of the test" in eager.unchecked
+    runner = runner_of(compiled)
+    assert not runner.checked and "of the test" in runner.unchecked
     assert copies == (1 if fails_at == 1 else 2) and losses[-1] < losses[0]
 
 
@@ -384,6 +383,6 @@ def test_a_copy_that_fails_on_one_rank_without_a_word(ranks: Ranks) -> None:
         compiled = _compiled(ranks, with_cache, "replicate")
         for call in range(3):
             compiled(*_batch(call, ranks.rank), cache)
-        eager = runner_of(compiled).eager
-        assert eager is not None and not eager.checked and eager.unchecked
+        runner = runner_of(compiled)
+        assert not runner.checked and runner.unchecked
         compiled.release()

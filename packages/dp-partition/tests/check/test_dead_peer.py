@@ -56,9 +56,7 @@ def _die_or_report(rank: int, path: str, how: str, reports: Any) -> None:
         def step(model: torch.nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
             return models.mean_step(model, optim, x)
 
-        compiled = dp.compile(
-            step, capture="always", mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), style="fully_shard"
-        )
+        compiled = dp.compile(step, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), style="fully_shard")
         last = _DEATHS[how][0]
         for call in range(1, last + 1):
             before = [p.detach().clone() for p in model.parameters()]

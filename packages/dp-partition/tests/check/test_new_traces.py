@@ -58,13 +58,11 @@ def batch(ranks: Ranks, call: int, rows: int = 4) -> torch.Tensor:
     return torch.randn(rows, 8, generator=generator).to(ranks.device)
 
 
-def started(ranks: Ranks, style: Any, **settings: Any) -> tuple[dp.Step, Any, Any]:
+def started(ranks: Ranks, style: Any, **settings: Any) -> tuple[dp.CompiledStep, Any, Any]:
     """A step after three calls: the fourth is due on no rank."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = dp.compile(
-        weighted, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style, **settings
-    )
+    step = dp.compile(weighted, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style, **settings)
     for call in range(3):
         step(model, optim, batch(ranks, call), 1)
     runner_of(step).schedule.next = 7
@@ -147,9 +145,7 @@ def test_checked_calls_without_collectives_do_not_part_the_ranks(ranks: Ranks) -
         model = models.seeded(models.mlp).to(ranks.device)
         plain = models.seeded(models.mlp).to(ranks.device)
         optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-        step = dp.compile(
-            trains_or_not, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), style="replicate"
-        )
+        step = dp.compile(trains_or_not, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style="replicate")
         torch.manual_seed(5 + ranks.rank)
         for call in range(36):
             x = batch(ranks, 0) * 0 + call / 10  # equal on all ranks: one device's training
@@ -182,7 +178,7 @@ def wrong_above_eight(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def lengths_step(ranks: Ranks, **settings: Any) -> tuple[dp.Step, Any, Any]:
+def lengths_step(ranks: Ranks, **settings: Any) -> tuple[dp.CompiledStep, Any, Any]:
     model = models.seeded(ScaledByLength).to(ranks.device)
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
     step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard", mark_dynamic=1, **settings)
@@ -195,9 +191,8 @@ def rows(ranks: Ranks, call: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("capture", ["always", "auto"])
-def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: Ranks, capture: str) -> None:
-    step, model, optim = lengths_step(ranks, capture=capture)
+def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: Ranks) -> None:
+    step, model, optim = lengths_step(ranks)
     planted.change_graphs(step, wrong_above_eight)
     for call in range(19):
         step(model, optim, rows(ranks, call, 8))
@@ -206,24 +201,19 @@ def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: 
     runner.schedule.next = 100  # none is due
     before = [p.full_tensor().clone() for p in model.parameters()]
     late = rows(ranks, 19, 12 if ranks.rank else 8)
-    if capture == "always":
-        with pytest.raises(dp.PlanError, match="check-mismatch") as caught:
-            step(model, optim, late)
-        assert "call 20" in str(caught.value)
-        after = [p.full_tensor() for p in model.parameters()]
-        assert all(map(torch.equal, before, after)) and len(after) == 2
-        step(model, optim, rows(ranks, 20, 8))  # the next call works, on all ranks
-        assert runner.num_checked == checked + 1  # it follows a failed one
-    else:
-        with pytest.warns(UserWarning, match="check-mismatch"):
-            step(model, optim, late)
-        assert runner.eager is not None
+    with pytest.raises(dp.PlanError, match="check-mismatch") as caught:
+        step(model, optim, late)
+    assert "call 20" in str(caught.value)
+    after = [p.full_tensor() for p in model.parameters()]
+    assert all(map(torch.equal, before, after)) and len(after) == 2
+    step(model, optim, rows(ranks, 20, 8))  # the next call works, on all ranks
+    assert runner.num_checked == checked + 1  # it follows a failed one
     step.release()
 
 
 @pytest.mark.ranks(2)
 def test_each_length_is_checked_once_on_all_ranks(ranks: Ranks) -> None:
-    step, model, optim = lengths_step(ranks, capture="always")
+    step, model, optim = lengths_step(ranks)
     runner = runner_of(step)
     counts = []
     for call, lengths in enumerate([(8, 8), (8, 8), (8, 9), (9, 8), (8, 9), (5, 6), (1, 8), (8, 8)]):
@@ -237,7 +227,7 @@ def test_each_length_is_checked_once_on_all_ranks(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_an_error_before_a_call_with_lengths_reaches_all_ranks(ranks: Ranks) -> None:
-    step, model, optim = lengths_step(ranks, capture="always")
+    step, model, optim = lengths_step(ranks)
     for call in range(3):
         step(model, optim, rows(ranks, call, 8))
     another = models.seeded(ScaledByLength).to(ranks.device) if ranks.rank else model

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dp_partition import PlanError
 from dp_partition._shared.consensus import tensor_hashes
 from dp_partition.eager.step import EagerStep
+from dp_partition.plan.plan import CommConfig
 from dp_step_patterns import PATTERNS, WIDTH, Bag, mlp, mse_step
 from ranktest import Ranks
 from torch import nn
@@ -53,7 +54,7 @@ WAYS = [EagerStep, AsOnGPU]
 
 def _eager(step: Any, *, is_sharded: bool = False, way: type[EagerStep] = EagerStep) -> EagerStep:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return way(step, mesh, "step", 1 << 10, "of the test", is_sharded=is_sharded)
+    return way((step,), mesh, "step", CommConfig(1 << 10), is_sharded=is_sharded)
 
 
 def _batch(call: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +126,7 @@ def test_a_compiled_model(ranks: Ranks, style: Any) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
         return mse_step(model, optimizer)(x, y)
 
-    step = dp.compile(train, mesh=ranks.mesh((2,), ("dp",)), style=style)
+    step = dp.distribute(train, mesh=ranks.mesh((2,), ("dp",)), style=style)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for call in range(CALLS):
@@ -135,7 +136,7 @@ def test_a_compiled_model(ranks: Ranks, style: Any) -> None:
             step(compiled, optimizer, x[mine], y[mine])
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     assert len(sharded) == (6 if style == "fully_shard" else 0), step.plan.explain()
-    assert f"{2 + len(sharded) // 6} calls checked" in step.plan.explain()
+    assert f"{2 + len(sharded) // 6} calls of train checked" in step.plan.explain()
     assert sum(graph.count("linear") for graph in graphs) >= 3, "nothing ran compiled"
     step.release()
     for got, want in zip(model.parameters(), one.parameters(), strict=True):
@@ -186,7 +187,7 @@ def test_recurrent_weights_that_move(ranks: Ranks, in_each_call: bool) -> None:
         for got, want in zip(model.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
         again = mse_step(other, torch.optim.AdamW(other.parameters(), lr=0.1))
-        unseen = dp.compile(again, mesh=mesh, style="fully_shard", observe=False, capture="never")
+        unseen = dp.distribute(again, mesh=mesh, style="fully_shard", observe=False)
         if in_each_call:
             with pytest.raises(dp.PlanError, match=r"parameter-replaced.*moves a gathered"):
                 unseen(x[:, mine], y[:, mine])
@@ -195,9 +196,9 @@ def test_recurrent_weights_that_move(ranks: Ranks, in_each_call: bool) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("capture", ["always", "never"])
+@pytest.mark.parametrize("door", [dp.distribute, dp.compile])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_under_another_default_device(ranks: Ranks, style: Any, capture: Any) -> None:
+def test_under_another_default_device(ranks: Ranks, style: Any, door: Any) -> None:
     """Tensors of the library's own lie where they belong, whatever `torch.set_default_device` says."""
     torch.manual_seed(0)
     model, mesh = mlp(), ranks.mesh((2,), ("dp",))
@@ -205,7 +206,7 @@ def test_under_another_default_device(ranks: Ranks, style: Any, capture: Any) ->
     # Older torch makes AdamW's own counts on that device.
     reference = mse_step(one, torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = dp.compile(mse_step(model, optimizer), mesh=mesh, style=style, capture=capture)
+    step = door(mse_step(model, optimizer), mesh=mesh, style=style)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for call in range(CALLS):
@@ -213,7 +214,6 @@ def test_under_another_default_device(ranks: Ranks, style: Any, capture: Any) ->
             reference(x, y)
             with torch.device("meta"):
                 step(x[4 * ranks.rank :][:4], y[4 * ranks.rank :][:4])
-        assert ("runs eagerly" in step.plan.explain()) == (capture == "never")
         assert (" full: " in step.plan.explain()) is False
     step.release()
     for got, want in zip(model.parameters(), one.parameters(), strict=True):
@@ -347,8 +347,7 @@ def test_a_step_in_shards_that_raises_before_its_forward(ranks: Ranks) -> None:
 
     eager = _eager(step, is_sharded=True)
     x, y = _batch(0, 4)
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        eager((x, y), {})
+    eager((x, y), {})
     with pytest.raises(IndexError, match="a batch without rows"):  # FSDP2 has not run yet
         eager((x[:0], y[:0]), {})
     eager((x, y), {})
@@ -523,8 +522,7 @@ def test_full_parameters_for_a_while_and_for_good(ranks: Ranks) -> None:
 
     eager = _eager(step, is_sharded=True)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        eager((x,), {})
+    eager((x,), {})
     local = {name: value.to_local().numel() for name, value in model.state_dict().items()}
     assert sum(local.values()) < sum(p.numel() for p in model.parameters())
     with eager.unsharded():
@@ -554,8 +552,7 @@ def test_writes_without_writeback_are_dropped_and_a_full_model_is_copied(ranks: 
     model = mlp()
     step = mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     eager = _eager(step, is_sharded=style == "fully_shard")
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        eager(_batch(0, 4), {})
+    eager(_batch(0, 4), {})
     with eager.unsharded():
         before = copy.deepcopy(model)
         assert type(before) is nn.Sequential and before(_batch(0, 4)[0]).shape == (4, 3)
@@ -655,8 +652,7 @@ def test_an_old_parameter_that_something_else_holds_raises(ranks: Ranks) -> None
 
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     eager = _eager(step, is_sharded=True)
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        eager((x,), {})
+    eager((x,), {})
     eager((x,), {})  # what nobody uses does no harm
     (weight,) = hidden.weights
     uses: list[Any] = [weight.detach, lambda: weight + 1, lambda: weight.grad, lambda: torch.optim.SGD([weight])]
@@ -680,8 +676,7 @@ def test_a_graph_of_the_first_call_does_no_harm_until_a_backward_pass_reaches_it
 
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     eager = _eager(step, is_sharded=True)
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        eager((x,), {})
+    eager((x,), {})
     eager((x,), {})
     with pytest.raises((PlanError, RuntimeError)):
         losses[0].backward()
@@ -701,7 +696,7 @@ def test_plain_tensors_train_where_there_is_no_module(ranks: Ranks) -> None:
                 one.grad = None
 
     eager = _eager(step, is_sharded=True)
-    with pytest.warns(UserWarning, match="stay full"), pytest.warns(UserWarning, match="runs eagerly"):
+    with pytest.warns(UserWarning, match="stay full"):
         eager((xs[ranks.rank],), {})
     own = a.item(), b.item()
     gradient = float((2 * (xs - 3 * xs)).mean()), float((2 * xs * (xs - 3 * xs)).mean())
@@ -727,8 +722,7 @@ def test_traps_of_sharded_parameters_are_closed(ranks: Ranks) -> None:
 
     eager = _eager(step, is_sharded=True)
     x = torch.ones(4, WIDTH, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        eager((x, ""), {})
+    eager((x, ""), {})
     for _ in range(4):
         eager((x, ""), {})
     with eager.unsharded():
@@ -752,6 +746,6 @@ def test_values_of_one_rank_in_parameters_are_found(ranks: Ranks) -> None:
                 p.sub_(g)
 
     x = torch.full((4, WIDTH), 1.0 + dist.get_rank(), dtype=torch.float64)
-    with pytest.warns(UserWarning, match="runs eagerly"), pytest.raises(PlanError, match="ranks-diverge") as caught:
+    with pytest.raises(PlanError, match="ranks-diverge") as caught:
         _eager(step)((x,), {})
     assert len(caught.value.problems) == 6

@@ -36,9 +36,7 @@ def lies_and_is_sent(ranks: Ranks, style: Any) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 7, bias=False)).to(ranks.device)
     optim = FUSED(model.parameters())
-    step = dp.compile(
-        models.mean_step, capture="always", mesh=mesh, style=style, check="never", reshard_after_forward=False
-    )
+    step = dp.compile(models.mean_step, mesh=mesh, style=style, check="never", reshard_after_forward=False)
     x = torch.ones(3, 6, device=ranks.device)
     step(model, optim, x)
     with ranks.record() as log:
@@ -73,9 +71,7 @@ def test_buckets_change_messages_and_not_results(ranks: Ranks) -> None:
         model = models.seeded(models.GPT).to(ranks.device)
         optim = FUSED(model.parameters())
         settings: dict[str, Any] = {"bucket_mb": bucket_mb, "prefetch": 2, "reshard_after_forward": False}
-        step = dp.compile(
-            models.token_step, capture="always", mesh=mesh, style="fully_shard", check="never", **settings
-        )
+        step = dp.compile(models.token_step, mesh=mesh, style="fully_shard", check="never", **settings)
         batch = models.tokens(torch.Generator().manual_seed(ranks.rank))
         step(model, optim, *models.rows_of(ranks, batch))
         with ranks.record() as log:
@@ -99,7 +95,7 @@ def equal_to_ddp(ranks: Ranks, style: Any) -> None:
     model, plain = models.seeded(models.GPT).to(ranks.device), models.seeded(models.GPT).to(ranks.device)
     ddp = nn.parallel.DistributedDataParallel(plain, process_group=mesh.get_group())
     own, theirs = FUSED(model.parameters()), FUSED(ddp.parameters())
-    step = dp.compile(models.token_step, capture="always", mesh=mesh, style=style)
+    step = dp.compile(models.token_step, mesh=mesh, style=style)
     generator = torch.Generator().manual_seed(3)
     for _ in range(5):
         batch = models.rows_of(ranks, models.tokens(generator))
@@ -118,9 +114,7 @@ def test_accumulation_reduces_once_and_equals_one_big_batch(ranks: Ranks) -> Non
         )
         model, optim = models.seeded(models.mlp).double(), None
         optim = FUSED(model.parameters())
-        step = dp.compile(
-            models.mean_step, capture="always", mesh=mesh, style="fully_shard", accumulate=parts, check="never"
-        )
+        step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard", accumulate=parts, check="never")
         x = torch.ones(4, 8, dtype=torch.float64, device=ranks.device)
         step(model.to(ranks.device), optim, x)
         with ranks.record() as log:

@@ -24,7 +24,6 @@ def trained(ranks: Ranks, style: Any, **settings: Any) -> tuple[Any, list[torch.
     optim = SGD(model.parameters())
     step = dp.compile(
         models.mean_step,
-        capture="always",
         mesh=ranks.mesh((2,), ("dp",)),
         style=style,
         check="first",

@@ -76,9 +76,7 @@ def looked_at_step(model: Any, optim: Any, x: Any) -> Any:
 def test_a_gradient_that_something_else_looks_at(ranks: Ranks, bucket_mb: float) -> None:
     model = models.seeded(lambda: nn.Linear(16, 8)).double().to(ranks.device)
     alone = models.seeded(lambda: nn.Linear(16, 8)).double().to(ranks.device)
-    step = dp.compile(
-        looked_at_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="replicate", bucket_mb=bucket_mb
-    )
+    step = dp.compile(looked_at_step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", bucket_mb=bucket_mb)
     optim, other = SGD(model.parameters()), SGD(alone.parameters())
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):

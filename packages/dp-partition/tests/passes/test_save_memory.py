@@ -42,7 +42,7 @@ def test_equal_bit_for_bit_with_a_second_gather(ranks: Ranks) -> None:
         settings: dict[str, Any] = {
             "style": "fully_shard", "bucket_mb": SMALL, "reshard_after_forward": reshard
         }  # fmt: skip
-        step = dp.compile(models.mean_step, capture="always", mesh=mesh, check="first", **settings)
+        step = dp.compile(models.mean_step, mesh=mesh, check="first", **settings)
         x = rows().to(ranks.device) + ranks.rank
         estimate = dp.estimate(models.mean_step, model, optim, x, world=2, rank=ranks.rank, **settings)
         losses = [step(model, optim, x) for _ in range(5)]
@@ -84,7 +84,7 @@ def test_the_peak_is_lower(semantics: str) -> None:
 def test_every_node_is_verified(semantics: str) -> None:
     settings: dict[str, Any] = {"style": "fully_shard", "semantics": semantics, "reshard_after_forward": True}
     model = models.seeded(partial(models.GPT, tied=True))
-    step = dp.compile(models.token_step, capture="always", mesh=fake_mesh(1, 0, "cpu"), **settings)
+    step = dp.compile(models.token_step, mesh=fake_mesh(1, 0, "cpu"), **settings)
     (batch,) = models.tokens(torch.Generator().manual_seed(0), rows=2)
     assert verify(step, model, ADAMW(model.parameters()), batch, world=(3,)).num_nodes > 120
 
@@ -110,9 +110,7 @@ def test_a_cast_that_forward_writes_is_kept(ranks: Ranks) -> None:
     for reshard in (False, True):
         model = models.seeded(WritesItsCast).to(ranks.device)
         optim = ADAMW(model.parameters())
-        step = dp.compile(
-            models.mean_step, capture="always", mesh=mesh, style="fully_shard", reshard_after_forward=reshard
-        )
+        step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard", reshard_after_forward=reshard)
         results.append([step(model, optim, torch.ones(3, 8, device=ranks.device)) for _ in range(5)])
         verify(step, model, optim, torch.ones(3, 8, device=ranks.device))
     assert [torch.equal(a, b) for a, b in zip(*results, strict=True)] == [True] * 5

@@ -23,8 +23,8 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def made(function: Callable[..., Any], **settings: Any) -> dp.Step:
-    return dp.compile(function, capture="always", mesh=fake_mesh(1, 0, "cpu"), **settings)
+def made(function: Callable[..., Any], **settings: Any) -> dp.CompiledStep:
+    return dp.compile(function, mesh=fake_mesh(1, 0, "cpu"), **settings)
 
 
 def rows(width: int = 8) -> torch.Tensor:

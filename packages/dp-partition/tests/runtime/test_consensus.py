@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ def test_a_rank_that_cannot_trace_stops_all(ranks: Ranks) -> None:
             raise FileNotFoundError("the vocabulary of this host")
         return models.mean_step(model, optim, x)
 
-    step = dp.compile(train_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(train_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     x = torch.ones(4, 8, device=ranks.device)
     with pytest.raises(dp.PlanError, match="the vocabulary of this host") as caught:
         step(model, optim, x, ranks.rank == 1)
@@ -54,7 +53,7 @@ def test_batches_of_different_sizes(ranks: Ranks) -> None:
     """Under global semantics a mean would be over another number of rows on each rank: wrong, and nothing says so."""
     model, optim = started(ranks)
     mesh = ranks.mesh((2,), ("dp",))
-    step = dp.compile(models.mean_step, capture="always", mesh=mesh, semantics="global", batch=dp.Batch(dim=0))
+    step = dp.compile(models.mean_step, mesh=mesh, semantics="global", batch=dp.Batch(dim=0))
     for num_rows in (4, 6):  # at the first call, and when the size changes later
         with pytest.raises(dp.PlanError, match=r"ranks-disagree.*rows") as caught:
             step(model, optim, torch.ones(num_rows + ranks.rank, 8, device=ranks.device))
@@ -68,9 +67,7 @@ def test_a_rank_may_retrace_alone_where_batches_are_its_own(ranks: Ranks) -> Non
     """The last batch of an epoch is shorter on one rank: each gradient is still the mean of the ranks'."""
     model, optim = started(ranks)
     reference = models.seeded(models.mlp)
-    step = dp.compile(
-        models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never"
-    )
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
     generator = torch.Generator().manual_seed(7)
     logs = []
     for shorter in (0, 0, 1, 0, 1):
@@ -98,7 +95,7 @@ def test_steps_that_are_not_the_same(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     x = torch.ones(4, 8, device=ranks.device)
     model, optim = started(ranks)
-    step = dp.compile(models.mean_step, capture="always", mesh=mesh, style="fully_shard" if ranks.rank else "replicate")
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard" if ranks.rank else "replicate")
     with pytest.raises(dp.PlanError, match=r"rank 0: plan: .*; rank 1: plan: "):
         step(model, optim, x)
 
@@ -109,7 +106,7 @@ def test_steps_that_are_not_the_same(ranks: Ranks) -> None:
         optim.zero_grad()
         return loss
 
-    step = dp.compile(by_rank, capture="always", mesh=mesh, style="replicate")
+    step = dp.compile(by_rank, mesh=mesh, style="replicate")
     with pytest.raises(dp.PlanError, match=r"rank 0: collectives: .*; rank 1: collectives: "):
         step(model, optim, x, ranks.rank)
     step(model, optim, x, 0)
@@ -140,9 +137,9 @@ def test_full_copies_of_shards_take_one_message(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("capture", ["always", "never"])
+@pytest.mark.parametrize("door", [dp.distribute, dp.compile])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_one_element_may_have_any_stride(ranks: Ranks, style: Any, capture: Any) -> None:
+def test_one_element_may_have_any_stride(ranks: Ranks, style: Any, door: Any) -> None:
     """Torch calls it contiguous, and yet refuses to view it as bytes."""
 
     class Scaled(nn.Module):
@@ -160,11 +157,9 @@ def test_one_element_may_have_any_stride(ranks: Ranks, style: Any, capture: Any)
     assert model.scale.stride() == (2,) and model.scale.is_contiguous()
     one = copy.deepcopy(model)
     optim, alone = SGD(model.parameters()), SGD(one.parameters())
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style, capture=capture)
+    step = door(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style)
     for _ in range(5):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an eager step says so
-            step(model, optim, x)
+        step(model, optim, x)
         models.mean_step(one, alone, x)
     step.release()
     for got, want in zip(model.parameters(), one.parameters(), strict=True):
@@ -186,7 +181,7 @@ def test_rows_that_one_rank_pads_are_sent_by_the_same_graph(ranks: Ranks, style:
 
     torch.manual_seed(0)
     model = nn.Linear(3, 5)
-    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style, capture="always")
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style)
     optim = SGD(model.parameters())
     losses = [compiled(model, optim, torch.ones(2, 3)) for _ in range(5)]
     assert all(float(after) < float(loss) for loss, after in losses)
@@ -213,7 +208,7 @@ def test_state_in_shards_has_memory_of_its_own(ranks: Ranks) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 6)
     optim = Momentum(model.parameters())
-    compiled = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", capture="always")
+    compiled = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     for _ in range(5):
         compiled(model, optim, torch.ones(2, 4))
         local = optim.state[model.weight]["mean"]._local_tensor

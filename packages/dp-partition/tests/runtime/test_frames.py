@@ -16,7 +16,7 @@ def test_a_steady_call_enters_few_frames(ranks: Ranks, style: Style) -> None:
     """Four parameters under AdamW, whose group has ten entries: 178 frames before arguments were read once."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style, check="first")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style, check="first")
     x = torch.ones(4, 8, device=ranks.device)
     for _ in range(4):
         step(model, optim, x)

@@ -133,7 +133,7 @@ def test_the_next_step_sees_it(ranks: Ranks, style: Style, monkeypatch: pytest.M
     model, plain = (models.seeded(Net).to(ranks.device) for _ in range(2))
     first = [list(net.parameters())[:3] for net in (model, plain)]  # the last bias comes later
     own, theirs = (torch.optim.AdamW(params, lr=1e-2, fused=True) for params in first)
-    step = dp.compile(train_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style)
+    step = dp.compile(train_step, mesh=ranks.mesh((2,), ("dp",)), style=style)
     generator = torch.Generator().manual_seed(ranks.rank)
 
     def compare(label: str) -> None:
@@ -177,7 +177,7 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = models.seeded(Net).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    step = dp.compile(train_step, capture="always", mesh=mesh, style="fully_shard")
+    step = dp.compile(train_step, mesh=mesh, style="fully_shard")
     x = torch.ones(4, 8, device=ranks.device)
     bias = model.get_parameter("up.bias")
     bias.grad = torch.ones_like(bias)
@@ -191,9 +191,10 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
         with pytest.raises(dp.PlanError, match=r"parameter-replaced.*down\.weight.*\.data ="):
             step(model, optim, x, x)
         assert torch.equal(model.get_parameter("down.weight").full_tensor(), before)  # type: ignore[attr-defined]
-    optim.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    with pytest.raises(dp.PlanError, match="parameter-not-in-module"):
-        step(model, optim, x, x)
+    alone = nn.Parameter(torch.ones(3))
+    optim.add_param_group({"params": [alone]})  # no gradient reaches it: as on one device it stays as it is
+    step(model, optim, x, x)
+    assert torch.equal(optim.param_groups[1]["params"][0].full_tensor(), torch.ones(3)) and step.num_traces == 3
     del optim.param_groups[1]
     weight = model.get_parameter("down.weight")
     state, moved = optim.state[weight], torch.distributed.tensor.distribute_tensor(torch.ones(8, 7), mesh)
@@ -205,19 +206,18 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
         step(model, optim, x, x)
     state["exp_avg"] = moment
     model.register_buffer("another", torch.ones(1))
-    with pytest.raises(dp.PlanError, match=r"model-changed.*another"):
-        step(model, optim, x, x)
-    del model.another
-    model.register_buffer("offset", None)
-    with pytest.raises(dp.PlanError, match=r"model-changed.*offset"):
-        step(model, optim, x, x)
+    before = model.get_parameter("down.weight").full_tensor()  # type: ignore[attr-defined]  # a DTensor
+    traces = step.num_traces
+    step(model, optim, x, x)
+    after = model.get_parameter("down.weight").full_tensor()  # type: ignore[attr-defined]
+    assert 0 < (after - before).abs().max() < 0.1 and step.num_traces == traces + 1, "placed anew, with its values"
 
 
 def test_what_no_code_of_a_step_names_may_change() -> None:
     """A list of losses that grows would trace each call anew."""
     model, trainer = models.seeded(Net), Trainer()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = dp.compile(trainer.train_step, capture="always", mesh=fake_mesh(1, 0, "cpu"), style="replicate")
+    step = dp.compile(trainer.train_step, mesh=fake_mesh(1, 0, "cpu"), style="replicate")
     runner, x = runner_of(step), torch.ones(4, 8)
 
     def key() -> Any:

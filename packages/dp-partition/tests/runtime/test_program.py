@@ -37,7 +37,7 @@ def test_the_same_on_a_delayed_group(ranks: Ranks, semantics: str) -> None:
             model = models.seeded(make, ranks.rank).to(ranks.device)
             optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
             settings: dict[str, Any] = {"bucket_mb": SMALL, "reshard_after_forward": True, "semantics": semantics}
-            step = dp.compile(function, capture="always", mesh=mesh, style=style, **settings)
+            step = dp.compile(function, mesh=mesh, style=style, **settings)
             generator = torch.Generator().manual_seed(ranks.rank)
             with block():
                 batches = [torch.randn(4, 8, generator=generator).to(ranks.device) for _ in range(5)]

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
         reshard_sharded_tensor,
         reshuffle_local_shard,
     )
+    from shard_reshard.checkpoint.hf_names import hf_key_map
     from shard_reshard.checkpoint.load import load_safetensors
     from shard_reshard.checkpoint.save import save_safetensors
     from shard_reshard.engines.record import record_layouts
     from shard_reshard.execution.mover import ReshardWork
     from shard_reshard.planning import ReshardPlan, plan_reshard
     from shard_reshard.state_dict.outputs import Progress
+    from shard_reshard.state_dict.pairs import Pair
     from shard_reshard.state_dict.plan import Part
     from shard_reshard.state_dict.resharder import StateDictResharder, reshard_state_dict
     from shard_reshard.testing import simulate
@@ -46,9 +48,11 @@ __all__ = [
     "reshard_state_dict",
     "StateDictResharder",
     "Part",
+    "Pair",
     "record_layouts",
     "load_safetensors",
     "save_safetensors",
+    "hf_key_map",
     "Progress",
     "get_idx_from_placements",
     "build_reshard_metadata",
@@ -78,8 +82,10 @@ __getattr__, __dir__ = lazy_exports(
         "state_dict.resharder": ("reshard_state_dict", "StateDictResharder"),
         "state_dict.outputs": ("Progress",),
         "state_dict.plan": ("Part",),
+        "state_dict.pairs": ("Pair",),
         "engines.record": ("record_layouts",),
         "checkpoint.load": ("load_safetensors",),
+        "checkpoint.hf_names": ("hf_key_map",),
         "checkpoint.save": ("save_safetensors",),
         "_shared.problems": ("PlanError", "Problem"),
     },

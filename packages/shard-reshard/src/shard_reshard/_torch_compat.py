@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -192,6 +192,22 @@ def sharded_tensor_types() -> tuple[Any, Any]:
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
     return ShardedTensor, Shard
+
+
+def local_of_sharded(value: Any) -> tuple[list[torch.Tensor], Any] | None:
+    """Return the local tensors of torch's ShardedTensor, and its metadata. None for anything else."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
+    if module is None or not isinstance(value, module.ShardedTensor):
+        return None
+    return [shard.tensor for shard in value.local_shards()], value.metadata()
+
+
+def flattened(nested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Return the leaves of nested mappings and lists under DCP's names, as ``state.0.exp_avg``, and their keys."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    leaves, paths = flatten_state_dict(dict(nested))
+    return leaves, {name: tuple(path) for name, path in paths.items()}
 
 
 def dtensor_maker(like: DTensor) -> Callable[[torch.Tensor], DTensor]:

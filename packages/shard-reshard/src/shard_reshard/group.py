@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,7 +51,8 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
-    if type(group).__name__ in ("str", "DeviceMesh"):
+    given: Any = group  # callers are untyped
+    if isinstance(given, str) or hasattr(given, "mesh_dim_names"):  # an axis, or a DeviceMesh
         hint = "pass a process group, as mesh.get_group('tp') returns it"
         raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
     group = dist.group.WORLD if group is None else group
@@ -79,7 +82,7 @@ def assert_consistent(
     members: GroupInfo, subject: str, lines: Sequence[str], problems: Sequence[Problem], state: str = BEFORE_MOVING
 ) -> None:
     """Raise one error on all ranks unless ``lines`` are equal and no rank has problems."""
-    error = PlanError(problems) if problems else None
+    error = PlanError(condensed(problems)) if problems else None
     if not is_fake(()):
         consensus.assert_consistent(members.group, subject, lines, error, hint=_HINT, state=state)
     elif error is not None:  # fake tensors have no peers
@@ -109,3 +112,35 @@ def all_gather_row(
         error = PlanError(problems) if problems else None
         consensus.raise_joined(members.group, "reshard", lines, error, hint=_HINT, state=BEFORE_MOVING)
     return [other[1:] for other in rows]
+
+
+_ALIKE = 3  # problems of one cause that are listed one by one
+
+
+def condensed(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Return one problem for one cause: of 1,536 experts of a layer without a layout one line remains.
+
+    Problems have one cause if code, hint and name are equal up to numbers: ``layers.0.mlp`` and ``layers.1.mlp``.
+    """
+    groups: dict[tuple[str, ...], list[Problem]] = {}
+    for problem in dict.fromkeys(problems):
+        key = problem.code, *(re.sub(r"\d+", "*", text) for text in (problem.name, problem.hint))
+        groups.setdefault(key, []).append(problem)
+    lines: list[Problem] = []
+    for (_, pattern, _), alike in groups.items():
+        if len(alike) <= _ALIKE:
+            lines += alike
+        else:
+            found = f"{len(alike):,} of these, such as {alike[0].name}: {alike[0].found}"
+            lines.append(replace(alike[0], name=pattern, found=found))
+    by_code: dict[str, int] = {}
+    shown = []
+    for line in lines:
+        by_code[line.code] = by_code.get(line.code, 0) + 1
+        if by_code[line.code] <= _LINES:
+            shown.append(line)
+    shown += [Problem(code, f"{count - _LINES} more like these") for code, count in by_code.items() if count > _LINES]
+    return tuple(shown)
+
+
+_LINES = 10  # of one code in an error

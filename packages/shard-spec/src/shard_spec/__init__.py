@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shard_spec.apply.apply import apply_plan
     from shard_spec.convert.dcp import dcp_state_dict
     from shard_spec.estimate.cost import topology_preset
-    from shard_spec.estimate.memory import OptimizerState
+    from shard_spec.estimate.optimizers import OptimizerState
     from shard_spec.layout.intervals import Box
     from shard_spec.layout.layout import Layout
     from shard_spec.layout.mesh import MeshSpec
@@ -76,7 +76,7 @@ __getattr__, __dir__ = lazy_exports(
         "_shared.problems": ("PlanError", "Problem"),
         "sharding_plan": ("ShardingPlan",),
         "plan.metadata": ("metadata_of",),
-        "estimate.memory": ("OptimizerState",),
+        "estimate.optimizers": ("OptimizerState",),
         "estimate.cost": ("topology_preset",),
         "specs.base": ("ShardingSpec", "ChunkShardingSpec", "EnumerableShardingSpec"),
         "specs.shards": ("ShardMetadata", "Sharder"),

@@ -131,6 +131,45 @@ def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
     return Mode()  # type: ignore[no-untyped-call]  # torch's constructor is untyped
 
 
+def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply ``function`` to each tensor of a container; classes registered with torch (model outputs) keep type."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, function, value)
+
+
 def memory_of(tensor: Any) -> int:
     """Return a number shared by tensors that share memory, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def live_bytes_of(call: Callable[[], object]) -> int:
+    """Return the most bytes of new meta tensors alive at one time in ``call``; numbers read from them are 1."""
+    import weakref
+
+    import torch
+
+    sizes: dict[int, int] = {}
+    totals = [0, 0]  # now, and at most
+
+    def handle(operator: Any, args: Any, kwargs: Any) -> Any:
+        if operator is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        result = operator(*args, **kwargs)
+        for each in result if isinstance(result, list | tuple) else [result]:
+            if not isinstance(each, torch.Tensor) or memory_of(each) in sizes or any(each is value for value in args):
+                continue
+            memory, size = memory_of(each), each.untyped_storage().nbytes()
+            sizes[memory] = size
+            totals[0] += size
+            totals[1] = max(totals)
+            weakref.finalize(each.untyped_storage(), free, memory).atexit = False
+        return result
+
+    def free(memory: int) -> None:
+        totals[0] -= sizes.pop(memory)
+
+    with on_every_operator(handle):
+        call()
+    return totals[1]

@@ -1,9 +1,39 @@
-"""Plain-text tables, for terminals and logs."""
+"""Text for people: tables for terminals and logs, ranks, and sizes in bytes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from shard_spec._shared.problems import PlanError, Problem
+
+_UNITS = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def bytes_of(size: object, argument: str) -> int:
+    """Return a number of bytes: ``"80GiB" -> 85899345920``. A number is bytes already; text needs a unit.
+
+    Raises:
+        PlanError: ``invalid-argument`` about ``argument``.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        hint = "write the unit, for example 80GiB (2**30 bytes each), 80GB (10**9) or 85899345920B"
+        raise PlanError(Problem("invalid-argument", argument, found=f"{size!r:.100}", hint=hint))
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def human_count(number: int) -> str:

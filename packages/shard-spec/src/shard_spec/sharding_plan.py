@@ -9,6 +9,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
 from shard_spec.estimate.memory import memory_of
+from shard_spec.formatting import human_ranks
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 
     from shard_spec.apply.apply import Initializer, Source
     from shard_spec.apply.handle import ShardHandle
-    from shard_spec.estimate.activations import ActivationEstimate, StepOptions
+    from shard_spec.estimate.activations import ActivationEstimate
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
-    from shard_spec.estimate.memory import Memory, OptimizerLike
+    from shard_spec.estimate.memory import Memory
+    from shard_spec.estimate.optimizers import OptimizerLike
     from shard_spec.estimate.roles import Batch
+    from shard_spec.estimate.step_options import StepOptions
     from shard_spec.layout.layout import Layout
     from shard_spec.plan.resolve import Resolution
     from shard_spec.report.diff import PlanDiff
@@ -49,6 +52,9 @@ class ShardingPlan(PlanContent):
         return_local_tensor: FQNs of modules with sharded outputs to return as this rank's plain tensor.
         mesh: The axes: a ``MeshSpec``, a mapping from axis name to size, text (``"dp=2, tp=4"``), or a ``DeviceMesh``.
             May be left out if every value has its own ranks (layouts, specs).
+        axis_roles: Mesh axis to its role in a step: ``"data"`` (ranks see different samples), ``"model"`` (the same
+            samples), ``"expert"``, ``"context"`` or ``"stage"``. Planners pass on the axes that they know; bytes of a
+            step depend on it. Other axes have the role of their conventional name, or none.
         strict: Report parameters without a rule as a problem; otherwise they are replicated. Buffers without a rule are
             always replicated.
 
@@ -61,12 +67,11 @@ class ShardingPlan(PlanContent):
 
     @classmethod
     def _of(cls, content: PlanContent) -> ShardingPlan:
-        return cls(
-            content.plan, content.output_plan, content.return_local_tensor, mesh=content.mesh, strict=content.strict
-        )
+        more: dict[str, Any] = {"strict": content.strict, "axis_roles": content.axis_roles}
+        return cls(content.plan, content.output_plan, content.return_local_tensor, mesh=content.mesh, **more)
 
     def __or__(self, other: PlanContent) -> ShardingPlan:
-        """Merge the rules of two plans. For one pattern in both, the rule of ``other`` is used."""
+        """Merge the rules of two plans. For one pattern or axis in both, the rule or role of ``other`` is used."""
         if not isinstance(other, PlanContent):
             return NotImplemented
         output = {**(self.output_plan or {}), **(other.output_plan or {})}
@@ -77,6 +82,7 @@ class ShardingPlan(PlanContent):
             tuple(local) or None,
             mesh=self.mesh if other.mesh is None else other.mesh,
             strict=self.strict or other.strict,
+            axis_roles={**self.axis_roles, **other.axis_roles},
         )
 
     def compact(self, module: nn.Module | ModelMetadata) -> ShardingPlan:
@@ -102,7 +108,8 @@ class ShardingPlan(PlanContent):
         others = {alias for tensor in resolution.metadata.tensors for alias in tensor.aliases} - aliases - parameters
         globs = glob_rules({name: values.pop(name) for name in stored if name in parameters}, aliases, others)
         rules = {**globs, **values, **resolution.sharders}
-        plan = ShardingPlan(rules, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
+        more: dict[str, Any] = {"strict": self.strict, "axis_roles": self.axis_roles}
+        plan = ShardingPlan(rules, self.output_plan, self.return_local_tensor, mesh=mesh, **more)
         assert dict(resolve(plan, resolution.metadata)) == dict(resolution), "the compact plan differs"
         return plan
 
@@ -124,13 +131,18 @@ class ShardingPlan(PlanContent):
 
         Args:
             module: The model, or its metadata.
-            world_size: Number of ranks; a mesh with other ranks is a problem.
+            world_size: Number of ranks; a mesh of more, fewer or other ranks is a problem.
         """
         resolution = examine(self, module)
         problems = plan_problems(self, resolution)
+        idle = set(range(world_size or 0)) - set(resolution.ranks)
         if world_size is not None and resolution.ranks and resolution.ranks[-1] >= world_size:
             text = f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks"
             problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
+        elif resolution.ranks and idle:
+            text = f"the plan says nothing about ranks {human_ranks(sorted(idle))} of {world_size}"
+            hint = "use a mesh of all ranks; for a plan of a part of them leave world_size out"
+            problems.append(Problem("mesh-mismatch", found=text, hint=hint))
         return tuple(dict.fromkeys(problems))  # once each, in order
 
     def memory(
@@ -144,28 +156,36 @@ class ShardingPlan(PlanContent):
     ) -> Memory:
         """Count bytes of parameters, buffers, gradients and optimizer state on each rank, exactly.
 
-        With a batch also the peak of a training step beside them: activations, logits and loss. Gradients count from
-        the start of the step, as if several backwards accumulate.
+        With a batch also the peak of a training step beside them: activations, logits and loss. Gradients that backward
+        has yet to make at the peak are taken off again, unless ``accumulate`` says that earlier batches have made them.
 
         Args:
             module: The model, or its metadata.
             batch: As in :meth:`activations`. None: the state alone is counted.
-            optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
-                :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, or None.
+            optimizer: A name (``"sgd"``, ``"adamw"``, ``"mixed-adamw"``, ``"adafactor"``, ``"adamw8bit"``, ...; see
+                :mod:`shard_spec.estimate.optimizers`), a class, a ``functools.partial`` or an instance of an optimizer,
+                an ``OptimizerState``, None, or a mapping from patterns of parameters to these, of which the first match
+                decides: ``{"**.{up,down}.weight": "muon", "**": "adamw"}``.
             grads: True to count gradients, or their dtype if it is not the parameters'.
             step: How the step runs; see :class:`StepOptions`.
 
         Raises:
             PlanError: If the plan does not match the model, or a name is not known.
         """
-        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=step.get("dtype"))
+        own = None if isinstance(module, ModelMetadata) else module
+        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=step.get("dtype"), module=own)
         if batch is None:
             return static
         if isinstance(module, ModelMetadata):
             raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
+        if grads is False and any(each.requires_grad for each in module.parameters()):
+            text = "grads=False beside a batch, whose step makes gradients in its backward"
+            hint = "leave grads out; to count a state without gradients leave batch out"
+            raise PlanError(Problem("conflicting-arguments", "grads", found=text, hint=hint))
         # Off the CPU torch's optimizers update all parameters at once.
         foreach = any(each.device.type != "cpu" for each in module.parameters())
-        return static.with_activations(self.activations(module, batch, **step), foreach=foreach)
+        estimate = self.activations(module, batch, **step)
+        return static.with_activations(estimate, foreach=foreach, buckets=step.get("ddp") == "buckets")
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
@@ -271,12 +291,14 @@ class ShardingPlan(PlanContent):
         return cls._of(from_dict(document))
 
     @classmethod
-    def from_layouts(cls, layouts: Mapping[str, Layout], *, strict: bool = False) -> ShardingPlan:
+    def from_layouts(
+        cls, layouts: Mapping[str, Layout], *, strict: bool = False, axis_roles: Mapping[str, str] | None = None
+    ) -> ShardingPlan:
         """Build a plan with one exact rule for each name, e.g. ``ShardingPlan.from_layouts(plan.resolve(model))``."""
         meshes = {layout.mesh for layout in layouts.values()}
         mesh = next(iter(meshes)) if len(meshes) == 1 else None
         values = {name: str(layout) if mesh is not None else layout for name, layout in layouts.items()}
-        return cls(values, mesh=mesh, strict=strict)
+        return cls(values, mesh=mesh, strict=strict, axis_roles=axis_roles)
 
     @classmethod
     def from_module(cls, module: nn.Module, mesh: MeshSpec | Mapping[str, int] | str | None = None) -> ShardingPlan:
@@ -399,4 +421,5 @@ class ShardingPlan(PlanContent):
         """
         from shard_spec.convert.hf import from_distributed_config  # imports torch.distributed.tensor
 
-        return cls.from_layouts(from_distributed_config(config, module)).compact(module)
+        layouts, roles = from_distributed_config(config, module)
+        return cls.from_layouts(layouts, axis_roles=roles).compact(module)

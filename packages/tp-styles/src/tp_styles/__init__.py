@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         make_output_tensor,
         make_sharded_output_tensor,
     )
-    from tp_styles.plan.planned import TPPlan, explain, plan_styles
+    from tp_styles.plan.model import TPPlan
+    from tp_styles.plan.planned import explain, plan_styles
     from tp_styles.problems import PlanError, Problem
     from tp_styles.runtime.dropout import tp_rng
     from tp_styles.styles.attention import GQAParallel, MultiheadAttentionParallel, TransformerLayerParallel
@@ -98,7 +99,8 @@ __getattr__, __dir__ = lazy_exports(
             "make_output_tensor",
             "make_sharded_output_tensor",
         ),
-        "plan.planned": ("TPPlan", "explain", "plan_styles"),
+        "plan.model": ("TPPlan",),
+        "plan.planned": ("explain", "plan_styles"),
         "problems": ("PlanError", "Problem"),
         "runtime.dropout": ("tp_rng",),
         "styles.attention": ("GQAParallel", "MultiheadAttentionParallel", "TransformerLayerParallel"),

@@ -17,16 +17,17 @@ from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
-from tp_styles.check.checker import Check, Checker, install_check, watch_registrations
-from tp_styles.check.runs import originals
-from tp_styles.plan.explain import plan_as_dict, regions_of
-from tp_styles.plan.planned import Plan, PlannedModule, Rest, TPPlan, plan_module
+from tp_styles.check.checker import Check, Checker, install_check, originals, watch_registrations
+from tp_styles.check.optimizers import check_optimizers
+from tp_styles.plan.model import PlannedModule, TPPlan
+from tp_styles.plan.planned import Plan, Rest, plan_module
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.dropout import checked_modules, install_regions
+from tp_styles.runtime.dropout import install_regions
 from tp_styles.runtime.install import (
     KeyRemover,
     ModuleChange,
     apply_torch_style,
+    checked_modules,
     install_module,
     restore,
     settle,
@@ -36,7 +37,6 @@ from tp_styles.runtime.install import (
 from tp_styles.runtime.parameters import (
     ShardParameter,
     agreed_values,
-    check_optimizers,
     full_tensor,
     is_shard,
     make_parameter,
@@ -245,14 +245,13 @@ def apply_staged(
                 vars(one).update({name: FullModelOnly(one, name) for name in FULL_MODEL})
                 changes.append(ModuleChange(one, removers=[KeyRemover(vars(one), name) for name in FULL_MODEL]))
         share_inputs(model, decided, axis)
-        regions = regions_of(decided)
-        changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, regions)))
+        changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, decided.regions)))
         if check != "never" and decided.modules:
             may_leave = is_staged or _declares_shards(decided)
             checker = Checker(
                 model, axis, originals(changes), always=check == "always", is_staged=is_staged, may_leave=may_leave
             )
-            removers = install_check(checker, model, decided, checked_modules(decided, regions))
+            removers = install_check(checker, model, decided, checked_modules(decided))
             changes.append(ModuleChange(model, removers=removers))
     except BaseException:
         restore(changes)  # all of the plan or nothing
@@ -329,7 +328,7 @@ def _compare(
         for planned in plan.modules
         for name, p, _ in parameters_of(planned, model.get_submodule(planned.name))
     ]
-    lines += [json.dumps(module, sort_keys=True) for module in plan_as_dict(plan)["modules"]]
+    lines += [json.dumps(module, sort_keys=True) for module in plan.as_dict["modules"]]
     hint = "compare apply_plan's arguments, and plan_styles(...).to_json() of both"
     assert_consistent(axis.group, CALL, [*arguments, *lines, f"digest of the plan: {plan.digest}"], hint=hint)
 

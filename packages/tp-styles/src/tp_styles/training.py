@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sectioned_tensor import SectionedTensor
@@ -36,10 +36,11 @@ def vocab_parallel_cross_entropy(
     Communicates one maximum and one sum for each token, forward; nothing backward.
 
     Args:
-        logits: `[..., local classes]`: this rank's shard, as from a column-wise head.
+        logits: `[..., local classes]`: this rank's shard, as from a column-wise head; or a DTensor `[..., classes]`,
+            sharded on the last dim over a 1-D mesh, as from one with `use_local_output=False`.
         target: `[...]`: class of each token, the same on every rank.
-        mesh: 1-D mesh of the shards.
-        num_classes: Global number of classes; optional for even shards.
+        mesh: 1-D mesh of the shards; a DTensor has it.
+        num_classes: Global number of classes; optional for even shards, and for a DTensor.
         weight: `[num_classes]`: weight of each class, the same on every rank.
         ignore_index: Target without a loss.
         label_smoothing: As in torch.
@@ -49,22 +50,20 @@ def vocab_parallel_cross_entropy(
         The loss, the same on every rank: a scalar, or `[...]` without reduction.
 
     Raises:
-        PlanError: No mesh, shards of another size than `num_classes` gives, or a target of another shape.
+        PlanError: No mesh, shards of another size than `num_classes` gives, a target of another shape, or a DTensor
+            in another layout.
         IndexError: On CPU, a target outside of the classes.
     """
     if not torch.compiler.is_compiling() and IN_ORIGINAL.get():
-        losses = F.cross_entropy(  # the original of a check has full logits
-            logits.flatten(0, -2),
-            target.flatten(),
-            weight=weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
+        options: Any = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        # The original of a check has full logits.
+        losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction=reduction, **options)
         return losses.view(target.shape) if reduction == "none" else losses
+    target = _local_replica(target)
+    weight = None if weight is None else _local_replica(weight)
     if isinstance(logits, DTensor):
-        hint = "pass logits.to_local(), sharded on the last dim, with mesh= and num_classes="
-        raise PlanError(Problem("wrong-type", "logits", found="a DTensor", hint=hint))
+        mesh, num_classes = _vocabulary(logits, mesh, num_classes)
+        logits = logits.to_local()
     if mesh is None:
         raise PlanError(Problem("missing-mesh", "mesh", found="None", hint='plain logits need mesh=mesh["tp"]'))
     if mesh.ndim != 1:
@@ -110,6 +109,40 @@ def vocab_parallel_cross_entropy(
     in_float32 = torch.is_autocast_enabled(logits.device.type)  # as torch's loss
     result: torch.Tensor = loss if in_float32 else loss.to(logits.dtype)
     return result
+
+
+def _vocabulary(logits: DTensor, mesh: DeviceMesh | None, num_classes: int | None) -> tuple[DeviceMesh, int]:
+    """Return the mesh and the number of classes of logits sharded on their last dim.
+
+    Raises:
+        PlanError: They lie otherwise, or the arguments contradict them.
+    """
+    problems = []
+    if tuple(logits.placements) not in ((Shard(logits.dim() - 1),), (Shard(-1),)):
+        hint = "logits.redistribute(placements=[Shard(-1)]) of a 1-D mesh; on a mesh with a data-parallel axis pass"
+        hint += ' logits.to_local() of this rank\'s batch with mesh=mesh["tp"]'
+        problems.append(Problem("layout-mismatch", "logits", found=str(logits.placements), hint=hint))
+    if mesh is not None and mesh != logits.device_mesh:
+        hint = "leave it out: the logits have a mesh"
+        problems.append(Problem("mesh-mismatch", "mesh", found=f"{mesh}, logits on {logits.device_mesh}", hint=hint))
+    if num_classes not in (None, logits.shape[-1]):
+        reason = f"{num_classes}, logits of {logits.shape[-1]} classes"
+        problems.append(Problem("shape-mismatch", "num_classes", found=reason, hint="leave it out"))
+    if problems:
+        raise PlanError(problems)
+    return logits.device_mesh, logits.shape[-1]
+
+
+def _local_replica(x: torch.Tensor) -> torch.Tensor:
+    """Return a target or weights as a plain tensor: every rank has them in full.
+
+    Raises:
+        PlanError: It is a sharded DTensor.
+    """
+    if isinstance(x, DTensor) and not all(placement.is_replicate() for placement in x.placements):
+        hint = "target and weight are the same on every rank: redistribute(placements=[Replicate()])"
+        raise PlanError(Problem("layout-mismatch", "target or weight", found=str(x.placements), hint=hint))
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _check(

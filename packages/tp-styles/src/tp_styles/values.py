@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -385,8 +385,9 @@ class StyleSpec:
     """A style's decision for one module.
 
     Attributes:
-        compute: Name of the forward that replaces the module's (see `runtime.install`); `"hooks"` runs the
-            module's own forward between hooks, `"foreign"` runs the style's own `_apply`.
+        compute: The forward that replaces the module's: a subclass of `runtime.forwards.Forward`, or the name of one of
+            ours (see `runtime.install`); `"hooks"` runs the module's own forward between hooks, `"foreign"` runs the
+            style's own `_apply`.
         parameters: Parameter name below the module -> its spec; others are left alone.
         inputs: Argument name -> its flow.
         num_positional: Largest number of positional inputs of a call; None for any number.
@@ -400,7 +401,7 @@ class StyleSpec:
         problems: Reasons against it.
     """
 
-    compute: str = "hooks"
+    compute: str | type[Any] = "hooks"
     parameters: tuple[tuple[str, ParameterSpec], ...] = ()
     inputs: tuple[tuple[str, Redistribution], ...] = ()
     num_positional: int | None = None

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import is_stale, mark_current, mark_stale
 from dp_partition._torch_compat import (
+    FakeTensor,
     FakeTensorMode,
     parameter_like,
     pytree,
@@ -32,8 +33,9 @@ from dp_partition._torch_compat import (
     symbolic_size,
 )
 from dp_partition.capture.fingerprint import marked_dims
-from dp_partition.capture.inputs import SYMBOLS, Hyperparameter, read_optimizers
+from dp_partition.capture.inputs import SYMBOLS, Hyperparameter, close_arguments, open_result, read_optimizers
 from dp_partition.capture.phases import Phases
+from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
 
 REACHED = (
@@ -292,10 +294,17 @@ class Returned:
     # the step's result, flattened; tensors and symbols are replaced by their position in the outputs
     user_leaves: list[Any]
     user_spec: Any  # structure of the result
+    # positions of the returned values that are means over micro-batches; others come from the mean of the gradients
+    means: frozenset[int] = frozenset()
+
+    def mean_leaves(self) -> frozenset[int]:
+        """Return the positions in the flattened result of means over micro-batches."""
+        places = enumerate(self.user_leaves)
+        return frozenset(n for n, leaf in places if isinstance(leaf, _Position) and leaf.index in self.means)
 
     def result(self, values: tuple[Any, ...]) -> Any:
         leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
-        return pytree.tree_unflatten(leaves, self.user_spec)
+        return close_arguments(pytree.tree_unflatten(leaves, self.user_spec))
 
 
 def collect_outputs(
@@ -312,9 +321,15 @@ def collect_outputs(
         reason = "gradient left for the next call"
         hint = "call optim.zero_grad() in the step, and pass the optimizer to it as an argument"
         raise PlanError([Problem("python-state", fqn, found=reason, hint=hint) for fqn in left])
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = pytree.tree_flatten(open_result(result))
     values: list[Any] = []
     for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, nn.Module | Optimizer | torch.Tensor):
+            hidden = [x for x in Reach(leaf).tensors if isinstance(x, FakeTensor)]
+            if hidden:  # in a closure, a generator's frame
+                reason = f"its result has a {type(leaf).__name__} that holds tensors, which no later call would fill"
+                hint = "return the tensors themselves, or in a dict, a dataclass or an object's attributes"
+                raise PlanError(Problem("unsupported-argument", "result", found=reason, hint=hint))
         if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
             leaves[position] = _Position(len(values))  # filled in after each run
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)

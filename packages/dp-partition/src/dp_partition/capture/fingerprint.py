@@ -15,10 +15,11 @@ import enum
 import functools
 import itertools
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -39,6 +40,16 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 _BY_IDENTITY = (torch.Tensor, *_FUNCTIONS)
 _NO_SETTINGS = (torch.Tensor, Optimizer, types.ModuleType, type, *_FUNCTIONS)
 _DEPTH = 8
+_MOST = 1_000  # entered members of one container
+# Methods that no code names where they run: `config["kl"]`, `weight * loss`.
+_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in (
+        "call", "getattr", "getattribute", "getitem", "iter", "next", "len", "contains", "bool", "float", "int",
+        "index", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "enter", "exit",
+        "missing", "get", "eq", "lt", "gt", "le", "ge",
+    )
+)  # fmt: skip
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -78,7 +89,7 @@ def fingerprint(
         if kind in PLAIN_TYPES or isinstance(value, PLAIN):
             tokens.append(value)
             continue
-        if isinstance(value, _BY_IDENTITY) or hasattr(kind, "__array_interface__"):  # no call: at every step
+        if isinstance(value, _BY_IDENTITY) or hasattr(kind, "__array_interface__") or isinstance(value, type):
             tokens.append(ById(value))
             if isinstance(value, functools.partial) and depth:
                 stack += [(value.keywords, depth - 1), (value.args, depth - 1)]
@@ -101,10 +112,11 @@ def fingerprint(
         elif isinstance(value, set | frozenset):
             tokens.append(frozenset([one if isinstance(one, PLAIN) else _key_token(one) for one in value]))
         elif _is_settings(value):
-            attributes = vars(value)
+            attributes = attributes_of(value)
             # A scheduler's own methods read its attributes, and torch's code is not looked at.
             every = names is None or isinstance(value, LRScheduler)
-            counted = [key for key in attributes if every or key in names]  # type: ignore[operator]
+            # Of a `UserDict` code reads items, which are in an attribute that it does not name.
+            counted = [key for key in attributes if every or key in names or key == "data"]  # type: ignore[operator]
             tokens += counted
             members = [attributes[key] for key in counted]
         tokens.append(len(members))
@@ -123,7 +135,23 @@ def _is_settings(value: Any) -> bool:
         return True
     if isinstance(value, _NO_SETTINGS) or type(value).__module__.startswith(("torch", "dp_partition.")):
         return False
-    return hasattr(value, "__dict__")
+    return hasattr(value, "__dict__") or bool(_slots_of(cast(Any, type(value))))
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of an object's slots; none for classes of libraries, whose C types declare others."""
+    if not isinstance(kind, type) or _is_of_library(kind.__module__):
+        return ()
+    slots = [vars(one).get("__slots__", ()) for one in kind.__mro__]
+    return tuple(name for row in slots for name in ([row] if isinstance(row, str) else row) if name[:2] != "__")
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, those in slots included."""
+    own: dict[str, Any] = getattr(value, "__dict__", {})
+    slots = _slots_of(cast(Any, type(value)))
+    return own | {name: getattr(value, name) for name in slots if hasattr(value, name)} if slots else own
 
 
 def _counts(value: Any) -> bool:
@@ -133,76 +161,122 @@ def _counts(value: Any) -> bool:
 
 
 class FunctionReads:
-    """Places outside a function, read by it and by the functions it names.
+    """Places outside a function, read by it and by all that its code names: functions, modules, classes and objects.
+
+    An object that is reached counts by the attributes that the code names; its class's methods of these names are read
+    as well, and the methods behind an operator, as ``__getitem__``. Names and objects are followed until none is new.
 
     Args:
-        function: A function, method, partial or callable object.
+        function: A function, method, partial or callable object; None to read ``objects`` alone.
         owner: The class of a plain function that is its method.
+        objects: Further objects within reach, such as attributes of a model.
+        names: Names that code elsewhere uses on them.
     """
 
-    def __init__(self, function: Callable[..., Any], owner: type | None = None) -> None:
-        self.names: set[str] = set()  # every name that their code uses, of globals and of attributes
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        owner: type | None = None,
+        objects: Iterable[Any] = (),
+        names: Iterable[str] = (),
+    ) -> None:
+        self.names: set[str] = set(names)  # every name that their code uses, of globals and of attributes
         self.past: set[str] = set()  # names of the closures' cells and globals among them that hold no function
+        self._functions: list[types.FunctionType] = []  # their defaults and attributes may be replaced
         self._cells: list[types.CellType] = []
-        self._places: list[tuple[Any, str]] = []  # a dict, or the read-only view of a class's
-        self._held: list[Any] = []  # defaults and bound objects: they cannot be replaced
-        todo: list[tuple[Any, Any]] = [(function, owner)]  # with the class of a method
+        self._places: dict[tuple[int, str], tuple[Any, str]] = {}  # a dict, or the read-only view of a class's
+        self._held: list[Any] = []  # bound objects: they cannot be replaced
+        self._owners: dict[int, Any] = {}  # modules, classes and objects, whose members of a name are reached
+        todo: list[tuple[Any, Any]] = [(function, owner), *((one, None) for one in objects)]
         seen: set[int] = set()
-        modules: list[types.ModuleType] = []
         while todo:
-            one, owner = todo.pop()
-            one = getattr(one, "__func__", one) if isinstance(one, staticmethod | classmethod) else one
-            if id(one) in seen:
-                continue
-            seen.add(id(one))
-            if isinstance(one, functools.partial):
-                self._held += [one.args, one.keywords]
-                todo.append((one.func, None))
-            elif isinstance(one, types.MethodType):
-                self._held.append(one.__self__)
-                todo.append((one.__func__, type(one.__self__)))
-            elif isinstance(one, types.ModuleType):
-                modules.append(one)
-            elif isinstance(one, types.FunctionType):
-                todo += self._enter(one, owner)
-            elif callable(one) and _is_settings(one) and not isinstance(one, nn.Module):
-                self._held.append(one)
-                todo.append((type(one).__call__, type(one)))
-        for module in modules:
-            if not module.__name__.startswith(("torch", "numpy")):  # settings of a config module
-                table = vars(module)
-                self._places += [
-                    (table, key) for key in sorted(self.names) if isinstance(table.get(key), (*PLAIN, *_CONTAINERS))
-                ]
+            while todo:
+                value, owner = todo.pop()
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    todo += self._enter(value, owner)
+            todo = [(x, o) for one in self._owners.values() for x, o in self._members(one) if id(x) not in seen]
 
-    def _enter(self, function: types.FunctionType, owner: Any) -> list[tuple[Any, Any]]:
-        """Note a function's reads. Return functions and modules it names, and methods of its own class."""
-        is_torch = (function.__module__ or "").split(".")[0] == "torch"
-        if is_torch and function is not getattr(owner, "forward", None):
-            return []
+    def _enter(self, value: Any, owner: Any) -> list[tuple[Any, Any]]:
+        """Note the reads of a value. Return what it leads to, methods with their classes."""
+        if isinstance(value, staticmethod | classmethod):
+            return [(value.__func__, owner)]
+        if isinstance(value, functools.partial):
+            self._held += [value.args, value.keywords]
+            return [(one, None) for one in (value.func, *value.args, *value.keywords.values())]
+        if isinstance(value, types.MethodType):
+            self._held.append(value.__self__)
+            return [(value.__func__, type(value.__self__)), (value.__self__, None)]
+        if isinstance(value, types.FunctionType):
+            return self._enter_function(value, owner)
+        if isinstance(value, list | tuple | set | frozenset):
+            return [(one, None) for one in itertools.islice(value, _MOST)]
+        if isinstance(value, dict):
+            return [(one, None) for one in itertools.islice(value.values(), _MOST)]
+        if isinstance(value, types.ModuleType | type):
+            if not _is_of_library(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
+                self._owners[id(value)] = value
+        elif _is_settings(value) and not isinstance(value, nn.Module | LRScheduler):
+            self._owners[id(value)] = value
+        return []
+
+    def _enter_function(self, function: types.FunctionType, owner: Any) -> list[tuple[Any, Any]]:
+        wrapped = getattr(function, "__wrapped__", None)
+        if _is_of_library(function.__module__) and function is not getattr(owner, "forward", None):
+            return [(wrapped, None)]
         cells = function.__closure__ or ()
         self._cells += cells
-        self._held += [function.__defaults__, function.__kwdefaults__, vars(function)]
+        self._functions.append(function)
         names = names_used(function)
         self.names |= names
         table = function.__globals__
-        self._places += [(table, name) for name in sorted(names) if name in table and _counts(table[name])]
-        others = (getattr(function, "__wrapped__", None), *map(contents, cells))
+        self._note(table, (name for name in names if name in table))
+        others = (wrapped, *map(contents, cells), *(function.__defaults__ or ()))
         named = [(one, None) for one in (*others, *(table[name] for name in names if name in table))]
         values = dict(zip(function.__code__.co_freevars, map(contents, cells), strict=True))
         values |= {name: table[name] for name in names if name in table}
         code = (*_FUNCTIONS, type, types.ModuleType)
         self.past |= {name for name, value in values.items() if not isinstance(value, code)}
-        for kind in getattr(owner, "__mro__", ())[:-1]:
-            own = vars(kind)
-            self._places += [(own, name) for name in sorted(names) if type(own.get(name)) in PLAIN_TYPES - {type(None)}]
-            named += [(getattr(own[name], "fget", own[name]), owner) for name in names if name in own]
-        return named
+        return [*named, (owner, None)]
+
+    def _members(self, owner: Any) -> list[tuple[Any, Any]]:
+        """Note and return what the code names of a module, a class or an object, and methods behind operators."""
+        if isinstance(owner, types.ModuleType):
+            table = vars(owner)
+            names = [name for name in self.names if name in table]
+            self._note(table, names)
+            return [(table[name], None) for name in names]
+        if not isinstance(owner, type):
+            own = attributes_of(owner)
+            return [(type(owner), None), *((own[name], None) for name in self.names if name in own)]
+        members: list[tuple[Any, Any]] = []
+        for kind in owner.__mro__[:-1]:
+            if _is_of_library(kind.__module__):
+                continue
+            table = vars(kind)  # type: ignore[assignment]  # a read-only view of a dict
+            names = [n for n, one in table.items() if n in self.names or (n in _OPERATORS and callable(one))]
+            self._note(table, names)
+            members += [(getattr(table[name], "fget", table[name]), owner) for name in names]
+        return members
+
+    def _note(self, table: Any, names: Iterable[str]) -> None:
+        for name in names:
+            if _counts(table[name]) or isinstance(table[name], type):
+                self._places.setdefault((id(table), name), (table, name))
 
     def read(self, placed: Collection[int] = ()) -> tuple[Any, ...]:
         """Return a fingerprint of the values as they are now; ``placed`` as for `fingerprint`."""
-        values = [*self._held, *[table.get(key) for table, key in self._places], *map(contents, self._cells)]
+        values = [*self._held, *[table.get(key) for table, key in self._places.values()], *map(contents, self._cells)]
+        for function in self._functions:
+            values += (function.__defaults__, function.__kwdefaults__, vars(function))
         return fingerprint(values, self.names, placed)
+
+
+_LIBRARIES = frozenset(["torch", "numpy", "dp_partition", *sys.stdlib_module_names]) - {"__main__"}
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
@@ -220,10 +294,17 @@ class ModuleReads:
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self.roots = list(roots)
+        self.names: frozenset[str] = frozenset()  # that the step's own code uses: it may read attributes of a model
         self.modules: list[nn.Module] = []  # the roots and all modules in them
         # modules, their hooks, and the names of their tensors and attributes at the last `look`
         self.structure: tuple[Any, ...] | None = None
         self.look()
+
+    def follow(self, names: Iterable[str]) -> None:
+        """Count attributes that the step's own code names, too."""
+        if not self.names.issuperset(names):
+            self.names |= frozenset(names)
+            self._find_places()
 
     def look(self) -> bool:
         """Read the structure again; return True if it has changed."""
@@ -244,20 +325,26 @@ class ModuleReads:
 
     def _find_places(self) -> None:
         kinds = set(map(type, self.modules))
-        self._names = frozenset[str]().union(*map(names_in_forward, kinds))
+        self._names = self.names.union(*map(names_in_forward, kinds))
         self._places = [
             (vars(module), key)
             for module in self.modules
             for key, value in vars(module).items()
             if key not in _OF_TORCH and not isinstance(value, nn.Module) and _counts(value)
-            if type(value) in PLAIN_TYPES or key == "forward" or key in names_in_forward(type(module))
+            if type(value) in PLAIN_TYPES
+            or key == "forward"
+            or key in self.names
+            or key in names_in_forward(type(module))
         ]
+        objects = {id(one): one for table, key in self._places if _is_settings(one := table[key])}
+        self._objects = FunctionReads(None, objects=objects.values(), names=self._names)
+        self._names |= self._objects.names
         own = dict.fromkeys(k for module in self.modules for k in type(module).__mro__ if issubclass(k, nn.Module))
         self._places += [  # class attributes read by forward
             (vars(kind), key)  # type: ignore[misc]  # a read-only view of a dict
             for kind in own
             if kind.__module__.split(".")[0] != "torch"
-            for key in names_in_forward(kind)
+            for key in names_in_forward(kind) | self.names
             if type(vars(kind).get(key)) in PLAIN_TYPES
         ]
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -268,7 +355,7 @@ class ModuleReads:
         """Return the structure of the last `look`, and a fingerprint of the present attributes."""
         values = [table.get(key) for table, key in self._places]
         hooks = tuple([hook.read() for hook in self._hooks]) if self._hooks else ()
-        return self.structure, fingerprint(values, self._names), hooks
+        return self.structure, fingerprint(values, self._names), self._objects.read(), hooks
 
 
 def marked_dims(tensor: torch.Tensor, marked: tuple[int, ...]) -> list[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,10 +27,14 @@ from torch.optim import Optimizer
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fingerprint import ById, fingerprint
+from dp_partition.capture.reach import Reach
 
 _PLAIN_TYPES = (
     torch.Tensor, nn.Module, Optimizer, torch.Generator, type, bool, int, float, complex, str, bytes, type(None)
 )  # fmt: skip
+
+
+_CODE = (types.FunctionType, types.MethodType, types.ModuleType, functools.partial, Iterator)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,24 +103,59 @@ def _open(name: str, leaf: Any) -> Any:
     if isinstance(leaf, Iterator):
         reason = f"{type(leaf).__name__}: tracing would take one value from it, and every call would reuse that value"
         raise _refused(name, reason, "call next() outside, and pass what it gives")
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        keys = tuple(field.name for field in dataclasses.fields(leaf))
-        values = [getattr(leaf, key) for key in keys]
-    elif isinstance(leaf, Mapping) and hasattr(type(leaf), "__setitem__"):
-        keys, values = tuple(leaf), list(leaf.values())
-    else:
-        slots = [getattr(leaf, name, None) for kind in type(leaf).__mro__ for name in vars(kind).get("__slots__", ())]
-        tokens = () if callable(leaf) else fingerprint([leaf, *slots])
+    values = _fields(leaf)
+    if values is None:
+        tokens = () if callable(leaf) else fingerprint([leaf, *_slots(leaf).values()])
         if any(isinstance(one, ById) and isinstance(one.held, torch.Tensor) for one in tokens):
             hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
             reason = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
             raise _refused(name, reason, hint)
         return leaf
+    return _opened(leaf, values, lambda value: _open_leaves(name, *pytree.tree_flatten(value)))
+
+
+def _fields(leaf: Any) -> dict[Any, Any] | None:
+    """Return the values of a dataclass or a mapping; None for another object."""
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return dict(leaf) if isinstance(leaf, Mapping) and hasattr(type(leaf), "__setitem__") else None
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _opened(leaf: Any, values: dict[Any, Any], inside: Callable[[Any], Any]) -> Opened:
     empty = copy.copy(leaf)
-    for key in keys:
+    for key in values:
         _put(empty, key, None)
-    shell = _Shell(type(leaf), keys, fingerprint([empty]), empty)
-    return Opened(shell, [_open_leaves(name, *pytree.tree_flatten(value)) for value in values])
+    shell = _Shell(type(leaf), tuple(values), fingerprint([empty]), empty)
+    return Opened(shell, [inside(value) for value in values.values()])
+
+
+def open_result(result: Any, depth: int = 8) -> Any:
+    """Return a step's result with the tensors in it open to pytree, whatever objects hold them.
+
+    Dataclasses and mappings are opened as among the arguments, and so are other objects, such as a namespace or a
+    distribution, by their attributes and slots. `close_arguments` gives the step's own form back.
+    """
+    leaves, spec = pytree.tree_flatten(result)
+    if depth < 0 or all(isinstance(leaf, _PLAIN_TYPES) for leaf in leaves):
+        return result
+
+    def opened(leaf: Any) -> Any:
+        if isinstance(leaf, (*_PLAIN_TYPES, *_CODE)):
+            return leaf
+        values = _fields(leaf)
+        if values is None:
+            values = _slots(leaf) | getattr(leaf, "__dict__", {})
+            reached = Reach(list(values.values()))
+            if not reached.tensors or reached.modules:  # an optimizer, say, or the model itself
+                return leaf
+        return _opened(leaf, values, lambda value: open_result(value, depth - 1))
+
+    return pytree.tree_unflatten(list(map(opened, leaves)), spec)
 
 
 def _refused(name: str, found: str, hint: str) -> PlanError:

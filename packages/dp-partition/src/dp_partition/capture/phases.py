@@ -6,6 +6,7 @@ cannot restore a state: it would draw another mask than forward's. A recomputati
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ def gradients_tagging(params: dict[str, torch.Tensor]) -> Iterator[None]:
 def hook_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
     """Register a hook, on a frozen parameter too; return its handle."""
     if not (param.is_floating_point() or param.is_complex()):
-        return RemovableHandle({})
+        return RemovableHandle(OrderedDict())
     trained = param.requires_grad
     handle: Any = param.requires_grad_(True).register_hook(hook)
     param.requires_grad_(trained)
@@ -141,7 +142,7 @@ class _DifferentiableTag(torch.autograd.Function):
 
 
 class RandomReplay(TorchDispatchMode):
-    """Refuses draws of torch's default generators in backward, and restored states elsewhere."""
+    """Refuses draws of torch's default generators in backward, restored states elsewhere, and c10d's collectives."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,10 +166,14 @@ class RandomReplay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d":  # in place, and waited for by a handle that no graph holds
+            reason = f"torch.distributed runs {func.name()} in it, for which a graph would not wait"
+            hint = "reduce in front of or behind the step, with a functional collective"
+            raise PlanError(Problem("not-traceable", self.name, found=reason, hint=hint))
         if is_in_backward() and is_random(func, args, kwargs) and kwargs.get("generator") is None:
             raise self._refused(f"recomputes {func}, which draws")
         return func(*args, **kwargs)
 
     def _refused(self, found: str) -> PlanError:
-        hint = "draw outside of the checkpointed block, or run the step eagerly"
+        hint = "draw outside of the checkpointed block"
         return PlanError(Problem("random-replay", self.name, found=found, hint=hint))

@@ -19,7 +19,10 @@ from dp_partition._torch_compat import pytree
 from dp_partition.capture.fingerprint import ModuleReads
 from dp_partition.capture.reach import Reach
 
-_UNWRAPPED_HINT = "pass the plain model, as it is before DDP, FSDP or tensor parallelism are applied to it"
+_UNWRAPPED_HINT = (
+    "pass the plain model, as it is before DDP, FSDP or tensor parallelism are applied to it; for one that a step of "
+    "this package has placed: compile(share=that_step), or distribute([that, this])"
+)
 
 
 @dataclass
@@ -103,8 +106,15 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         hint = "pass the module that holds it as an argument of the train step"
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
-                if id(param) not in in_models:
-                    name = f"optimizer {number} group {group_index} parameter {index}"
+                if id(param) in in_models:
+                    continue
+                name = f"optimizer {number} group {group_index} parameter {index}"
+                if param.grad is None:
+                    # Of a layer that the caller has replaced: no gradient reaches it. A step that uses it is refused
+                    # by the trace, which sees the tensor itself in the place of a fake.
+                    step_state.params[name] = param
+                    in_models.add(id(param))
+                else:
                     reason = f"tensor of shape {tuple(param.shape)} that no module argument holds"
                     problems.append(Problem("parameter-not-in-module", name, found=reason, hint=hint))
     if problems:
@@ -139,6 +149,14 @@ def index_tensors(step_state: StepState) -> None:
             step_state.params[fqn] = tensor
         else:
             step_state.buffers[fqn] = tensor
+
+
+def rename(step_state: StepState, names: Mapping[int, str]) -> None:
+    """Give parameters, by ``id``, the names that another step has placed them under."""
+    new = {name: names[id(param)] for name, param in step_state.params.items()}
+    step_state.params = {new[name]: param for name, param in step_state.params.items()}
+    step_state.aliases = {alias: new.get(name, name) for alias, name in step_state.aliases.items()}
+    step_state.aliases |= {name: other for name, other in new.items() if name != other}
 
 
 def choose_foreach(optimizer: Optimizer) -> None:

@@ -293,6 +293,12 @@ def user_line(error: BaseException) -> str:
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
 
 
+def defined_at(function: Callable[..., Any]) -> str:
+    """Return the place of a function's first line, as text; empty for one without Python code."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return f" (at {code.co_filename}:{code.co_firstlineno}, def {code.co_name})" if code is not None else ""
+
+
 def _check_graph(name: str, module: fx.GraphModule, optimizer: frozenset[str]) -> None:
     """Refuse gradients beyond buckets, parameters as constants, which no graph trains, and numbers kept by the step."""
     problems = []

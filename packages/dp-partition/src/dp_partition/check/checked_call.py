@@ -14,13 +14,12 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -46,14 +45,10 @@ from dp_partition.check.reference import (
     perturbation,
     run_reference,
 )
-from dp_partition.eager.step import EagerStep
 from dp_partition.nodes import meta_of
 from dp_partition.plan.placements import all_groups
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.state import Binding, Snapshot, full_tensor, live_tensors, local_tensor
-
-if TYPE_CHECKING:
-    from dp_partition.runner import Runner
 
 # Accepted ratio of the graph's error to the spread of right results.
 FACTOR = 10.0
@@ -65,9 +60,16 @@ class CheckMismatch(PlanError):
 
 
 class CheckedCall:
-    """State of one checked call."""
+    """State of one checked call.
 
-    def __init__(self, runner: Runner, binding: Binding, program: Program, call: CallArguments) -> None:
+    Args:
+        runner: What stands behind the step: a `Runner`, which is above this module.
+        binding: The placed model and optimizers.
+        program: The graph of the call.
+        call: The call's arguments.
+    """
+
+    def __init__(self, runner: Any, binding: Binding, program: Program, call: CallArguments) -> None:
         self.runner, self.binding, self.program, self.call = runner, binding, program, call
         self.arguments = (call.args, call.kwargs)
         self.gradients: dict[str, torch.Tensor] = {}  # of the graph, before clipping
@@ -144,8 +146,8 @@ class CheckedCall:
             failure = f"the step raised {type(ended.error).__name__}: {ended.error}"
         failed = [(rank, text) for rank, text in enumerate(self.gather(failure)) if text is not None]
         if failed:
-            if ended.is_own and ended.error is not None and not self.runner.switches:
-                raise ended.error  # where nothing is tried once more, the rank's own error is its own
+            if ended.is_own and ended.error is not None:
+                raise ended.error
             self.roll_back()
             name, hint = self.runner.name, f"in call {self.runner.schedule.calls}; everything is as before it"
             problems = [Problem("check-error", name, found=f"rank {r}: {t}"[:600], hint=hint) for r, t in failed]
@@ -255,8 +257,9 @@ class CheckedCall:
         settings = self.runner.settings
         nodes = self.program.module.graph.nodes
         wanted = {name: lies for node in nodes for _, name, lies in meta_of(node).get("reads", ())}
-        averages = bool(self.program.capture.gradients)
-        return run_reference(copied, self.binding, settings, averages, wanted)
+        capture = self.program.capture
+        means = capture.returned.mean_leaves()
+        return run_reference(copied, self.binding, settings, bool(capture.gradients), wanted, means=means)
 
     def graph_run(self, gradients: dict[str, torch.Tensor] | None = None) -> Any:
         """Run the graph; a failure is the step's own, and the schedule goes on."""
@@ -315,12 +318,11 @@ class CheckedCall:
         local = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
         # Bytes of a copy, its gradients, and a snapshot of the live shards.
         mine = (torch.initial_seed(), free_bytes(self.binding.mesh.device_type), 2 * full + local)
-        rows = self.gather((*mine, secrets.token_hex(8)))
+        rows = self.gather(mine)
         if self.is_shared:  # otherwise the seed is this rank's alone
             text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.runner.name}"
             self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
-            self.runner.schedule.token = self.runner.schedule.token or rows[0][3]
-        short = [rank for rank, (_, free, needed, _) in enumerate(rows) if needed > free]
+        short = [rank for rank, (_, free, needed) in enumerate(rows) if needed > free]
         return f"a full copy does not fit into free memory on rank {short[0]}" if short else ""
 
     def unchecked(self, reason: str) -> Any:
@@ -398,50 +400,40 @@ EFFECTS = frozenset([
 ])  # fmt: skip
 
 
-class CheckedEagerCall(CheckedCall):
-    """One of an eager step's first calls, compared with the step on a full copy, in shards without them.
+UNCHECKED_HINT = "report it with the step; check='never' trains on without this check"
 
-    Runs are those of copies of this copy: the spread of right results needs several.
+
+class CheckedEagerCall(CheckedCall):
+    """One of the first calls of `distribute`'s step, compared with the step on a full copy without shards.
+
+    The copy is run several times, as copies of the copy: right runs may differ by rounding, and their spread is the
+    tolerance.
     """
 
-    def __init__(self, runner: Runner, eager: EagerStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.runner, self.eager, self.live_arguments = runner, eager, (args, kwargs)
-        self.roots = (runner.original, args, kwargs, eager.roots)
+    def __init__(self, runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runner, self.eager = runner, runner.eager
+        self.live_arguments = self.arguments = (args, kwargs)
+        self.roots = (runner.function, args, kwargs)
         self.communicates = runner.mesh.size() > 1
         # A watched call runs uncompiled; torch's compiler sets `capturable` of an optimizer on CUDA.
-        self.is_watched = eager.is_sharded and not eager.is_placed
+        self.is_watched = runner.eager.is_sharded and not runner.eager.is_placed
 
     def run(self) -> Any:
         if self.eager.reducer is None:
-            self.eager.start(*self.live_arguments)  # rank 0's values everywhere, before they are copied
+            self.eager.start(
+                *self.live_arguments, self.runner.number
+            )  # rank 0's values everywhere, before they are copied
         self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
+        reason = self.refused(lambda: self.not_copyable(state_of(self.reach)))
         ended = Ended()
-        reason, failure = capture_errors(lambda: self.not_copyable(state_of(self.reach)))  # all ranks hear of it
-        reason = (reason or "") if failure is None else str(failure) or repr(failure)
-        if not any(self.gather(reason)):
-            state = state_of(self.reach)
-            placed: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
-            # Left by earlier calls; shards are gathered on all ranks, before a copy can fail on one.
-            self.left = [None if p.grad is None else full_tensor(p.grad).clone() for p in state.params.values()]
-            source = self.runner.original, self.live_arguments, placed
-            shadow, failure = capture_errors(lambda: self.copy(source=source))
-            reason = "" if failure is None else str(failure) or repr(failure)  # of any object's own copying
-        if not any(self.gather(reason)) and shadow is not None:
-            self.shadow, state = shadow, shadow.step_state
-            self.binding: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
-            self.arguments = (shadow.args, shadow.kwargs)
+        if not reason:
             python, self.random = PythonState(*self.roots), self.random_state()
-            copied, failure = capture_errors(self.copy)  # memory may be short on one rank
-            reason = "" if failure is None else str(failure) or repr(failure)
-            if not any(self.gather(reason)) and copied is not None:
-                ended = self.reference(copied)
-                python.restore()
-                self.random.restore()
-                reason = ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else "")
-        result = self.eager(*self.live_arguments)
-        reasons = [text for text in self.gather(reason) if text]
-        if reasons or ended.outcome is None:
-            self.eager.unchecked = next(iter(reasons), "")
+            reason, ended = self.compared_run()
+            python.restore()
+            self.random.restore()
+        result = self.eager(*self.live_arguments, self.runner.number)
+        if reason or ended.outcome is None:
+            self.runner.leave_unchecked(reason)
             return result
         outcome = live_outcome(state_of(self.reach), self.live_arguments, result, full_tensor)
         mismatches = differences(outcome, ended.outcome)
@@ -450,8 +442,61 @@ class CheckedEagerCall(CheckedCall):
             mismatches = self.judged(mismatches, ended.outcome)
             python.restore()
             self.raise_mismatch(mismatches)
-        self.eager.checked.append(sum(tensor.numel() for tensor in ended.outcome.tensors.values()))
+        self.runner.checked.append(sum(tensor.numel() for tensor in ended.outcome.tensors.values()))
         return result
+
+    def compared_run(self) -> tuple[str, Ended]:
+        """Run a copy of the step; return a reason against a comparison, the same on all ranks, and the run's end."""
+        state = state_of(self.reach)
+        placed: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
+        # Left by earlier calls; shards are gathered on all ranks, before a copy can fail on one.
+        self.left = [None if p.grad is None else full_tensor(p.grad).clone() for p in state.params.values()]
+
+        def shadowed() -> str:
+            self.shadow = self.copy(source=(self.runner.function, self.live_arguments, placed))
+            return ""
+
+        if reason := self.refused(shadowed):
+            return reason, Ended()
+        state = self.shadow.step_state
+        self.binding: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
+        self.arguments = (self.shadow.args, self.shadow.kwargs)
+        copies: list[StepCopy] = []
+
+        def copied() -> str:
+            copies.append(self.copy())  # memory may be short on one rank
+            return ""
+
+        if reason := self.refused(copied):
+            return reason, Ended()
+        ended = self.reference(copies.pop())
+        reasons = self.gather(ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else ""))
+        return next(filter(None, reasons), ""), ended
+
+    def refused(self, attempt: Callable[[], str]) -> str:
+        """Return the first reason of any rank against a comparison; empty if there is none on all of them.
+
+        Raises:
+            CheckMismatch: On every rank, with the error of an attempt that fails otherwise than for an object without
+                a copy or for lack of memory (code ``check-error``): that is no reason to go on unchecked.
+        """
+        reason, error = capture_errors(attempt)
+        failed = ""
+        if isinstance(error, CannotCopyError):
+            reason = str(error)
+        elif error is not None and is_out_of_memory(error):
+            reason = f"out of memory: {error}"
+        elif error is not None:
+            failed = f"{type(error).__name__}: {error}"[:400]
+        rows = self.gather((reason or "", failed))
+        problems = [
+            Problem("check-error", self.runner.name, found=f"rank {rank}: {text}", hint=UNCHECKED_HINT)
+            for rank, (_, text) in enumerate(rows)
+            if text
+        ]
+        if problems:
+            raise CheckMismatch(problems, "the step cannot be compared with its run on a full copy") from error
+        return next((text for text, _ in rows if text), "")
 
     def not_copyable(self, state: StepState) -> str:
         """Return the reason against a copy of the step; empty without one."""
@@ -469,10 +514,9 @@ class CheckedEagerCall(CheckedCall):
         """Copy the shadow, or another source, with its own state and the gradients that earlier calls left."""
         function, arguments, binding = source or (self.shadow.function, self.arguments, self.binding)
         copied = copy_step(function, arguments, binding, transform)
-        state = state_of(Reach(copied.function, copied.args, copied.kwargs))
-        for param, gradient in zip(state.params.values(), self.left, strict=True):
+        for param, gradient in zip(copied.step_state.params.values(), self.left, strict=True):
             param.grad = None if gradient is None else gradient.clone()
-        return replace(copied, step_state=state)
+        return copied
 
     def reference(self, copied: StepCopy) -> Ended:
         with torch.compiler.set_stance("force_eager") if self.is_watched else nullcontext():

@@ -6,6 +6,7 @@ Local semantics: on this rank's batch, gradients averaged over the ranks. Global
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dp_partition._shared.copying import Copier, Transform
 from dp_partition._shared.execution_check import as_double, relative_error
+from dp_partition._shared.function_names import names_used
 from dp_partition._torch_compat import FakeTensor, pytree, without_fsdp
 from dp_partition.capture.fingerprint import ById, FunctionReads
-from dp_partition.capture.inputs import states_by_id
+from dp_partition.capture.inputs import close_arguments, open_result, states_by_id
+from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, index_tensors
 from dp_partition.check.gradients import (
     FAILED,
@@ -102,13 +105,39 @@ def copy_step(
         replaced[id(param)] = plain
     args, kwargs = arguments
     step_state = binding.step_state
-    owned = {id(one) for one in (*(module for _, module in step_state.modules), *step_state.optimizers)}
+    owned = leading_to([*(module for _, module in step_state.modules), *step_state.optimizers, *params], function)
     copier = Copier(replaced, transform, owned, without_fsdp)  # parameters are full in the copy
-    parts = (function, args, kwargs, step_state.modules, step_state.optimizers)
-    new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
+    parts = (function, args, kwargs, step_state.modules, step_state.optimizers, params)
+    new_function, new_args, new_kwargs, modules, optimizers, copies = copier.copy(parts)
     copied_state = StepState(modules, optimizers)
-    index_tensors(copied_state)  # the names of the live step
+    index_tensors(copied_state)
+    # The live step's names: those of another step with which it shares, of trained tensors in no module as well.
+    copied_state.params = dict(zip(binding.params, copies, strict=True))
+    copied_state.aliases = dict(step_state.aliases)
     return StepCopy(new_function, new_args, new_kwargs, copied_state)
+
+
+def leading_to(owned: list[Any], function: Callable[..., Any]) -> set[int]:
+    """Return the ids of some objects, and of the globals of a step's functions that lead to them.
+
+    A copy of a step that names a scheduler as a global would otherwise step the live one, whose optimizer is the live
+    one, too.
+    """
+    ids = set(map(id, owned))
+    tables = [
+        (value.__globals__, name)
+        for value in Reach(function).seen.values()
+        if isinstance(value, types.FunctionType)
+        for name in names_used(value)
+        if name in value.__globals__
+    ]
+    values = {id(table[name]): table[name] for table, name in tables}
+    for one, value in values.items():
+        if one not in ids:
+            reached = Reach(value)
+            if not ids.isdisjoint(reached.seen) or not ids.isdisjoint(map(id, reached.tensors)):
+                ids.add(one)
+    return ids
 
 
 def run_reference(
@@ -119,6 +148,7 @@ def run_reference(
     wanted: dict[str, Placement] | None = None,
     *,
     is_eager: bool = False,
+    means: frozenset[int] = frozenset(),
 ) -> Ended:
     """Run a copy to its end, on all ranks alike. Random numbers come from the generators' present state.
 
@@ -129,6 +159,8 @@ def run_reference(
         averages: The graph averages gradients: some ranks alone may call a step that evaluates.
         wanted: Placement of each gradient for the outcome.
         is_eager: As an eager step: what `torch.autograd.grad` returns is this rank's, and Python values may change.
+        means: Leaves of the result that are means over micro-batches; others, such as a norm of the mean gradient, are
+            those of the last one.
     """
     local = settings.semantics == "local"
     average = GradientAverage(copied.step_state.params, binding.mesh, settings.comm, local and averages)
@@ -140,7 +172,7 @@ def run_reference(
     python_before = _plain(constants.read(placed))
     try:
         if local and settings.accumulate > 1:
-            result = _run_micro_batches(copied, average, settings)
+            result = _run_micro_batches(copied, average, settings, means)
         elif local:
             with average.installed():
                 result = copied.function(*copied.args, **copied.kwargs)
@@ -167,7 +199,7 @@ def run_reference(
     if not is_eager and _plain(constants.read(placed)) != python_before:
         # The graph runs none of the step's Python, so the next call would find the values of this one.
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = pytree.tree_flatten(open_result(result))
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def rows(value: torch.Tensor) -> torch.Tensor:
@@ -197,7 +229,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Settings) -> Any:
+def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Settings, means: frozenset[int]) -> Any:
     """Run the step on each micro-batch. Only the last one's update counts, with the mean of all gradients."""
     count, dim = settings.accumulate, settings.batch_dim
     average.micro_batches = count
@@ -222,7 +254,7 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
         ]
         args, kwargs = pytree.tree_map(partial(rows, index=index), (copied.args, copied.kwargs))
         with average.installed():
-            results.append(copied.function(*args, **kwargs))
+            results.append(pytree.tree_flatten(open_result(copied.function(*args, **kwargs))))
         if average.is_last:
             break  # its update is the step's
         with torch.no_grad():
@@ -233,12 +265,10 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
             optimizer.state.clear()
             optimizer.state.update(before)  # in place: the step may hold the dict
 
-    def mean_of_scalars(*values: Any) -> Any:
-        if isinstance(values[0], torch.Tensor) and values[0].is_floating_point() and values[0].ndim == 0:
-            return torch.stack([value.detach() for value in values]).mean()
-        return sum(values) / len(values) if isinstance(values[0], float) else values[-1]
-
-    return pytree.tree_map(mean_of_scalars, *results)
+    leaves, spec = results[-1]
+    for place in means:
+        leaves[place] = torch.stack([values[place].detach() for values, _ in results]).mean()
+    return close_arguments(pytree.tree_unflatten(leaves, spec))
 
 
 def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, settings: Settings) -> Any:
@@ -295,7 +325,7 @@ def live_outcome(
     """Return the outcome of a call, tensors as given by ``value``: this rank's, or full ones."""
     live = {name: tensor for name, _, _, tensor in live_tensors(step_state, arguments) if _is_dense(tensor)}
     tensors = {name: value(tensor).detach() for name, tensor in live.items()}
-    outcome = Outcome(*pytree.tree_flatten(result), tensors, {}, numbers_of(step_state))
+    outcome = Outcome(*pytree.tree_flatten(open_result(result)), tensors, {}, numbers_of(step_state))
     outcome.add_gradients(argument_gradients(arguments, torch.Tensor.detach))
     return outcome
 

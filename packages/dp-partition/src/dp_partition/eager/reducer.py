@@ -22,7 +22,16 @@ from torch import nn
 
 from dp_partition._shared.consensus import device_types, named_collective
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import after_backward, flatten, foreach_copy_, hooks_after_accumulation, unflatten
+from dp_partition._torch_compat import (
+    after_backward,
+    flatten,
+    foreach_copy_,
+    foreach_div_,
+    hooks_after_accumulation,
+    unflatten,
+)
+from dp_partition.passes.bucketing import division
+from dp_partition.plan.plan import CommConfig
 
 _RUNNING, _FINISHED, _FAILED = range(3)
 _DENSE, _SPARSE = 1, 2  # kinds of gradients; 0: none
@@ -69,20 +78,21 @@ class GradientReducer:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int, name: str
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, comm: CommConfig, name: str
     ) -> None:
         real = {n: p for n, p in parameters.items() if p.is_leaf and (p.is_floating_point() or p.is_complex())}
         self.names, self.parameters = list(real), list(real.values())
-        self.group, self.world, self.bucket_bytes, self.name = group, dist.get_world_size(group), bucket_bytes, name
-        self.passes: list[_Pass] = []
+        self.group, self.world, self.comm, self.name = group, dist.get_world_size(group), comm, name
+        self.passes: list[_Pass] = []  # of the step that runs
+        self._passes_of: dict[int, list[_Pass]] = {}  # of each step over these parameters
         self.index = self.calls = 0
         self.has_raised = self._meets = self._runs = self._are_in = False
         self._entry: _Message | None = None
         self._end: Callable[[], Any] = partial(self._finish)  # of the present pass
-        self._has_cpu = "cpu" in device_types(dist.get_backend_config(group))
-        self._message_device = torch.device("cpu") if self._has_cpu or not real else self.parameters[0].device
+        has_cpu = "cpu" in device_types(dist.get_backend_config(group))
+        self._message_device = torch.device("cpu") if has_cpu or not real else self.parameters[0].device
         # On a GPU flags beside the gradients would make the host wait for it in each pass.
-        self._flags_apart = self._has_cpu and any(p.device.type != "cpu" for p in self.parameters)
+        self._flags_apart = has_cpu and any(p.device.type != "cpu" for p in self.parameters)
         self._handles = []
         for index, parameter in enumerate(self.parameters):
             # A frozen parameter accepts no hook, but may be trained from some call on.
@@ -96,9 +106,14 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
+    def sparse_names(self) -> set[str]:
+        """Return the parameters with sparse gradients in any step."""
+        return {self.names[i] for passes in self._passes_of.values() for one in passes for i in one.sparse}
+
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Run one call of the step in the block. A rank that raises makes its peers raise, in this call."""
+    def call(self, number: int = 0) -> Iterator[None]:
+        """Run one call of a step in the block. A rank that raises makes its peers raise, in this call."""
+        self.passes = self._passes_of.setdefault(number, [])
         self.index, self.calls, self.has_raised, self._entry = 0, self.calls + 1, False, None
         for one in self.passes:
             one.reset()
@@ -106,7 +121,7 @@ class GradientReducer:
             yield
             return
         # A message on the CPU costs little. One of NCCL would make the host wait for the device in each call.
-        self._meets = self.calls == 1 or self._has_cpu
+        self._meets = self.calls == 1 or self._message_device.type == "cpu"
         self._runs = True
         try:
             if any(hooks_after_accumulation(p) > 1 for p in self.parameters):  # in the block: peers raise as well
@@ -263,9 +278,17 @@ class GradientReducer:
             flags += [float(index in unsent) for index in range(len(self.parameters))]
             flags += [float(failed)]  # a failing rank still sends
         tail = gradients[0].new_tensor(flags) if flags else gradients[0].new_empty(0)  # which nobody waits for
-        flat = flatten([*gradients, tail]).div_(self.world)  # before the sum, as DDP does
+        flat = flatten([*gradients, tail])
+        if self.comm.reduce_dtype is not None:
+            flat = flat.to(self.comm.reduce_dtype)
+        flat.div_(self._divisors(parameters[0])[0])  # before the sum, as DDP does
         bucket.work = flat, tail, dist.all_reduce(flat, group=self.group, async_op=True)
         current.launched += 1
+
+    def _divisors(self, parameter: nn.Parameter) -> tuple[float, float]:
+        """Return the parts of the mean's divisor before and after the sum: both, to stay in the range of float16."""
+        is_half = self.comm.reduce_dtype is torch.float16 and parameter.dtype is not torch.float16
+        return division(self.world) if is_half else (self.world, 1.0)
 
     @torch.no_grad()
     def _unpack(self, bucket: _Bucket, flat: torch.Tensor, tail: torch.Tensor, reached: Set[int] | None) -> set[int]:
@@ -289,6 +312,8 @@ class GradientReducer:
                 averages.append(part)
         if targets:
             foreach_copy_([torch.view_as_real(x) for x in targets] if is_complex else targets, averages)
+            if (after := self._divisors(parameters[0])[1]) != 1:
+                foreach_div_(targets, after)
         return extra
 
     def _raise_if_failed(self, failed: bool) -> None:
@@ -321,7 +346,7 @@ class GradientReducer:
             parameter = self.parameters[index]
             kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
             at = open_at.get(kind)
-            limit = self.bucket_bytes if at else min(_FIRST_BUCKET, self.bucket_bytes)
+            limit = self.comm.bucket_bytes if at else min(_FIRST_BUCKET, self.comm.bucket_bytes)
             if at is None or sizes[at] + size > limit:
                 at = open_at[kind] = len(buckets)
                 buckets.append(_Bucket([]))

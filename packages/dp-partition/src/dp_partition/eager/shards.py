@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import has_gradient_hooks, is_backward_unfinished, is_in_backward, pytree
+from dp_partition._torch_compat import become, has_gradient_hooks, is_backward_unfinished, is_in_backward, pytree
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.runtime.state import place_loaded
@@ -129,7 +129,9 @@ def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
             return f"{type(optimizer).__name__} fails {kind} ({type(error).__name__}: {error!s:.80})"
     for want, got in zip(*updates, strict=True):
         difference = relative_error(got, want)
-        if difference > max(1e-4, 8 * torch.finfo(want.dtype).eps):
+        # One rounding at most: an elementwise update of shards is equal bit for bit. Muon's products of shards in
+        # bfloat16 round in another order, and its iteration makes 10 % and more of the movement of that.
+        if difference > max(1e-4, torch.finfo(want.dtype).eps):
             return f"{type(optimizer).__name__} updates shards differently from full tensors, by {difference:.1e}"
     return ""
 
@@ -189,14 +191,20 @@ def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]],
                 table[key] = value
 
 
-def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
-    """Shard the units; return the new parameter of each name. Gradients and optimizer state move along."""
+def shard(
+    reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh: DeviceMesh, dtype: torch.dtype | None
+) -> dict[str, nn.Parameter]:
+    """Shard the units; return the new parameter of each name. Gradients and optimizer state move along.
+
+    Gradients are reduced in ``dtype``; None: in their own.
+    """
     keep = {parameters[name] for name in units.full}
     place = placement_of(mesh)
     before = [(root, dict(root.named_parameters())) for root in reach.modules]
     for module in units.modules:
         # The root too: torch's default keeps its gathered values after a forward without backward, stale after a step.
-        unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep)
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep, mp_policy=policy)
         if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
             unit.set_force_sum_reduction_for_comms(True)
         _refuse_writes(unit)
@@ -343,10 +351,26 @@ class ClosedTraps:
             if is_written(name) and (name == "__setitem__" or args[0] in cls._views):
                 reason, hint = f"a view of shards is written ({name})", 'write full tensors, or use style="replicate"'
                 raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
-            result = func(*args, **kwargs)
+            result = reduced_first(func, args, kwargs)
             if name in cls._VIEWS:
                 cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
             return result
+
+
+def reduced_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on DTensors; where it writes to a partial norm, which torch refuses, reduce the norm first.
+
+    For example ``gradient.norm().clamp_(min=1e-3)``: on one device the norm is a number.
+    """
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        target = args[0]
+        is_partial = isinstance(target, DTensor) and any(one.is_partial() for one in target.placements)
+        if not is_partial or "in-place operations that require placement changes" not in str(error):
+            raise
+        become(target, target.redistribute(placements=[Replicate()] * target.device_mesh.ndim))
+        return func(*args, **kwargs)
 
 
 class Watch(TorchFunctionMode):

@@ -1,8 +1,10 @@
-"""A step that runs eagerly: its own Python, with gradients averaged or FSDP2's shards.
+"""Steps that run as they are written, with gradients averaged or in FSDP2's shards.
 
 Replicated, nothing is replaced: any optimizer, hook, branch or Python state works as on one device. Sharded, call 1
 runs on full parameters and is watched; then FSDP2 shards all it can, the rest stays full and is reported. A step may
 write a rank's own values into parameters, as under DDP: full ones are compared in calls 1, 2, 4, 8, ...
+
+Several steps over one model (those of a GAN) have one placement: each of them runs once on full parameters before it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ from dp_partition._torch_compat import (
     pytree,
     remove_fsdp,
     reset_fsdp,
+    storage_key,
     without_fsdp_in,
 )
+from dp_partition.capture.inputs import close_arguments, open_result
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import without_data, wrapped
+from dp_partition.capture.tracer import user_line
 from dp_partition.eager import shards
 from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
 from dp_partition.eager.shards import (
@@ -47,60 +52,96 @@ from dp_partition.eager.shards import (
     repoint,
     shard,
 )
+from dp_partition.plan.plan import CommConfig
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import broadcast_from_first, distinct
+from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct
+from dp_partition.runtime.state import ASSIGN_HINT, ASSIGNED
 
 
 @dataclass
 class EagerStep:
-    """One step between calls."""
+    """Steps between calls, with the parameters that they share."""
 
-    function: Callable[..., Any]  # the train step
+    functions: tuple[Callable[..., Any], ...]  # the train steps
     mesh: DeviceMesh  # the ranks
-    name: str  # the step, for messages
-    bucket_bytes: int  # largest size of a bucket of gradients
-    reason: str  # why the step runs eagerly
-    is_sharded: bool = False  # parameters are in FSDP2's shards after the first call
+    name: str  # the steps, for messages
+    comm: CommConfig  # sizes of buckets of gradients, and the dtype in which they are reduced
+    is_sharded: bool = False  # parameters are in FSDP2's shards once each step has run
     full: str = "keep"  # ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise
-    observes: bool = True  # the first call runs on full parameters, and is watched
-    roots: tuple[Any, ...] = ()  # models and optimizers of earlier calls: the first eager call may lack them
-    units: Units = Units((), {})  # noqa: RUF009  # frozen; none before the end of the first call
+    observes: bool = True  # the first call of each step runs on full parameters, and is watched
+    units: Units = Units((), {})  # noqa: RUF009  # frozen; none before the placement
     is_placed: bool = False
     num_calls: int = 0
     num_compared: int = 0  # number of comparisons of parameters between ranks
+    counts: list[int] = field(default_factory=list)  # calls of each step
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # name -> parameter
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    holders: list[Any] = field(default_factory=list)  # arguments of the last call, but tensors: release() gets none
-    checked: list[int] = field(default_factory=list)  # elements compared with the step on a full copy, by call
-    unchecked: str = ""  # why a call was not
+    # arguments of each step's last call, but tensors: release() gets none, and a call of one step not another's
+    holders: dict[int, list[Any]] = field(default_factory=dict)
     adopted: WeakSet[nn.Module] = field(default_factory=WeakSet)  # modules with rank 0's buffers, once
     reducer: GradientReducer | None = None
+    watch: Watch | None = None  # of the calls on full parameters
+    watched: set[int] = field(default_factory=set)  # steps that have run under the watch
+    # of shards: name, parameter, its memory (held, so that no key is used again), and the key
+    storages: list[tuple[str, Any, Any, int]] = field(default_factory=list)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __post_init__(self) -> None:
+        self.counts = [0] * len(self.functions)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
         # A module may have new parameters, and a call may bring another module; mostly all are the same.
         passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
-        if self.reducer is None or self.new_parameters(dict.fromkeys([*self.modules, *passed])):
+        self.check_assigned()
+        roots = dict.fromkeys([*self.modules, *passed])
+        if self.reducer is None or self.new_parameters(roots) or self.lacks_shards():
             if self.units.modules:
                 self.release(args, kwargs)  # another model, or a grown one: all are full before they are placed
-            self.start(args, kwargs)
+            self.start(args, kwargs, number)
         assert self.reducer is not None
-        self.holders = [one for one in (*args, *kwargs.values()) if not isinstance(one, torch.Tensor)]
+        self.hold(args, kwargs, number)
         self.num_calls += 1
-        if self.is_sharded and not self.is_placed:
-            # A compiled module would hide its parameters' uses; it is compiled again from the next call on.
-            watch = Watch(self.parameters, self.modules, Reach(self.function, args, kwargs, self.roots).states)
-            if not self.observes:
-                self.place(args, kwargs, watch)  # it has seen nothing: what is in a module is sharded
-                return self.run_placed(args, kwargs)
-            with self.reducer.call(), torch.compiler.set_stance("force_eager"), watch:
-                result = self.call(args, kwargs)
-            self.compare_ranks()
-            self.place(args, kwargs, watch)
-            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-        return self.run_placed(args, kwargs)
+        self.counts[number] += 1
+        if not self.is_sharded or self.is_placed:
+            return self.run_placed(number, args, kwargs)
+        reach = self.reach(args, kwargs)
+        # A compiled module would hide its parameters' uses; it is compiled again from the next call on.
+        self.watch = self.watch or Watch(self.parameters, self.modules, reach.states)
+        if not self.observes or number in self.watched:  # what no call has shown: modules' parameters are sharded
+            self.place(reach, self.watch)
+            return self.run_placed(number, args, kwargs)
+        with self.reducer.call(number), torch.compiler.set_stance("force_eager"), self.watch:
+            result = self.call(number, args, kwargs)
+        self.compare_ranks()
+        self.watched.add(number)
+        if len(self.watched) == len(self.functions):
+            self.place(self.reach(args, kwargs), self.watch)
+        return converted(result, torch.Tensor, torch.Tensor.detach)
+
+    def reach(self, *others: Any) -> Reach:
+        """Return the objects within reach of the steps and their last calls."""
+        return Reach(*self.functions, *others, *self.holders.values())
+
+    def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
+        """Keep the arguments of a step's call in the place of its last one's."""
+        self.holders[number] = [one for one in (*args, *kwargs.values()) if not isinstance(one, torch.Tensor)]
+
+    def check_assigned(self) -> None:
+        """Raise for ``p.data = ...`` on a parameter in shards between two calls: a DTensor ignores it.
+
+        Raises:
+            PlanError: ``parameter-replaced``, with the names.
+        """
+        lost = [name for name, p, _, key in self.storages if storage_key(p) != key]
+        if lost:
+            self.hold_storages()  # a second call does not raise
+            raise PlanError([Problem("parameter-replaced", name, found=ASSIGNED, hint=ASSIGN_HINT) for name in lost])
+
+    def hold_storages(self) -> None:
+        placed = [(name, p) for name, p in self.parameters.items() if isinstance(p, DTensor)]
+        self.storages = [(name, p, p.untyped_storage(), storage_key(p)) for name, p in placed]
 
     def new_parameters(self, roots: Iterable[nn.Module]) -> list[Any]:
         """Return parameters that were not there at the start; this runs in every call."""
@@ -111,26 +152,33 @@ class EagerStep:
             modules += [child for child in module._modules.values() if child is not None]
         return new
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step's own code.
+    def lacks_shards(self) -> bool:
+        """Return True if the caller has removed a parameter in shards: FSDP2 would put it back."""
+        if not self.storages:
+            return False
+        held = {id(p) for root in self.modules for module in root.modules() for p in module._parameters.values()}
+        return not held.issuperset([id(p) for _, p, *_ in self.storages])
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step's own code.
 
         Raises:
             PlanError: ``model-changed`` if it has made a parameter: the gradients of that are this rank's own.
         """
-        result = self.function(*args, **kwargs)
+        result = self.functions[number](*args, **kwargs)
         if any(parameter.requires_grad for parameter in self.new_parameters(self.modules)):
             reason, hint = "the call has made a parameter, whose gradients nobody averages", "make it between two calls"
             raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
         return result
 
-    def run_placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step on placed parameters."""
+    def run_placed(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step on placed parameters."""
         assert self.reducer is not None
-        with self.reducer.call(), self._traps():
-            result = self.call(args, kwargs)
+        with self.reducer.call(number), self._traps():
+            result = self.call(number, args, kwargs)
         if not self.num_calls & (self.num_calls - 1):  # a power of two
             self.compare_ranks()
-        return pytree.tree_map_only(DTensor, DTensor.full_tensor, result)
+        return converted(result, DTensor, DTensor.full_tensor)
 
     @contextmanager
     def _traps(self) -> Iterator[None]:
@@ -145,18 +193,22 @@ class EagerStep:
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         except BaseException as error:
             reset_fsdp(self.units.modules)
+            if isinstance(error, NotImplementedError) and "c10d" in str(error):
+                operator = str(error).partition("Operator ")[2].partition(" ")[0]
+                reason = f"torch.distributed runs {operator} on a shard{user_line(error)}"
+                hint = 'gradients are averaged already: leave it out; or use style="replicate", which runs it'
+                raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint)) from error
             if "mixed torch.Tensor and DTensor" in str(error):
                 way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
                 error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
             raise
 
-    def place(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch) -> None:
+    def place(self, reach: Reach, watch: Watch) -> None:
         """Shard all that FSDP2 supports, the same on all ranks.
 
         Raises:
             PlanError: On every rank: ``full-parameters`` if something stays full and ``full="refuse"``.
         """
-        reach = Reach(self.function, args, kwargs, self.roots)
         reach.modules = self.modules  # a module that the first call has made stays as it is
         layout = placement_of(self.mesh)
         reasons = dict(watch.reasons)
@@ -164,7 +216,7 @@ class EagerStep:
         self.optimizers = reach.optimizers  # release() is given no arguments
         held = reach.identities(self.parameters.values(), (frozenset,))  # sets are filled again
         assert self.reducer is not None
-        sparse = {self.reducer.names[index] for one in self.reducer.passes for index in one.sparse}
+        sparse = self.reducer.sparse_names()
         reasons |= dict.fromkeys(sorted(sparse), "has a sparse gradient")
         reasons |= {names[one]: "a container looks it up by identity" for one in sorted(held)}
         for optimizer in reach.optimizers:
@@ -196,16 +248,17 @@ class EagerStep:
             text = f"{len(rows)} of {len(self.parameters)} parameters stay full on every rank"
             warnings.warn(f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
         self.reducer.remove()  # shards are reduced by FSDP2
-        self.parameters = shard(reach, self.parameters, self.units, self.mesh)
+        self.parameters = shard(reach, self.parameters, self.units, self.mesh, self.comm.reduce_dtype)
         full = {name: p for name, p in self.parameters.items() if name in self.units.full}
-        self.reducer = GradientReducer(full, flat_group(self.mesh), self.bucket_bytes, self.name)
+        self.reducer = GradientReducer(full, flat_group(self.mesh), self.comm, self.name)
         take = partial(shards.place_loaded_state, layout)  # full state of a checkpoint
         # A wrapper that leaves out torch's own initialisation has no tables of hooks; the optimizer in it has them.
         hooked = [one for one in self.optimizers if hasattr(one, "_optimizer_load_state_dict_post_hooks")]
         self.handles = [one.register_load_state_dict_post_hook(take) for one in hooked]
-        self.is_placed = True
+        self.is_placed, self.watch = True, None
+        self.hold_storages()
 
-    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
         """Adopt the models within reach: rank 0's values everywhere, hooks on every parameter.
 
         Raises:
@@ -213,7 +266,8 @@ class EagerStep:
                 ``already-applied`` for models in another wrapper, ``parameter-hooks``,
                 ``ranks-disagree`` for other parameters on other ranks.
         """
-        reach = Reach(self.function, args, kwargs, self.roots)
+        self.hold(args, kwargs, number)
+        reach = self.reach(args, kwargs)
         parameters = reach.parameters
         problems = wrapped([(type(root).__name__, root) for root in reach.modules], parameters)
         problems += without_data(parameters)
@@ -234,9 +288,6 @@ class EagerStep:
         assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
         if self.reducer is not None:
             self.reducer.remove()
-        else:
-            text = "in FSDP2's shards after this call" if self.is_sharded else "parameters replicated"
-            warnings.warn(f"{self.name} runs eagerly, {text}: {self.reason}", stacklevel=7)  # the call of the step
         ids = {id(p) for p in self.parameters.values()}
         new = {str(n): distinct(t.detach()) for n, t in enumerate([*parameters.values(), *buffers]) if id(t) not in ids}
         if self.mesh.size() > 1:
@@ -244,25 +295,15 @@ class EagerStep:
                 new[name].copy_(value)
         self.parameters, self.modules = parameters, reach.modules
         self.adopted.update(fresh)
-        self.reducer = GradientReducer(parameters, flat_group(self.mesh), self.bucket_bytes, self.name)
+        self.watch, self.watched = None, set()  # other modules have other names: each step is watched once more
+        self.reducer = GradientReducer(parameters, flat_group(self.mesh), self.comm, self.name)
 
     def compare_ranks(self) -> None:
-        """Raise on every rank unless all parameters are equal on all of them.
-
-        Raises:
-            PlanError: ``ranks-diverge``, with names.
-        """
-        if self.mesh.size() == 1:
-            return
-        full = {name: p for name, p in self.parameters.items() if not isinstance(p, DTensor)}
-        sums = tensor_hashes(full)
-        rows = all_gather_objects(self.mesh, sums, f"the comparison of parameters in call {self.num_calls}")
-        self.num_compared += 1
-        names = [name for name in sums if any(row.get(name) != sums[name] for row in rows)]
-        if names:
-            reason = f"{len(names)} of {len(sums)} parameters differ between ranks after call {self.num_calls}"
-            hint = "write the same values on every rank: reduce what a rank computes from its own batch first"
-            raise PlanError([Problem("ranks-diverge", name, found=reason, hint=hint) for name in names[:8]])
+        """Raise on every rank unless all full parameters are equal on all of them."""
+        if self.mesh.size() > 1:
+            full: dict[str, torch.Tensor] = {n: p for n, p in self.parameters.items() if not isinstance(p, DTensor)}
+            compare_values(self.mesh, full, self.num_calls)
+            self.num_compared += 1
 
     @contextmanager
     def unsharded(self, *, writeback: bool = True) -> Iterator[None]:
@@ -282,19 +323,21 @@ class EagerStep:
     def release(self, *others: Any) -> None:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.units.modules:
-            reach = Reach(self.function, self.modules, self.optimizers, self.roots, self.holders, others)
+            reach = self.reach(others, self.modules, self.optimizers)
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
             parameter: Any
             for unit in self.units.modules:
                 remove_fsdp(unit)
-            for module in (inner for root in self.modules for inner in root.modules()):
-                for key, parameter in module._parameters.items():
-                    if isinstance(parameter, DTensor):
-                        if id(parameter) not in swap:
-                            plain = parameter_like(state.full_tensor(parameter), parameter)
-                            plain.grad = None if parameter.grad is None else state.full_tensor(parameter.grad)
-                            swap[id(parameter)] = parameter, plain  # tied parameters stay one
-                        module._parameters[key] = swap[id(parameter)][1]
+            tables = [inner._parameters for root in self.modules for inner in root.modules()]
+            # Behind load_state_dict(assign=True) the optimizer holds parameters that no module has.
+            placed = [*self.parameters.values(), *(p for table in tables for p in table.values() if p is not None)]
+            for parameter in placed:
+                if isinstance(parameter, DTensor) and id(parameter) not in swap:  # tied parameters stay one
+                    plain = parameter_like(state.full_tensor(parameter), parameter)
+                    plain.grad = None if parameter.grad is None else state.full_tensor(parameter.grad)
+                    swap[id(parameter)] = parameter, plain
+            for table in tables:
+                table.update({key: swap[id(p)][1] for key, p in table.items() if id(p) in swap})
             repoint(reach, swap, state.full_tensor)
             reason = "was this rank's shard before release()"
             hint = "rebuild lists of parameters, and optimizers that no call was given, from model.parameters()"
@@ -305,18 +348,27 @@ class EagerStep:
         if self.reducer is not None:
             self.reducer.remove()
         self.reducer, self.parameters, self.modules, self.units = None, {}, [], Units((), {})
-        self.is_placed, self.holders = False, []
+        self.is_placed, self.holders, self.storages = False, {}, []
 
     def explain(self) -> str:
-        """Return lines about the way of running and the comparisons."""
+        """Return lines about the placement and the comparisons of ranks."""
         count = len(self.parameters)
         full = [p for p in self.parameters.values() if not isinstance(p, DTensor)]
         compared = f"{len(full)} full parameters, {sum(p.numel() for p in full):,} elements, equal on all ranks"
         return "\n".join([
-            f"{self.name} runs eagerly: {self.reason}",
+            f"{self.name} runs as written",
             f"sharded: {count - len(full)} of {count} parameters, in {len(self.units.modules)} units of FSDP2",
             *(f"full: {name}: {why}" for name, why in self.units.full.items()),
             f"{self.num_calls} calls; {compared} in {self.num_compared} comparisons",
-            f"{len(self.checked)} calls checked against the step on a full copy, {sum(self.checked):,} elements"
-            + (f"; unchecked: {self.unchecked}" if self.unchecked else ""),
         ])  # fmt: skip
+
+
+def converted(result: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return a step's result with its tensors of a class changed, in containers of any class.
+
+    The result itself is returned if it has none: the step may return an object that the caller holds.
+    """
+    opened = open_result(result)
+    if not any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(opened)):
+        return result
+    return close_arguments(pytree.tree_map_only(kind, change, opened))

@@ -16,6 +16,7 @@ rows the step equals one on the full batch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -131,6 +132,9 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
     body = [n for n in nodes[: last + 1] if n.op != "placeholder"]  # forward and backward
     rest = nodes[last + 1 :]  # optimizer and outputs
     crossing = _crossing(body, set(rest))  # raises before the graph changes
+    values: Any = nodes[-1].args[0]
+    means = frozenset(place for place, value in enumerate(values) if value in crossing)
+    capture.returned = replace(capture.returned, means=means)
     slices = _slice_batch(graph, nodes, body[0], count, dim)
     copies: list[dict[fx.Node, fx.Node]] = [{node: node for node in body}]  # first: the original
     for index in range(1, count):

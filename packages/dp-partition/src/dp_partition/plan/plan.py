@@ -55,7 +55,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices for all programs of a step, as documented at `compile`; ``dynamic`` is its ``mark_dynamic``."""
+    """Choices for all programs of a step, as documented at `compile`; ``dynamic`` is its ``mark_dynamic``.
+
+    `distribute` uses the style, the check and the communication alone.
+    """
 
     style: DataParallelStyle
     semantics: str = "local"
@@ -66,24 +69,15 @@ class Settings:
     reshard: bool | frozenset[str] = True
     check: str = "sampled"
     dynamic: tuple[int, ...] = ()
-    capture: str = "auto"
-    full: str = "keep"
-    observe: bool = True
 
     def text(self) -> str:
         """Return choices to compare between ranks beside the plan and the collectives."""
-        chosen = (self.semantics, self.accumulate, self.batch_dim, self.check, self.capture)
+        chosen = (self.semantics, self.accumulate, self.batch_dim, self.check)
         return ", ".join(map(str, (*chosen, self.dynamic)))
 
-    def needs_graph(self) -> str:
-        """Return a choice that needs a graph; empty if the step may run eagerly."""
-        needs = {
-            "semantics='global'": self.semantics == "global",
-            f"accumulate={self.accumulate}": self.accumulate > 1,
-            "placements": bool(self.placements),
-            "reduce_dtype": self.comm.reduce_dtype is not None,
-        }
-        return next((name for name, is_needed in needs.items() if is_needed), "")
+    def needs_graph(self) -> bool:
+        """Return True if a choice is `compile`'s alone: `distribute` would leave it out."""
+        return self.semantics == "global" or self.accumulate > 1 or bool(self.placements)
 
     def reduction(self) -> str:
         """Return the reduction of gradients as text for the plan; empty if it is plain."""
@@ -93,10 +87,8 @@ class Settings:
     def problems(self) -> list[Problem]:
         """Return the problems of the choices, by themselves and together."""
         result = [  # every choice, not only the first wrong one
-            *_choice("semantics", self.semantics, ("local", "global")),
-            *_choice("check", self.check, ("sampled", "first", "never")),
-            *_choice("capture", self.capture, ("auto", "always", "never")),
-            *_choice("full", self.full, ("keep", "refuse")),
+            *choice("semantics", self.semantics, ("local", "global")),
+            *choice("check", self.check, ("sampled", "first", "never")),
         ]
         if self.semantics == "global" and self.accumulate > 1:
             text = f"accumulate={self.accumulate}, global semantics"
@@ -104,23 +96,26 @@ class Settings:
         if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:  # rules know one axis
             text = "hybrid, global semantics"
             result.append(Problem("conflicting-arguments", "style", found=text, hint="use semantics='local'"))
-        if self.capture == "never" and self.needs_graph():  # no eager way to do it
-            hint = "leave it out, or use capture='always'"
-            result.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
         if self.dynamic and (self.semantics, self.accumulate) != ("local", 1):
             hint = "leave it out, each length takes a trace then; or use local semantics, without accumulate"
             text = f"semantics={self.semantics!r}, accumulate={self.accumulate}"
             result.append(Problem("conflicting-arguments", "mark_dynamic", found=text, hint=hint))
-        dtype: object = self.comm.reduce_dtype  # not checked yet
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED_DTYPES):
-            hint = f"use one of {', '.join(map(str, _REDUCED_DTYPES))}"
-            result.append(Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint))
+        result += reduction_problems(self.comm.reduce_dtype)
         if self.accumulate < 1 or self.comm.prefetch < 0 or self.comm.bucket_bytes < 0:
             result.append(Problem("invalid-argument", "accumulate, prefetch or bucket_mb", found="a number too small"))
         return result
 
 
-def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Problem]:
+def reduction_problems(dtype: object) -> list[Problem]:
+    """Return a problem for a dtype in which no gradient is reduced, such as an integer one."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in _REDUCED_DTYPES):
+        return []
+    hint = f"use one of {', '.join(map(str, _REDUCED_DTYPES))}"
+    return [Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint)]
+
+
+def choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Problem]:
+    """Return a problem for an argument that has none of the allowed values."""
     if value in allowed:
         return []
     hint = f"use one of {', '.join(map(repr, allowed))}"
@@ -236,8 +231,7 @@ class PartitionPlan:
             lines.append(f"  {self.replicas} replicas of these ranks; gradients are averaged over the replicas as well")
         if self.reduction:
             lines.append(f"  gradients are reduced {self.reduction}")
-        if self.checks:
-            lines.append(f"  {self.checks}")
+        lines += [f"  {line}" for line in self.checks.splitlines()]
         return lines
 
     def to_json(self) -> str:

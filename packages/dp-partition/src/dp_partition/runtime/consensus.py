@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,15 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dp_partition._shared.consensus import as_bytes, assert_consistent, capture_errors, message_device
+from dp_partition._shared.consensus import (
+    all_gather_objects,
+    as_bytes,
+    assert_consistent,
+    capture_errors,
+    message_device,
+    tensor_hashes,
+)
+from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import collectives, default_store
 from dp_partition.analysis import carried_names
 from dp_partition.backends import gathered
@@ -132,6 +140,22 @@ def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
             values = columns.clone(memory_format=torch.contiguous_format).view(-1).view(result[index].dtype)
             result[index].copy_(values.view(world * chunks[index], *result[index].shape[1:])[: result[index].shape[0]])
     return result
+
+
+def compare_values(mesh: DeviceMesh, values: Mapping[str, torch.Tensor], call: int) -> None:
+    """Raise on every rank unless all that have a tensor of a name have the same values; a collective.
+
+    Raises:
+        PlanError: ``ranks-diverge``, with names.
+    """
+    sums = tensor_hashes(values)
+    rows = all_gather_objects(mesh, sums, f"the comparison of parameters in call {call}")
+    joined: dict[str, Any] = {}
+    names = [name for row in rows for name, value in row.items() if joined.setdefault(name, value) != value]
+    if names := list(dict.fromkeys(names)):  # the same on all ranks
+        reason = f"{len(names)} of {len(joined)} parameters differ between ranks after call {call}"
+        hint = "write the same values on every rank: reduce what a rank computes from its own batch first"
+        raise PlanError([Problem("ranks-diverge", name, found=reason, hint=hint) for name in names[:8]])
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,10 @@ from dp_partition.capture.fakes import Input
 from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.capture.tracer import Capture
-from dp_partition.nodes import is_collective, is_wait, meta_of
+from dp_partition.nodes import is_collective, is_wait, meta_of, root_of
 from dp_partition.passes.insert_collectives import record_local_values
 from dp_partition.plan.placements import on_mesh, shard_group
-from dp_partition.runtime.state import Binding
+from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError
 
 
 @dataclass
@@ -97,6 +97,12 @@ class Program:
         """Return a copy of the partitioned graph with the best collectives for the backend."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.module.graph, {}))  # a copy: rewrites leave the original
+        for node in graph.nodes:
+            # A kernel may give other strides than its fake: CPU's batch norm of a transposed tensor is contiguous. Then
+            # the step on one device has a copy here, as `reshape` makes it, and `view` raises.
+            is_view = node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+            if is_view and root_of(node).op == "call_function":
+                node.target = torch.ops.aten.reshape.default
         if is_gloo(shard_group(self.mesh), self.mesh.device_type):
             reduce_scatter_as_all_to_all(graph)
             gather_into_buffers(graph)
@@ -152,22 +158,21 @@ def reconcile(binding: Binding) -> OptimizerReads:
     if step_state.reads.look() or binding.built is not step_state.reads.structure:
         before, after = ({fqn for fqn, *_ in slots} for slots in (binding.slots, step_state.slots()))
         if after != before:
-            hint = "call release() on the step first"
             changes = [(name, "was not there when the step was placed") for name in sorted(after - before)]
             changes += [(name, "is not there any more") for name in sorted(before - after)]
-            raise PlanError([Problem("model-changed", name, found=change, hint=hint) for name, change in changes])
+            raise ModelChangedError([Problem("model-changed", n, found=change, hint=REPLACED) for n, change in changes])
         binding.index_slots()
         binding.built = step_state.reads.structure
     for slot, module, attribute, name in binding.buffer_slots:
-        now, hint = module._buffers.get(attribute), "call release() on the step first"
+        now = module._buffers.get(attribute)
         if now is None:
             reason = "is None, and was a tensor when the step was placed"
-            raise PlanError(Problem("model-changed", slot, found=reason, hint=hint))
+            raise ModelChangedError(Problem("model-changed", slot, found=reason, hint=REPLACED))
         if now is step_state.buffers[name]:
             continue
         if slot != name:
             reason = f"is no longer the buffer that {name} is"
-            raise PlanError(Problem("tied-weights", slot, found=reason, hint=hint))
+            raise ModelChangedError(Problem("tied-weights", slot, found=reason, hint=REPLACED))
         step_state.buffers[name] = now
         if overlaps := shared_memory(step_state.buffers):
             raise PlanError(overlaps)
@@ -179,10 +184,10 @@ def reconcile(binding: Binding) -> OptimizerReads:
             for param in group["params"]:
                 fqn = binding.names.get(id(param))
                 if fqn is None:
-                    hint = "call release() on the step first, and pass the module that holds it"
                     reason = f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter"
-                    problems.append(Problem("parameter-not-in-module", f"optimizer {number}", found=reason, hint=hint))
-                elif param.requires_grad or id(param) in states:
+                    code, name = "parameter-not-in-module", f"optimizer {number}"
+                    raise ModelChangedError(Problem(code, name, found=reason, hint=REPLACED))
+                if param.requires_grad or id(param) in states:
                     state, seen = states.get(id(param)), binding.seen.get((number, fqn))
                     # The same objects as at the last call still have their layout: the usual case.
                     same = state is not None and seen is not None and len(state) == len(seen)

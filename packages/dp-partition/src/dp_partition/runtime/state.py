@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,18 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._shared.stale_parameters import mark_stale
+from dp_partition._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from dp_partition._torch_compat import parameter_like, pytree, storage_keys
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import broadcast_from_first, distinct, full_copies
+
+ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
+ASSIGN_HINT = "write in place under torch.no_grad(), as p.copy_(values) does, or within unsharded(); then call again"
+
+
+REPLACED = "the step's next call takes it over if all ranks have it; or call release() before the change"
 
 
 def local_shard(
@@ -42,6 +48,10 @@ def local_shard(
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class ModelChangedError(PlanError):
+    """The caller has put other parameters, modules or optimizers in place between two calls."""
 
 
 class Binding:
@@ -140,39 +150,53 @@ class Binding:
             for fqn, entries in states[number].items():
                 if entries:
                     state[params[fqn]] = entries
+            # State of parameters that are the caller's own, in a group added since, stays.
+            state.update({param: own for param, own in optimizer.state.items() if id(param) not in fqn_of})
             for group in optimizer.param_groups:
                 group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
             optimizer.state = state  # keyed by the new parameters
-        for _, module, attribute, name in self.param_slots:
-            if name in params:  # under every name
+        for _, module, attribute, name in self.param_slots:  # under every name, unless the caller has put another there
+            if name in params and module._parameters.get(attribute) is self.step_state.params[name]:
                 module._parameters[attribute] = params[name]
         reason = "another parameter has replaced it in the model: no gradient reaches this one"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
         for fqn, old in self.step_state.params.items():
-            mark_stale(old, Problem("parameter-replaced", fqn, found=reason, hint=hint))
+            mark_stale(old, Problem("parameter-replaced", fqn, found=reason, hint=hint), params.get(fqn))
         self.step_state.params = dict(params)
         self.params = dict(params)
         self.names = {id(param): fqn for fqn, param in params.items()}
         self.hold_storages()
 
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters that other ranks have as well: all, or a shard that each replica has."""
+        is_hybrid = self.mesh.ndim > 1
+        shards = f" of rank {self.rank} of the shards" if is_hybrid else ""
+        placed = [(name, p) for name, p in self.params.items() if is_hybrid or self.plan[name].param.is_replicate()]
+        return {name + shards: local_tensor(p.detach()) for name, p in placed}
+
     def check_in_place(self) -> None:
-        """Raise for replaced parameters of the module, and for new hooks or memory."""
-        problems = []
+        """Raise for replaced parameters of the module, and for new hooks or memory.
+
+        Raises:
+            ModelChangedError: Parameters are replaced, and nothing else is to be said.
+            PlanError: ``parameter-hooks``, or ``parameter-replaced`` for ``p.data = ...``.
+        """
+        problems: list[Problem] = []
         params = self.params
         for fqn, module, attribute, name in self.param_slots:
             param: Any = params[name]
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 problems += hooked_parameters({name: param})
             if module._parameters.get(attribute) is not param:
-                hint = "leave unsharded(); load values in place (load_state_dict without assign), or release() first"
-                problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=hint))
+                problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=REPLACED))
+        is_changed = bool(problems) and all(problem.code == "parameter-replaced" for problem in problems)
         keys = storage_keys(params.values())
-        if keys != self.storage_keys:
+        if is_changed and keys == self.storage_keys:
+            raise ModelChangedError(problems)
+        if keys != self.storage_keys:  # values that a release would lose
             # A DTensor keeps its shard, in torch too: the assignment had no effect.
-            hint = "write in place under torch.no_grad(), as p.mul_(0.5) does, or within unsharded(); then call again"
-            reason = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
             problems += [
-                Problem("parameter-replaced", fqn, found=reason, hint=hint)
+                Problem("parameter-replaced", fqn, found=ASSIGNED, hint=ASSIGN_HINT)
                 for fqn, key, key_before in zip(params, keys, self.storage_keys, strict=True)
                 if key != key_before
             ]
@@ -217,7 +241,8 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
         reason = "stood in the model within unsharded(), which is over"
         hint = "rebuild lists of parameters, and other optimizers, from model.parameters()"
         for name, module, key, parameter in places:
-            module._parameters[key] = parameter
+            if module._parameters.get(key) is not None:  # a parameter that the block has removed stays so
+                module._parameters[key] = parameter
             mark_stale(full[id(parameter)], Problem("parameter-replaced", name, found=reason, hint=hint))
     if writeback:
         shapes = [(name, tuple(values[id(p)].shape), tuple(p.shape)) for name, _, _, p in places]
@@ -247,22 +272,52 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
         binding.is_unsharded = False
 
 
-def release(binding: Binding) -> None:
+def release(binding: Binding, others: Collection[Optimizer] = ()) -> None:
     """Install full plain parameters and state in module and optimizers, for good.
+
+    Parameters that the caller has put in the place of placed ones stay; shards among them (`load_state_dict` with
+    ``assign=True`` makes them of full values) become full.
+
+    Args:
+        binding: The placed model and optimizers.
+        others: Optimizers of steps that share the parameters.
 
     Raises:
         PlanError: ``unsharded-now`` within a block of `unsharded`: its end would place parameters again.
     """
     if binding.is_unsharded:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
-    copies = full_copies(list(binding.params.values()), binding.mesh)
-    plain = {fqn: parameter_like(copy, p) for (fqn, p), copy in zip(binding.params.items(), copies, strict=True)}
+    tables: list[dict[str, Any]] = [m._parameters for _, root in binding.step_state.modules for m in root.modules()]
+    own = {id(p) for p in binding.params.values()}
+    put = {id(p): p for table in tables for p in table.values() if isinstance(p, DTensor) and id(p) not in own}
+    old = [*binding.params.values(), *put.values()]
+    copies = [parameter_like(copy, p) for copy, p in zip(full_copies(old, binding.mesh), old, strict=True)]
+    plain = dict(zip(binding.params, copies, strict=False))
     states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
     for number, fqn, state in binding.step_state.states():
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     binding.install(plain, states)
+    swap = dict(zip(put, copies[len(plain) :], strict=True))
+    for old_id, new in swap.items():  # an optimizer may have been made of them
+        reason, hint = "was this rank's shard before the model was placed anew", "pass the optimizer to the step"
+        mark_stale(put[old_id], Problem("parameter-replaced", found=reason, hint=hint), new)
+    for table in tables:
+        table.update({key: swap[id(p)] for key, p in table.items() if id(p) in swap})
+    for state in [state for optimizer in others for state in optimizer.state.values()]:
+        state.update({key: full_tensor(x) for key, x in state.items() if isinstance(x, DTensor)})
+    with_current_parameters(others)
     for handle in binding.hints:
         handle.remove()
+
+
+def with_current_parameters(optimizers: Iterable[Optimizer]) -> None:
+    """Put the present parameters into optimizers that hold the ones from before a placement, or its end."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(map(is_stale, group["params"])):
+                group["params"] = [current_parameter(param) for param in group["params"]]
+        for param in [param for param in optimizer.state if is_stale(param)]:
+            optimizer.state[current_parameter(param)] = optimizer.state.pop(param)
 
 
 def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:

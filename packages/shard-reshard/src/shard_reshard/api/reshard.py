@@ -15,7 +15,7 @@ from shard_reshard.execution.checks import Match, Shards, as_list, as_result, ha
 from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
 from shard_reshard.group import GroupInfo, all_gather_row, data_device, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, layout_value, resolve_layout
-from shard_reshard.layout.shard_map import dtype_name
+from shard_reshard.layout.shard_map import dtype_name, loses_values
 from shard_reshard.planning import ReshardPlan, cached_plan, resolve_layouts
 
 _KEYED_TYPES = {*PLAIN_TYPES, type(None)}
@@ -234,6 +234,10 @@ def find_mover(
             raise PlanError(Problem("missing-source", "tensor", found="no rank has a tensor", hint=hint))
         wanted = dtype_name(dtype) if dtype is not None else outs[0] if outs else None
         source = (sources or [wanted or "float32"])[0]
+        if dtype is None and wanted is not None and loses_values(source, wanted):
+            hint = f"pass dtype=torch.{wanted} to cast the numbers as they are"
+            reason = f"{source} to {wanted}, which loses most values"
+            raise PlanError(Problem("dtype-mismatch", "out", found=reason, hint=hint))
         layouts = resolve_layouts(size, src, dst, members.to_group)
         mover = shared_mover(members, (cached_plan(*layouts, source, wanted, max_workspace_bytes),), check)
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -47,7 +48,8 @@ from shard_reshard.state_dict.agreement import (
     tensors_of,
 )
 from shard_reshard.state_dict.outputs import LocalTargets, Progress, ReceiveBuffers, move_buckets, staged, write_outputs
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, kept_layouts
+from shard_reshard.state_dict.pairs import Pair, as_pairs
+from shard_reshard.state_dict.plan import DstLayouts, KeyRule, kept_layouts
 
 PathLike = str | Path
 Files = PathLike | Sequence[PathLike]
@@ -74,12 +76,15 @@ def load_safetensors(
     stored_as: Mapping[str, LayoutLike] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
     out: torch.nn.Module | Mapping[str, Any] | None = None,
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
     progress: Callable[[Progress], None] | None = None,
     atomic: bool = True,
     strict: bool = True,
+    casts: str = "exact",
+    pairs: Pair | Sequence[Pair] = (),
+    unexpected: str | Sequence[str] = (),
 ) -> LoadedStateDict:
     """Load the tensors of safetensors files into the ranks' layouts.
 
@@ -97,7 +102,8 @@ def load_safetensors(
         shapes: Global shapes of tensors in ``stored_as``, if the layout has none.
         out: A module or mapping of tensors to fill in place; values are cast to its dtypes. Meta tensors of a module
             get memory (``.materialized`` of the result names them), as new parameters: build optimizers afterwards.
-        key_map: Stored name -> name here, `Part` of one, several parts, or None to leave it unread.
+        key_map: Stored name -> name here, `Part` of one, several parts, or None to leave it unread. Or a function of
+            all stored shapes by name that returns such a mapping; `hf_key_map` makes one.
         bucket_bytes: Approximate bytes of one rank's read and exchange.
         group: The loading ranks; None is the default group.
         progress: Called on each rank after each tensor. Its errors are raised at the end.
@@ -105,6 +111,9 @@ def load_safetensors(
             between two exchanges leaves a mixture.
         strict: Report tensors of ``out`` that no file fills, and uninitialised buffers outside of files, as problems;
             False leaves both unchanged.
+        casts: As in `reshard_state_dict`: a scaled float8 weight is not cast to bfloat16 without its scale.
+        pairs: Quantised weights and their scales, see `Pair`; with ``dequantize=True`` into plain weights of ``out``.
+        unexpected: Globs of stored tensors that may lack a destination, and are not read then; "ignore" is ``"*"``.
 
     Returns:
         The tensors of this rank by name, with ``.plan`` and ``.read_bytes``.
@@ -123,31 +132,24 @@ def load_safetensors(
         uninitialized, sums = uninitialized_buffers(out) if strict else ([], {})
         listed, states, tables, unreadable = _own_headers(files, members)
         asked = [f"file {path}" for path in listed]
-        asked += [f"{sorted((shapes or {}).items())} {sorted((key_map or {}).items())} {bucket_bytes} strict={strict}"]
+        globs = (unexpected,) if isinstance(unexpected, str) else tuple(unexpected)
+        globs, pairs = ("*",) if globs == ("ignore",) else globs, as_pairs(pairs) if pairs else ()
+        keys = "a function" if callable(key_map) else sorted((key_map or {}).items())
+        rules: dict[str, Any] = {"strict": strict, "casts": casts, "pairs": pairs, "unexpected": globs}
+        asked += [f"{sorted((shapes or {}).items())} {keys} {bucket_bytes} {rules}"]
     except Exception as error:
         raise_on_all_ranks(members, error)
     assert_consistent(members, "a load", asked, [*facts.problems, *uninitialized, *unreadable])
 
-    def make(everyone: list[Any], problems: list[Problem]) -> tuple[LoadPlan, list[str]]:
-        reason = "other values on other ranks, and it is in no file"
-        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
-        readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(listed))]
-        for table in readable:
-            seen = states.get(table.path)  # the header may be older or newer than this state
-            if seen is not None and seen.host == table.state.host and seen != table.state:
-                problems.append(file_changed(table.path))
-        stored, outs = stored_tensors(readable, stored_as or {}, shapes or {}), [held for _, held, _ in everyone]
-        options: Any = {"key_map": key_map, "bucket_bytes": bucket_bytes, "strict": strict}
-        plan = plan_load(stored, dst_layouts, members.size, outs=outs, to_group=members.to_group, **options)
-        return plan, [*plan.moves.lines, plan.digest]
-
+    rules |= {"key_map": key_map, "bucket_bytes": bucket_bytes}
+    make = partial(_make_plan, members, listed, states, dst_layouts, stored_as or {}, shapes or {}, rules)
     plan = plan_of_all(members, "a load", (tables, facts, sums), make)
     here, device = LocalTargets(members, plan.moves, dst_layouts), device_of({}, targets, members)
     with torch.no_grad():
         try:
             # New tensors are not visible until a module gets them at the end: they need no second copy.
             module = out if isinstance(out, torch.nn.Module) else None
-            fresh = {} if module is None else materialized(targets, plan.moves.targets, device)
+            fresh = {} if module is None else materialized(targets, plan.moves.outputs, device)
             names = tuple(name for name, value in targets.items() if id(value) in fresh)
             targets = {name: fresh.get(id(value), (value, value))[1] for name, value in targets.items()}
             # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
@@ -158,25 +160,50 @@ def load_safetensors(
             raise_on_all_ranks(members, error)
         assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
-        arriving.fill(plan.moves.fills, outs)
+        if plan.moves.fills:
+            arriving.fill(plan.moves.fills, outs)
         own_reads, later = plan.reads[members.rank], WHILE_WRITING if arriving.in_place else BEFORE_WRITING
         needs = attrgetter("source"), lambda name: _read_boxes(own_reads.get(name, ()), device, states)
         buckets = (
             (
                 [move.view(tensor) for move in moves for tensor in held[move.source]],
-                [tensor for move in moves for tensor in arriving.tensors[move.target]],
+                [t.unsqueeze(0) if move.unstacked else t for move in moves for t in arriving.tensors[move.target]],
             )
             for moves, held in staged(here, "a load", plan.digest, *needs, (BEFORE_MOVING, later))
         )
         late = move_buckets(here, buckets, True, progress=progress)
         result = LoadedStateDict(write_outputs(here, arriving, targets, outs))
-    for part in () if module is None else module.modules():  # last: a failed load leaves the module unchanged
-        for table in (part._parameters, part._buffers):
-            table.update({name: fresh[id(value)][1] for name, value in table.items() if id(value) in fresh})
+    if fresh and module is not None:  # last: a failed load leaves the module unchanged
+        _install(module, fresh)
     result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), names
     if late is not None:
         raise late
     return result
+
+
+def _make_plan(
+    members: GroupInfo,
+    listed: Sequence[str],
+    states: Mapping[str, FileState | None],
+    dst_layouts: DstLayouts,
+    stored_as: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Sequence[int]],
+    rules: dict[str, Any],
+    everyone: list[Any],
+    problems: list[Problem],
+) -> tuple[LoadPlan, list[str]]:
+    """Plan a load from all ranks' headers, destinations and checksums of buffers; add to the problems."""
+    reason = "other values on other ranks, and it is in no file"
+    if any(sums for *_, sums in everyone):
+        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
+    readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(listed))]
+    for table in readable:
+        seen = states.get(table.path)  # the header may be older or newer than this state
+        if seen is not None and seen.host == table.state.host and seen != table.state:
+            problems.append(file_changed(table.path))
+    stored, outs = stored_tensors(readable, stored_as, shapes), [held for _, held, _ in everyone]
+    plan = plan_load(stored, dst_layouts, members.size, outs=outs, to_group=members.to_group, **rules)
+    return plan, [*plan.moves.lines, plan.digest]
 
 
 def _own_headers(
@@ -217,16 +244,42 @@ def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
         return list(map(str, files)), {}
     folder = Path(files)
     if folder.name.endswith(".index.json"):
-        indexed = indexed_files(folder)
-    elif not folder.is_dir():
+        return _indexed(folder)
+    if not folder.is_dir():
         return [str(files)], {}
-    elif len(indices := sorted(folder.glob("*.safetensors.index.json"))) == 1:
-        indexed = indexed_files(indices[0])
-    else:  # none, or several variants of the weights: the caller names one
-        indexed = {str(path): [] for path in sorted(folder.glob("*.safetensors"))}
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        listed = ", ".join(path.name for path in indices)
+        hint = f"pass the index of one of them, for example {indices[0]}"
+        reason = f"{len(indices)} variants of the weights: {listed}"
+        raise PlanError(Problem("invalid-argument", str(files), found=reason, hint=hint))
+    if indices:
+        return _indexed(indices[0])
+    if paths := sorted(map(str, folder.glob("*.safetensors"))):
+        return paths, {path: [] for path in paths}
+    hint = "give a folder with .safetensors files"
+    others = sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}"))
+    reason = f"a folder without any; it has {', '.join(others[:3])}" if others else "a folder without any"
+    if others:
+        hint = "convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+    raise PlanError(Problem("invalid-file", str(files), found=reason, hint=hint))
+
+
+def _indexed(index: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the files of an index, all of which are there."""
+    indexed = indexed_files(index)
     if not indexed:
-        hint = "give a folder with .safetensors files"
-        raise PlanError(Problem("invalid-file", str(files), found="a folder without any", hint=hint))
+        hint = "give an index that names .safetensors files"
+        raise PlanError(Problem("invalid-file", str(index), found="an index without any file", hint=hint))
+    missing = [Path(path).name for path in indexed if not Path(path).exists()]
+    if missing:
+        named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        hint = "get these files too"
+        others = sorted(path.name for path in index.parent.glob("*.safetensors") if str(path) not in indexed)
+        if others:
+            hint += f"; or the index is stale: pass the files that it does not name, as {others[0]}, in a list"
+        reason = f"names {len(missing)} of {len(indexed)} files that are not there: {named}"
+        raise PlanError(Problem("invalid-file", str(index), found=reason, hint=hint))
     return list(indexed), indexed
 
 
@@ -272,6 +325,13 @@ def materialized(
     return fresh
 
 
+def _install(module: nn.Module, fresh: Mapping[int, tuple[Any, Any]]) -> None:
+    """Put new tensors in place of a module's tensors on meta."""
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            table.update({name: fresh[id(value)][1] for name, value in table.items() if id(value) in fresh})
+
+
 def _place(local: torch.Tensor) -> object:
     return storage_key(local), local.storage_offset(), local.shape, local.stride(), local.dtype
 
@@ -301,6 +361,13 @@ _HINT = (
 )
 
 
+def _buffer_hint(name: str) -> str:
+    """Return the remedy for a buffer: a scale beside weights, as Gemma 3's, is assigned; its module has weights."""
+    if not name.endswith("embed_scale"):
+        return _HINT
+    return f"assign it: model.{name} = torch.tensor(config.hidden_size ** 0.5), or pass strict=False"
+
+
 def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]:
     """Return this rank's buffers without values, and checksums of the others to compare between ranks.
 
@@ -322,5 +389,5 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]
             else:
                 sums[name] = bytes(tensor_hash(local).view(torch.uint8).tolist())
         if reason:
-            problems.append(Problem("uninitialized-buffer", name, found=reason, hint=_HINT))
+            problems.append(Problem("uninitialized-buffer", name, found=reason, hint=_buffer_hint(name)))
     return problems, sums

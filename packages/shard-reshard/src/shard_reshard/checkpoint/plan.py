@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shard_spec import Box
 
@@ -26,9 +26,10 @@ from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
 from shard_reshard.plan import group_problems
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
+from shard_reshard.state_dict.pairs import Pair
+from shard_reshard.state_dict.plan import DstLayouts, KeyRule, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
 
-_SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
+SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
 
 
 class Stored(NamedTuple):
@@ -170,10 +171,14 @@ def plan_load(
     world_size: int,
     *,
     outs: Sequence[RankMeta] = (),
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     bucket_bytes: int = 64 * 2**20,
     to_group: ToGroup | None = None,
     strict: bool = True,
+    casts: str = "exact",
+    pairs: Sequence[Pair] = (),
+    unexpected: Sequence[str] = (),
+    smallest_read_bytes: int = SMALLEST_READ_BYTES,
 ) -> LoadPlan:
     """Plan the move of ``stored`` tensors, from `stored_tensors`, to their layouts. Pure, equal on every rank.
 
@@ -184,7 +189,8 @@ def plan_load(
     def planned(layouts: Mapping[str, ShardMap]) -> StateDictPlan:
         sources = {name: TensorMeta(shape, dtype, layouts[name], name) for name, (shape, dtype, _) in stored.items()}
         facts = [replace(held, sources=sources if rank == 0 else {}) for rank, held in enumerate(targets)]
-        return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, strict)
+        rules: Any = {"strict": strict, "casts": casts, "pairs": pairs, "unexpected": unexpected}
+        return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, **rules)
 
     # Demand does not depend on readers: a first plan, with one rank as reader of everything, gives it.
     wanted = planned({name: BoxShardMap.whole(shape, 0) for name, (shape, _, _) in stored.items()})
@@ -201,7 +207,7 @@ def plan_load(
         boxes: dict[int, list[Box]] = {}
         # Of equal shards in several files the first one is read.
         for part in {tuple((p.start, p.stop) for p in part.pieces): part for part in reversed(parts)}.values():
-            for rank, low, high in shared_out(part, dtype, demand[name], load):
+            for rank, low, high in shared_out(part, dtype, demand[name], load, smallest_read_bytes):
                 read, held = _read(name, dtype, part, low, high)
                 reads[rank][name] = (*reads[rank].get(name, ()), read)
                 boxes.setdefault(rank, []).extend(held)
@@ -242,7 +248,9 @@ def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
         yield Wanted(low, high, tuple(sorted(ranks[at])))
 
 
-def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> list[tuple[int, int, int]]:
+def shared_out(
+    part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int], smallest: int = SMALLEST_READ_BYTES
+) -> list[tuple[int, int, int]]:
     """Return (rank, first row, last row) of every read of a shard. Adjacent rows of one rank are joined."""
     rows: dict[tuple[int, int], set[int]] = {}  # of the stored shard, and the ranks that need them
     for wanted in demand:
@@ -255,7 +263,7 @@ def shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[in
                 rows.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
     row_bytes, shares = prod(part.shape[1:]) * ITEMSIZES[dtype], list[tuple[int, int, int]]()
     for low, high, ranks in _cut_rows(rows):
-        count = max(1, min(len(ranks), high - low, (high - low) * row_bytes // _SMALLEST_READ_BYTES))
+        count = max(1, min(len(ranks), high - low, (high - low) * row_bytes // smallest))
         chosen = ranks if count == len(ranks) else sorted(sorted(ranks, key=lambda rank: (load[rank], rank))[:count])
         for number, rank in enumerate(chosen):
             begin, end = (low + at * (high - low) // count for at in (number, number + 1))

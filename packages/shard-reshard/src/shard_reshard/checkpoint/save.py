@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -37,7 +37,8 @@ from shard_reshard.state_dict.agreement import (
     tensors_of,
 )
 from shard_reshard.state_dict.outputs import LocalTargets, move_buckets, staged
-from shard_reshard.state_dict.plan import KeyMap, RankMeta, StateDictPlan, plan_state_dict
+from shard_reshard.state_dict.pairs import Pair, as_pairs
+from shard_reshard.state_dict.plan import KeyRule, RankMeta, StateDictPlan, plan_state_dict
 
 _WORDS = {name: word for word, name in SAFETENSORS.items()}
 _UNPUBLISHED = "no file of the save has its name yet"
@@ -82,10 +83,11 @@ def save_safetensors(
     *,
     src_layouts: Mapping[str, LayoutLike] | None = None,
     shapes: Mapping[str, Any] | None = None,
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     max_file_bytes: int = 5 * 10**9,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
+    pairs: Pair | Sequence[Pair] = (),
 ) -> SavePlan:
     """Write sharded tensors in full into safetensors files, for `load_safetensors` and Hugging Face.
 
@@ -103,6 +105,8 @@ def save_safetensors(
         max_file_bytes: A file ends before the tensor that would make it larger; several files have an index.
         bucket_bytes: About how many bytes a rank exchanges and writes at a time.
         group: The ranks that save; None is the default group.
+        pairs: Quantised weights and their scales, written as they are: a local scale without a layout has the one that
+            goes with its weight's, and parts of a weight take their scales along.
 
     Returns:
         The plan: ``.files``, ``.written_bytes(rank)``, ``.explain()``.
@@ -115,9 +119,11 @@ def save_safetensors(
     members, problems = group_info(group), list[Problem]()
     try:
         tensors, path = tensors_of(state_dict), Path(folder)
-        facts = collect_metadata(tensors, {}, src_layouts or {}, shapes or {}, members)
+        pairs = _unchanging(pairs)
+        facts = collect_metadata(tensors, {}, src_layouts or {}, shapes or {}, members, pairs)
         sources, sums = local_tensors(tensors), plain_checksums(facts, tensors)
-        asked = [f"folder {path}", f"{sorted((key_map or {}).items())} {max_file_bytes} {bucket_bytes}"]
+        keys = "a function" if callable(key_map) else sorted((key_map or {}).items())
+        asked = [f"folder {path}", f"{keys} {max_file_bytes} {bucket_bytes} {pairs}"]
         if members.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             present = sorted([*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")])
@@ -129,32 +135,25 @@ def save_safetensors(
 
     def make(everyone: list[Any], problems: list[Problem]) -> tuple[SavePlan, list[str]]:
         problems += differing([sums for _, sums in everyone], *PLAIN)
-        plan = plan_save([held for held, _ in everyone], key_map, max_file_bytes, bucket_bytes, members.to_group)
+        facts, limits = [held for held, _ in everyone], (max_file_bytes, bucket_bytes)
+        plan = plan_save(facts, key_map, *limits, members.to_group, pairs)
         problems += LocalTargets(members, plan.moves).source_problems(sources)
         return plan, [*plan.moves.lines, plan.digest]
 
     plan = plan_of_all(members, "a save", (facts, sums), make)
     here, rank, device = LocalTargets(members, plan.moves), members.rank, device_of(tensors, {}, members)
 
-    def create() -> None:
-        for name, file in plan.files.items():
-            with _unfinished(path / name).open("wb") as target:
-                target.write(file.head)
-                target.truncate(file.num_bytes)
-
     def rows(name: str) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=here.dtypes[name], device=device) for shape in here.shapes[name]]
 
-    def write(name: str, held: list[torch.Tensor]) -> None:
-        _write_rows(plan, path, name, rank, held)
-
+    write = partial(_write_rows, plan, path, rank)
     states = (_UNPUBLISHED, _UNPUBLISHED)
     try:
-        _on_first_rank(members, plan, create, BEFORE_MOVING)
+        _on_first_rank(members, plan, lambda: _create(plan, path), BEFORE_MOVING)
         buckets = (  # arrivals of one are written before the next
             (
                 [move.view(sources[move.source]) for move in moves if move.plan.src.local_shapes(rank)],
-                [tensor for move in moves for tensor in held[move.target]],
+                [tensor.unsqueeze(0) if move.unstacked else tensor for move in moves for tensor in held[move.target]],
             )
             for moves, held in staged(here, "a save", plan.digest, attrgetter("target"), rows, states, write)
         )
@@ -168,19 +167,29 @@ def save_safetensors(
     return plan
 
 
+def _unchanging(pairs: Pair | Sequence[Pair]) -> tuple[Pair, ...]:
+    """Return pairs that move as they are, or refuse: a writer has rows, not blocks."""
+    listed = as_pairs(pairs)
+    if any(pair.dequantize or pair.quantize for pair in listed):
+        reason, hint = "a Pair that changes values", "reshard_state_dict with it first, then save the result"
+        raise PlanError(Problem("conflicting-arguments", "pairs", found=reason, hint=hint))
+    return listed
+
+
 # ---- layout of files ------------------------------------------------------------------------------------------
 
 
 def plan_save(
     everyone: Sequence[RankMeta],
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     max_file_bytes: int = 5 * 10**9,
     bucket_bytes: int = 64 * 2**20,
     to_group: ToGroup | None = None,
+    pairs: Sequence[Pair] = (),
 ) -> SavePlan:
     """Plan a save from the metadata of all ranks. Pure and equal on every rank."""
     # Ownership does not depend on writers: a first plan, with one rank as writer of everything, gives it.
-    held = plan_state_dict(everyone, "rank 0", key_map, bucket_bytes, to_group)
+    held = plan_state_dict(everyone, "rank 0", key_map, bucket_bytes, to_group, pairs=pairs)
     written = {name: target for name, target in held.targets.items() if name not in held.aliases}
     problems = [
         Problem("partial-value", move.source, found=move.plan.src.describe(), hint="reduce it before writing")
@@ -211,7 +220,8 @@ def plan_save(
     for alias, name in held.aliases.items():
         layouts[alias] = layouts[name]
         tied[name].append(alias)
-    moves = plan_state_dict(everyone, layouts, key_map, bucket_bytes, to_group)
+    # A writer gets its rows of a scale as of any other tensor: only names and parts of pairs count here.
+    moves = plan_state_dict(everyone, layouts, held.keys, bucket_bytes, to_group)
     order = {name: at for at, name in enumerate(dict.fromkeys(n for facts in everyone for n in facts.sources))}
     names = [sorted(group, key=lambda name: (order.get(name, len(order)), name)) for group in tied.values()]
     names.sort(key=lambda group: (order.get(group[0], len(order)), group[0]))
@@ -268,6 +278,14 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
 
 
+def _create(plan: SavePlan, folder: Path) -> None:
+    """Write the headers of files at their full lengths, under names that no reader takes."""
+    for name, file in plan.files.items():
+        with _unfinished(folder / name).open("wb") as target:
+            target.write(file.head)
+            target.truncate(file.num_bytes)
+
+
 def _publish(plan: SavePlan, folder: Path) -> None:
     """Rename files to their final names, after the index. Without it some of several would pass for all."""
     if len(plan.files) > 1:
@@ -281,7 +299,7 @@ def _publish(plan: SavePlan, folder: Path) -> None:
         _unfinished(folder / name).replace(folder / name)
 
 
-def _write_rows(plan: SavePlan, folder: Path, name: str, rank: int, held: Sequence[torch.Tensor]) -> None:
+def _write_rows(plan: SavePlan, folder: Path, rank: int, name: str, held: Sequence[torch.Tensor]) -> None:
     layout, dtype = plan.moves.targets[name]
     assert isinstance(layout, BoxShardMap)
     row_bytes = prod(layout.shape[1:]) * ITEMSIZES[dtype]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from operator import mul, sub
 from typing import Any, ClassVar, NamedTuple
@@ -31,16 +31,28 @@ from shard_reshard._torch_compat import (
     tensor_leaves,
     written_tensors,
 )
+from shard_reshard.engines.strided import Landing, StridedCopy, divide, landings, merge_landings, visible
 from shard_reshard.group import group_info
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.shard_map import Index
-from shard_reshard.lowering import dense_strides, is_contiguous
+from shard_reshard.lowering import is_contiguous
 from shard_reshard.state_dict.plan import Part
 
 aten = torch.ops.aten
 _NEW_MEMORY = {aten.clone, aten._to_copy, aten.cat, aten.stack, aten.lift_fresh, aten.flip, aten.constant_pad_nd}
 # Of the kind of a weight, without its values, and what they are filled with.
 _FILLED_WITH = {aten.empty_like: None, aten.new_empty: None, aten.zeros_like: 0, aten.new_zeros: 0}
+# They only move elements, if numbers in them are constants.
+_MOVING = {
+    aten.cat,
+    aten.stack,
+    aten.repeat,
+    aten.roll,
+    aten.index,
+    aten.index_select,
+    aten.index_put_,
+    aten.index_copy_,
+}
 _WIDE = (torch.float32, torch.float64)
 _MAX_BOXES = 4096  # of one tensor on one rank
 
@@ -359,6 +371,10 @@ class _Recorder(DispatchMode):
             if owner is None and self._is_unread_copy(target):
                 self.memories[storage_key(target)].writes.append((target, value))
                 return target
+        if packet in _MOVING:
+            moved = self._by_copies(packet, args, kwargs)
+            if moved is not None:
+                return moved
         if written or (packet in (aten.cat, aten.stack) and not all(is_recorded)):
             self._stop(func, tensors)
         if packet is aten._to_copy:
@@ -403,6 +419,93 @@ class _Recorder(DispatchMode):
         else:
             writes.append((result, tensors[0]))
         return output
+
+    def _by_copies(self, packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Carry out an operator that only moves elements, as copies of slices. None: with these arguments it does more.
+
+        ``w[[2, 0, 1]]`` picks three experts by constant numbers, ``param[[2, 0, 1]] = w`` puts them there, and
+        ``torch.cat([w, zeros])`` has a constant beside a weight.
+        """
+        if packet in (aten.cat, aten.stack):
+            return self._joined_with_constants(packet, args, kwargs)
+        if kwargs:
+            return None
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        source: torch.Tensor = args[0]
+        result: torch.Tensor
+        if packet is aten.repeat:
+            extra = len(args[1]) - source.dim()
+            taken = source[(None,) * extra]
+            result = source.new_empty([n * size for n, size in zip(args[1], taken.shape, strict=True)])
+            if prod(args[1]) > _MAX_BOXES:
+                return None
+            for repetition in product(*map(range, args[1])):
+                into = result
+                for dim, at in enumerate(repetition):
+                    into = into.narrow(dim, at * taken.shape[dim], taken.shape[dim])
+                copies.append((into, taken))
+        elif packet is aten.roll:
+            if len(args[1]) != 1 or len(args) < 3 or len(args[2]) != 1:
+                return None
+            dim, size, result = args[2][0], source.shape[args[2][0]], torch.empty_like(source)
+            shift = args[1][0] % max(size, 1)
+            for at, low, length in ((shift, 0, size - shift), (0, size - shift, shift)):
+                copies.append((result.narrow(dim, at, length), source.narrow(dim, low, length)))
+        else:
+            picked = self._constant_index(packet, args)
+            if picked is None:
+                return None
+            dim, places = picked
+            if packet in (aten.index_put_, aten.index_copy_):
+                values = args[2] if packet is aten.index_put_ else args[3]
+                slices = source.select(dim, 0).shape if places else ()
+                values = values.expand([*slices[:dim], len(places), *slices[dim:]])
+                for at, place in enumerate(places):
+                    self.__torch_dispatch__(aten.copy_.default, (), (source.select(dim, place), values.select(dim, at)))
+                return source
+            result = source.new_empty([*source.shape[:dim], len(places), *source.shape[dim + 1 :]])
+            copies = [(result.select(dim, at), source.select(dim, place)) for at, place in enumerate(places)]
+        self.read.add(storage_key(source))
+        self._track(result, writes=copies)
+        return result
+
+    def _constant_index(self, packet: Any, args: Any) -> tuple[int, list[int]] | None:
+        """Return dim and numbers of an operator that indexes one dim by a constant list of different numbers."""
+        target = args[0]
+        if packet in (aten.index, aten.index_put_):
+            given = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+            if len(given) != 1 or (packet is aten.index_put_ and len(args) > 3 and args[3]):
+                return None
+            dim, index = given[0]
+        else:
+            dim, index = args[1] % target.dim(), args[2]
+        recorded = storage_key(index) in self.memories or storage_key(index) in self.owners
+        whole = index.dtype in (torch.int64, torch.int32)
+        if recorded or index.is_meta or index.dim() != 1 or not whole or index.numel() > _MAX_BOXES:
+            return None
+        places = [place + target.shape[dim] * (place < 0) for place in index.tolist()]
+        writes = packet in (aten.index_put_, aten.index_copy_)
+        values = args[-1] if packet is aten.index_copy_ else args[2] if writes else target
+        if writes and (len(set(places)) < len(places) or storage_key(values) not in self.memories):
+            return None
+        return (dim, places) if all(0 <= place < target.shape[dim] for place in places) else None
+
+    def _joined_with_constants(self, packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Join weights with tensors of one value each. None if all are weights, or another has several values."""
+        parts = []
+        for part in args[0]:
+            if storage_key(part) not in self.memories:
+                value = [] if storage_key(part) in self.owners else _only_value(part)
+                if not value:
+                    return None
+                constant = torch.empty(part.shape, dtype=part.dtype, device="meta")
+                self._track(constant, writes=[(constant, value[0][1])])
+                part = constant
+            parts.append(part)
+        if all(part is given for part, given in zip(parts, args[0], strict=True)):
+            return None
+        joined: torch.Tensor = self.__torch_dispatch__(packet.default, (), (parts, *args[1:]), kwargs)
+        return joined
 
     def _is_unread_copy(self, target: torch.Tensor) -> bool:
         memory = self.memories[storage_key(target)]
@@ -564,142 +667,3 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[tuple[BoxShardMap, 
                     destinations.setdefault(name, []).extend([(BoxShardMap(shape, b, True), number) for b in boxes])
                     break
     return destinations
-
-
-# ---- strided copies as boxes of dense tensors ------------------------------------------------------------------
-
-
-class StridedCopy(NamedTuple):
-    """Elements of one memory and of another, index by index."""
-
-    dims: tuple[tuple[int, int, int], ...]  # size, stride in the source, stride in the target
-    source: int  # offsets of the first element
-    target: int
-
-    @classmethod
-    def of(cls, source: torch.Tensor, target: torch.Tensor, shift: int = 0) -> StridedCopy:
-        """Return the copy of one view into another of its shape. ``shift`` is added to the target's offset."""
-        dims = zip(source.shape, source.stride(), target.stride(), strict=True)
-        return cls(tuple(dims), int(source.storage_offset()), int(target.storage_offset()) + shift)
-
-
-class Landing(NamedTuple):
-    """A box of a dense tensor and its strided destination view. Strides of dims of size 1 are 0."""
-
-    start: Index
-    sizes: Index
-    strides: Index
-    offset: int
-
-
-def landings(copy: StridedCopy, shape: Index) -> Iterator[Landing]:
-    """Yield the boxes of a dense source of ``shape`` that a copy reads."""
-    dims = [dim for dim in copy.dims if dim[0] != 1]
-    if any(size == 0 for size, _, _ in dims):
-        return
-    merged = True
-    while merged:  # joins dims that form one dim on both sides
-        merged = False
-        for outer in dims:
-            inner = next((d for d in dims if d is not outer and outer[1:] == (d[0] * d[1], d[0] * d[2])), None)
-            if inner is not None:
-                dims = [d for d in dims if d is not outer and d is not inner]
-                dims.append((outer[0] * inner[0], *inner[1:]))
-                merged = True
-                break
-    yield from _boxes(dims, copy.source, copy.target, shape, dense_strides(shape))
-
-
-def _boxes(
-    dims: list[tuple[int, int, int]], source: int, target: int, shape: Index, strides: Index
-) -> Iterator[Landing]:
-    start = tuple(source // stride % size for size, stride in zip(shape, strides, strict=True))
-    sizes, places = [1] * len(shape), [0] * len(shape)
-    for number, (size, step, to) in enumerate(dims):
-        if size == 1:
-            continue
-        rest = dims[:number] + dims[number + 1 :]
-        at = next((d for d in range(len(shape)) if shape[d] > 1 and strides[d] == step), None)
-        if at is None or sizes[at] > 1:  # skips or repeats elements: one index at a time
-            for index in range(size):
-                yield from _boxes(rest, source + index * step, target + index * to, shape, strides)
-            return
-        room = shape[at] - start[at]
-        if size > room:  # continues in the next dim
-            first = room if start[at] else size // room * room
-            rows = first // room
-            head = [*rest, (rows, step * room, to * room), (room, step, to)] if rows > 1 else [*rest, (room, step, to)]
-            yield from _boxes(head, source, target, shape, strides)
-            if size > first:
-                tail = [*rest, (size - first, step, to)]
-                yield from _boxes(tail, source + first * step, target + first * to, shape, strides)
-            return
-        sizes[at], places[at] = size, to
-    yield Landing(start, tuple(sizes), tuple(places), target)
-
-
-def cut(landing: Landing, dim: int, low: int, high: int) -> Landing:
-    """Return the part of a landing whose indices along ``dim`` are from ``low`` to ``high``."""
-    offset = landing.offset + (low - landing.start[dim]) * landing.strides[dim]
-    start, sizes = _with(landing.start, dim, low), _with(landing.sizes, dim, high - low)
-    return landing._replace(start=start, sizes=sizes, offset=offset)
-
-
-def divide(landing: Landing, box: Landing) -> tuple[Landing | None, list[Landing]]:
-    """Return the part of a landing inside of another one's box, and those outside."""
-    bounds = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*landing[:2], *box[:2], strict=True)]
-    if any(low >= high for low, high in bounds):
-        return None, [landing]
-    outside = []
-    for dim, (low, high) in enumerate(bounds):
-        end = landing.start[dim] + landing.sizes[dim]
-        if landing.start[dim] < low:
-            outside.append(cut(landing, dim, landing.start[dim], low))
-        if high < end:
-            outside.append(cut(landing, dim, high, end))
-        landing = cut(landing, dim, low, high)
-    return landing, outside
-
-
-def visible(landing: Landing, hidden: torch.Tensor) -> Iterator[Landing]:
-    """Yield the parts of a landing whose elements, in its shape, are not ``hidden``."""
-    if not bool(hidden.any()):
-        yield landing
-        return
-    for dim in range(hidden.dim()):
-        slabs = hidden.movedim(dim, 0).flatten(1) if hidden.dim() > 1 else hidden[:, None]
-        marks = (slabs[1:] != slabs[:-1]).any(1).nonzero().view(-1).add(1).tolist()
-        if marks:  # else all indices along the dim are alike
-            for low, high in pairwise([0, *marks, len(slabs)]):
-                part = cut(landing, dim, landing.start[dim] + low, landing.start[dim] + high)
-                yield from visible(part, hidden.narrow(dim, low, high - low))
-            return
-
-
-def merge_landings(found: Sequence[Landing]) -> list[Landing]:
-    """Merge neighbouring landings that form one box in one view."""
-    merged = list(found)
-    for dim in reversed(range(len(merged[0].sizes) if merged else 0)):
-        merged.sort(key=lambda entry: (_without(entry.start, dim), entry.start[dim]))
-        joined: list[Landing] = []
-        for entry in merged:
-            one = joined[-1] if joined else None
-            # Of the same box and strides in all other dims.
-            if one and all(_without(a, dim) == _without(b, dim) for a, b in zip(one[:3], entry[:3], strict=True)):
-                step, rest = divmod(entry.offset - one.offset, one.sizes[dim])
-                strides = {part.strides[dim] for part in (one, entry) if part.sizes[dim] > 1} | {step}
-                if one.start[dim] + one.sizes[dim] == entry.start[dim] and not rest and strides == {step} and step > 0:
-                    sizes = _with(one.sizes, dim, one.sizes[dim] + entry.sizes[dim])
-                    joined[-1] = one._replace(sizes=sizes, strides=_with(one.strides, dim, step))
-                    continue
-            joined.append(entry)
-        merged = joined
-    return merged
-
-
-def _without(index: Index, dim: int) -> Index:
-    return index[:dim] + index[dim + 1 :]
-
-
-def _with(index: Index, dim: int, value: int) -> Index:
-    return (*index[:dim], value, *index[dim + 1 :])

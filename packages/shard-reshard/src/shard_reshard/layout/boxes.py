@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
-from operator import gt, index
+from operator import add, gt, index, sub
 from typing import Any
 
 from shard_spec import Box
@@ -228,6 +228,58 @@ class FusedShardMap(BoxShardMap):
 
     def describe(self) -> str:
         return f"{super().describe()}, joined along dim {self.dim}"
+
+
+# A local tensor's shape, and its boxes of the global tensor with their starts in it.
+LocalTensor = tuple[Index, tuple[tuple[Box, Index], ...]]
+
+
+class PieceShardMap(BoxShardMap):
+    """Local tensors by rank, each of several boxes; boxes of different ranks may overlap.
+
+    Scales of a quantised weight lie so: two ranks whose rows meet in a block both have its scale. Planning works on
+    boxes that are cut where a box of any rank begins or ends, so that two of them are equal or disjoint.
+    """
+
+    def __init__(self, shape: Sequence[int], tensors: Mapping[int, Sequence[LocalTensor]]) -> None:
+        self.tensors = {rank: tuple(own) for rank, own in sorted(tensors.items())}
+        boxes = [box for own in self.tensors.values() for _, held in own for box, _ in held]
+        marks = [sorted({at for b in boxes for at in (b.offsets[d], b.ends[d])}) for d in range(len(shape))]
+        cut: dict[int, list[Box]] = {}
+        self._places: dict[int, tuple[tuple[int, Index], ...]] = {}
+        for rank, own in self.tensors.items():
+            cut[rank], places = [], list[tuple[int, Index]]()
+            for number, (_, held) in enumerate(own):
+                for box, local in held:
+                    for part in _cut_at(box, marks):
+                        cut[rank].append(part)
+                        shift = map(sub, part.offsets, box.offsets)
+                        places.append((number, tuple(map(add, local, shift))))
+            self._places[rank] = tuple(places)
+        super().__init__(shape, cut)
+        self._arguments = self.shape, self.tensors
+
+    def local_shapes(self, rank: int) -> tuple[Index, ...]:
+        return tuple(shape for shape, _ in self.tensors.get(rank, ()))
+
+    def places(self, rank: int) -> tuple[tuple[int, Index], ...]:
+        return self._places.get(rank, ())
+
+    def to_json(self) -> dict[str, Any]:
+        def tensor(shape: Index, held: Sequence[tuple[Box, Index]]) -> list[Any]:
+            return [list(shape), [[list(box.offsets), list(box.sizes), list(local)] for box, local in held]]
+
+        listed = [[rank, [tensor(*entry) for entry in own]] for rank, own in self.tensors.items()]
+        return {"tensors": listed}
+
+
+def _cut_at(box: Box, marks: Sequence[Sequence[int]]) -> Iterator[Box]:
+    """Cut a box at ``marks`` of each dim."""
+    spans = []
+    for at, (low, high) in zip(marks, zip(box.offsets, box.ends, strict=True), strict=True):
+        spans.append(list(pairwise(at[bisect_left(at, low) : bisect_right(at, high)])))
+    for combo in product(*spans):
+        yield Box(tuple(low for low, _ in combo), tuple(high - low for low, high in combo))
 
 
 Dims = tuple[int | None, ...]

@@ -142,6 +142,10 @@ def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
 
     if hasattr(value, "device_mesh") and hasattr(value, "placements"):
         return resolve_layout((value.device_mesh, tuple(value.placements)), tuple(value.shape), to_group)
+    from shard_spec.specs import EnumerableShardingSpec
+
+    if isinstance(spec := getattr(value, "_sharding_info", None), EnumerableShardingSpec):  # of a ShardedTensor
+        return resolve_layout(spec, None, to_group)
     try:
         info = sharding_info_of(value)
     except ValueError as error:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # Without complex32: torch warns of every tensor of it, and compares none.
 ITEMSIZES = {name: num_bytes for name, num_bytes in ITEM_BYTES.items() if name != "complex32"}
+FLOAT8 = frozenset(name for name in FLOATING if name.startswith("float8"))
 # Dtypes reduced in float32 and rounded once at the end.
 REDUCED_IN_FLOAT32 = frozenset(name for name in FLOATING if name.startswith(("float16", "bfloat16", "float8")))
 
@@ -47,6 +48,12 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def loses_values(source: str, target: str) -> bool:
+    """Return True for a cast of floats to integers or bools, or to float8: most weights become 0 without a scale."""
+    narrow = target not in FLOATING or (target in FLOAT8 and source not in FLOAT8)
+    return source in FLOATING and narrow and source != target
 
 
 def human(num_bytes: int) -> str:

@@ -9,13 +9,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from shard_spec.specs import EnumerableShardingSpec, from_torch
 
 from shard_reshard._shared.consensus import problems_of, tensor_hash
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard._torch_compat import (
     PLAIN_TYPES,
     dtensor_local,
+    flattened,
     is_fake,
+    local_of_sharded,
     mesh_groups,
     plain_locals,
     real_tensors,
@@ -28,7 +31,8 @@ from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent, da
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, own_layout, resolve_layout
 from shard_reshard.layout.shard_map import ShardMap, dtype_name
 from shard_reshard.plan import group_problems
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
+from shard_reshard.state_dict.pairs import Pair, axes_by_dims, scale_layout
+from shard_reshard.state_dict.plan import DstLayouts, KeyRule, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
 
 P = TypeVar("P")
 
@@ -42,7 +46,50 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, A
         everything: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
         everything.update(given.named_parameters(remove_duplicate=False))
         return {name: value for name, value in everything.items() if name in tensors}
-    return dict(given)
+    unusual = [kind for kind in set(map(type, given.values())) - PLAIN_TYPES if not hasattr(kind, "device_mesh")]
+    return unusual_tensors(given) if unusual else dict(given)  # most are plain tensors and DTensors
+
+
+class NestedTensors(dict[str, Any]):
+    """Tensors of a nested state dict by DCP's names.
+
+    Attributes:
+        beside: What is no tensor in it, by name.
+        paths: Keys of each name, from the outermost mapping on.
+    """
+
+    beside: Mapping[str, Any]
+    paths: Mapping[str, tuple[Any, ...]]
+
+
+def unusual_tensors(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a nested mapping, as an optimizer's, and the local shards of ShardedTensors.
+
+    In a flat mapping what is no tensor is refused later.
+    """
+    if not any(isinstance(value, Mapping) for value in given.values()):
+        return {name: plain_shard(name, value) for name, value in given.items()}
+    leaves, paths = flattened(given)
+    tensors = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor)}
+    nested = NestedTensors({name: plain_shard(name, value) for name, value in tensors.items()})
+    nested.beside = {name: value for name, value in leaves.items() if name not in tensors}
+    nested.paths = paths
+    return nested
+
+
+def plain_shard(name: str, value: Any) -> Any:
+    """Return the local shard of torch's ShardedTensor, as a tensor that declares its layout; other values pass."""
+    if (sharded := local_of_sharded(value)) is None:
+        return value
+    tensors, metadata = sharded
+    if len(tensors) > 1:
+        hint = "use reshard_sharded_tensor for it"
+        reason = f"a ShardedTensor of {len(tensors)} shards on this rank"
+        raise PlanError(Problem("unsupported-tensor", name, found=reason, hint=hint))
+    local = tensors[0].detach() if tensors else torch.empty(0, dtype=metadata.tensor_properties.dtype)
+    spec = EnumerableShardingSpec([from_torch(shard) for shard in metadata.shards_metadata])
+    local._sharding_info = spec  # type: ignore[attr-defined]  # on this view alone
+    return local
 
 
 def collect_metadata(
@@ -51,8 +98,12 @@ def collect_metadata(
     src_layouts: Mapping[str, LayoutLike],
     shapes: Mapping[str, Any],
     members: GroupInfo,
+    pairs: Sequence[Pair] = (),
 ) -> RankMeta:
-    """Collect the metadata of source and destination tensors, and their problems."""
+    """Collect the metadata of source and destination tensors, and their problems.
+
+    A scale of ``pairs`` without a layout in ``src_layouts`` has the one that follows from its weight's.
+    """
     tensors: list[Any] = [*state_dict, *outs]
     strange = [name for name in tensors if not isinstance(name, str)]
     if strange:
@@ -60,6 +111,9 @@ def collect_metadata(
             Problem("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
         )
     problems: list[Problem] = []
+    if pairs:
+        derived = _scale_layouts(state_dict, src_layouts, shapes, members, pairs, problems)
+        src_layouts = {**src_layouts, **derived}
     sources: dict[str, TensorMeta] = {}
     known_outs: dict[str, TensorMeta] = {}
     alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object, pickled once
@@ -91,7 +145,34 @@ def collect_metadata(
             except Exception as error:
                 problems += [p.named(name) for p in problems_of(error)]
     elsewhere = tuple(name for name in src_layouts if name not in state_dict)
-    return RankMeta(_tied(sources, state_dict), _tied(known_outs, outs), tuple(problems), elsewhere)
+    beside = (state_dict.beside, state_dict.paths) if isinstance(state_dict, NestedTensors) else ()
+    return RankMeta(_tied(sources, state_dict), _tied(known_outs, outs), tuple(problems), elsewhere, *beside)
+
+
+def _scale_layouts(
+    state_dict: Mapping[str, Any],
+    src_layouts: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Any],
+    members: GroupInfo,
+    pairs: Sequence[Pair],
+    problems: list[Problem],
+) -> dict[str, ShardMap]:
+    """Return layouts of local scales by the layouts of their weights in ``src_layouts``."""
+    layouts: dict[str, ShardMap] = {}
+    for name in src_layouts:
+        for pair in pairs:
+            scale = pair.scale_of(name)
+            value = None if scale is None or scale in src_layouts else state_dict.get(scale)
+            if scale is None or not isinstance(value, torch.Tensor) or hasattr(value, "device_mesh"):
+                continue
+            try:
+                layout = resolve_layout(src_layouts[name], shapes.get(name), members.to_group)
+                block = pair.block_of(layout.shape)
+                axes = axes_by_dims(scale, layout.shape, block, value.ndim)
+                layouts[scale] = scale_layout(name, layout, block, axes)
+            except PlanError as error:
+                problems += [p.named(name) for p in error.problems]
+    return layouts
 
 
 def _tied(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
@@ -161,12 +242,14 @@ class Question(NamedTuple):
     """Arguments of a call beside its tensors, equal on every rank."""
 
     dst_layouts: DstLayouts
-    key_map: KeyMap | None
+    key_map: KeyRule | None
     bucket_bytes: int
     strict: bool
     check: str
     changed_only: bool = False
     serial: int = 0  # of a question that is not to equal another one, though its text does
+    casts: str = "exact"
+    pairs: tuple[Pair, ...] = ()
 
     def digest(self, facts: RankMeta) -> bytes:
         """Return a digest of it and a rank's metadata. The serial number stands for layouts that are a function."""
@@ -181,8 +264,9 @@ class Question(NamedTuple):
                 with real_tensors():  # ranks and groups, which the repr of a mesh lacks
                     text += f" of ranks {layout[0].mesh.tolist()} in {mesh_groups(layout[0])}"
             texts.append((name, text))
-        options = (self.bucket_bytes, self.strict, self.check, self.changed_only, self.serial)
-        content = facts, sorted((self.key_map or {}).items()), options, sorted(texts)
+        options = (self.bucket_bytes, self.strict, self.check, self.changed_only, self.serial, self.casts, self.pairs)
+        keys = "a function" if callable(self.key_map) else sorted((self.key_map or {}).items())
+        content = facts, keys, options, sorted(texts)
         return hashlib.sha256(repr(content).encode()).digest()[:24]
 
 
@@ -235,10 +319,11 @@ def agreed_plan(
         def make(everyone: list[Any], problems: list[Problem]) -> tuple[StateDictPlan, list[str]]:
             problems += differing([sums for _, sums in everyone], *PLAIN)
             metadata = [metadata for metadata, _ in everyone]
-            plan = plan_state_dict(metadata, *question[:3], members.to_group, question.strict)
+            options: Any = {"strict": question.strict, "casts": question.casts, "pairs": question.pairs}
+            plan = plan_state_dict(metadata, *question[:3], members.to_group, **options)
             problems += group_problems((move.plan for move in plan.moves), members.size)
-            options = f"check={question.check} changed_only={question.changed_only}"
-            return plan, [*plan.lines, options, f"plan {plan.digest}"]
+            text = f"check={question.check} changed_only={question.changed_only}"
+            return plan, [*plan.lines, text, f"plan {plan.digest}"]
 
         plan = plan_of_all(members, "a state dict", (facts, sums), make)
         if not question.serial:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,9 +16,10 @@ from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import FREED, address, destination_problems, has_memory, local_problems, memory_of
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import GroupInfo, assert_consistent
-from shard_reshard.layout.boxes import BoxShardMap
+from shard_reshard.layout.boxes import BoxShardMap, PieceShardMap
 from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.state_dict.agreement import declared_mismatches
+from shard_reshard.state_dict.pairs import Conversion
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove, given_layout
 
 
@@ -35,22 +36,43 @@ class Progress(NamedTuple):
 class MovedStateDict(dict[str, Any]):
     """Name -> tensor on this rank, in the destination layout. A DTensor for layouts of a DeviceMesh.
 
+    Of a nested state dict the names are DCP's, as ``state.layer.weight.exp_avg``, and values that are no tensors are in
+    it on every rank.
+
     Attributes:
         plan: The executed plan.
     """
 
     plan: StateDictPlan
 
+    def nested(self) -> dict[str, Any]:
+        """Return the result in the form of the nested state dict that was moved."""
+        root: dict[str, Any] = {}
+        for name, path in self.plan.paths.items():
+            if name not in self:
+                continue
+            place: Any = root
+            for key, following in zip(path, [*path[1:], None], strict=True):
+                new: Any = self[name] if following is None else [] if isinstance(following, int) else {}
+                if isinstance(place, list):
+                    place += [None] * (key + 1 - len(place))
+                    if place[key] is None:
+                        place[key] = new
+                else:
+                    place.setdefault(key, new)
+                place = place[key]
+        return root
+
 
 class LocalTargets:
     """Destinations, buckets and movers of one rank in a planned state dict, for all calls.
 
-    With ``keep`` buffers and views are kept between calls. Sources of a call are compared with ``known`` metadata;
-    ``dropped`` ones are not moved.
+    With ``keep`` buffers and views are kept between calls. Sources of a call are compared with ``known`` metadata.
 
     Attributes:
+        converted: Names that arrive apart from their destination, because arithmetic follows.
         shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
-        buckets: For each bucket, the moves that take a source from this rank, and the destinations it fills.
+        buckets: For each bucket, the moves that take a source from this rank, and all its moves.
         movers: For each bucket, what moves it.
     """
 
@@ -64,24 +86,24 @@ class LocalTargets:
         keep: bool = False,
         changed_only: bool = False,
         known: Mapping[str, TensorMeta] | None = None,
-        dropped: Collection[str] = (),
     ) -> None:
         self.plan, self.rank, self.members, self.dst_layouts = plan, members.rank, members, dst_layouts
+        self.converted = {name for weight, entry in plan.conversions.items() for name in (weight, entry.scale)}
         self._known, moved = known or {}, {move.source for move in plan.moves}
         self._tied = [
             (name, entry.tied_to)
             for name, entry in self._known.items()
-            if entry.tied_to != name and name not in moved and name not in dropped
+            if entry.tied_to != name and name not in moved and name not in plan.dropped
         ]
         local = {name: layout.local_shapes(self.rank) for name, (layout, _) in plan.targets.items()}
         self.shapes = {name: shapes for name, shapes in local.items() if name not in plan.aliases}
         self.dtypes = {name: torch_dtype(plan.targets[name][1]) for name in self.shapes}
-        self.buckets: list[tuple[list[TensorMove], list[str]]] = []
+        self.buckets: list[tuple[list[TensorMove], list[TensorMove]]] = []
         self.movers: list[Mover] = []
         for bucket in plan.buckets:
             moves = [plan.moves[at] for at in bucket]
             held = [move for move in moves if move.plan.src.local_shapes(self.rank)]
-            self.buckets.append((held, [move.target for move in moves]))
+            self.buckets.append((held, moves))
             plans = tuple(move.plan for move in moves)
             # What is prepared for one caller's tensors must not meet another's: then movers are not shared.
             mover = Mover(plans, members, keep, check) if keep else shared_mover(members, plans, check)
@@ -141,7 +163,7 @@ class LocalTargets:
         strict: bool,
     ) -> list[Problem]:
         """Return the problems of ``given`` as ``out`` on this rank (locally ``outs``)."""
-        targets = self.plan.targets
+        targets = self.plan.outputs
         problems = declared_mismatches(given, lambda name: targets[name][0] if name in targets else None, self.members)
 
         def add(code: str, found: str, hint: str) -> None:
@@ -186,7 +208,7 @@ class ReceiveBuffers:
         self.fresh = not outs
         self.in_place: set[str] = set()  # names filled in the caller's memory
         for name, shapes in here.shapes.items():
-            if outs and name in outs and len(shapes) == 1:
+            if outs and name in outs and len(shapes) == 1 and name not in here.converted:
                 self.tensors[name] = [outs[name]]
                 self.in_place.add(name)
                 continue
@@ -271,26 +293,50 @@ def write_outputs(
     here: LocalTargets, arriving: ReceiveBuffers, outs: Mapping[str, Any], locals_: Mapping[str, torch.Tensor]
 ) -> MovedStateDict:
     """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``)."""
-    plan, result = here.plan, MovedStateDict()
-    for name in plan.targets:  # in the order of their names
+    plan, results, ready = here.plan, dict[str, Any](), dict[str, list[torch.Tensor]]()
+    for name, conversion in plan.conversions.items():
+        if name not in plan.aliases:
+            ready |= _converted(here, arriving, name, conversion)
+    for name in plan.outputs:  # in the order of their names
         if name in arriving.in_place:
-            result[name] = outs[name]
+            results[name] = outs[name]
             continue
-        tensors = arriving.tensors[plan.aliases.get(name, name)]
+        first = plan.aliases.get(name, name)
+        tensors = ready[first] if first in ready else arriving.tensors[first]
         if not tensors:  # nothing on this rank
             continue
         if name in locals_:
             target = locals_[name]
             if address(target) != address(tensors[0]) or target.shape != tensors[0].shape:
                 target.copy_(tensors[0])
-            result[name] = outs[name]
+            results[name] = outs[name]
             continue
         if name not in here.wraps:  # a DTensor for a layout of a DeviceMesh
-            shape = plan.targets[name][0].shape
+            shape = plan.outputs[name][0].shape
             layout = given_layout(name, shape, here.dst_layouts)
             here.wraps[name] = None
-            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
+            derived = isinstance(plan.outputs[name][0], PieceShardMap)  # the scale of a sharded weight is no DTensor
+            if not derived and isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
                 here.wraps[name] = dtensor_maker(as_dtensor(tensors[0], layout[0], tuple(layout[1]), shape))
         wrap = here.wraps[name]
-        result[name] = wrap(tensors[0]) if wrap else tensors[0] if len(tensors) == 1 else tensors
-    return result
+        results[name] = wrap(tensors[0]) if wrap else tensors[0] if len(tensors) == 1 else tensors
+    return MovedStateDict(results)
+
+
+def _converted(
+    here: LocalTargets, arriving: ReceiveBuffers, name: str, conversion: Conversion
+) -> dict[str, list[torch.Tensor]]:
+    """Return a weight that was quantised or dequantised on this rank, and the scale of a quantised one.
+
+    What arrived is released: the result takes its place.
+    """
+    weights = arriving.tensors.pop(name)
+    scales = (
+        weights if conversion.quantize else arriving.tensors[here.plan.aliases.get(conversion.scale, conversion.scale)]
+    )
+    results = [
+        conversion.apply(here.rank, number, weight, factors)
+        for number, (weight, factors) in enumerate(zip(weights, scales, strict=True))
+    ]
+    names = [name, conversion.scale] if conversion.quantize else [name]
+    return {each: [result[at] for result in results] for at, each in enumerate(names)}

@@ -10,19 +10,42 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cache, cached_property
+from math import prod
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from shard_spec import Layout, MeshSpec
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems
+from shard_reshard.group import condensed
 from shard_reshard.layout.boxes import BoxShardMap, Dims, ShardMapView, tiling_problems
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.shard_map import ITEMSIZES, Index, MeshShardMap, ShardMap, human
+from shard_reshard.layout.shard_map import ITEMSIZES, Index, MeshShardMap, ShardMap, dtype_name, human
 from shard_reshard.plan import all_ranks_copies
 from shard_reshard.planning import ReshardPlan, make_plan
+from shard_reshard.state_dict.pairs import (
+    QUANTISED,
+    Axes,
+    Block,
+    Conversion,
+    Matched,
+    Pair,
+    Scaled,
+    Scales,
+    axes_by_dims,
+    cast_problem,
+    convertible,
+    grid_of,
+    grown_layout,
+    holds,
+    matched_pairs,
+    scale_axes,
+    scale_layout,
+    weight_beside,
+)
 
 
 class Part(NamedTuple):
@@ -30,7 +53,9 @@ class Part(NamedTuple):
 
     ``{"q.weight": Part("qkv.weight", start=0), "k.weight": Part("qkv.weight", start=4096)}`` fuses;
     ``{"qkv.weight": [Part("q.weight", size=4096), Part("k.weight", source_start=4096, size=1024)]}`` splits;
-    ``{f"experts.{n}.w1": Part("experts.w1", stack=n) for n in range(8)}`` stacks.
+    ``{f"experts.{n}.w1": Part("experts.w1", stack=n) for n in range(8)}`` stacks, and
+    ``{"experts.w1": [Part(f"experts.{n}.w1", unstack=n) for n in range(8)]}`` is the way back. Both may cut a dim too:
+    ``Part("experts.0.up", unstack=0, dim=1, source_start=64)`` is the second half of expert 0's rows.
     Together the sources of a destination fill it: an element without a source is a problem.
 
     Attributes:
@@ -42,6 +67,7 @@ class Part(NamedTuple):
         fill: Value of the destination's elements without a source (padding). None: there are none.
         stack: Index in a leading dim of the destination that the source lacks. None: they have the same dims.
         dims: The source's dims in the destination's order, as in ``torch.permute``. None: the same order.
+        unstack: Index in the source's first dim, which the destination lacks. None: they have the same dims.
     """
 
     name: str
@@ -52,9 +78,12 @@ class Part(NamedTuple):
     fill: float | None = None
     stack: int | None = None
     dims: tuple[int, ...] | None = None
+    unstack: int | None = None
 
 
 KeyMap = Mapping[str, "str | Part | Sequence[Part] | None"]
+# A function gets the global shapes of all sources by name.
+KeyRule = KeyMap | Callable[[Mapping[str, tuple[int, ...]]], KeyMap]
 DstLayouts = Mapping[str, LayoutLike] | Callable[[str, tuple[int, ...]], LayoutLike] | LayoutLike | None
 
 
@@ -76,6 +105,8 @@ class RankMeta:
     outs: dict[str, TensorMeta]
     problems: tuple[Problem, ...] = ()
     elsewhere: tuple[str, ...] = ()  # names of ``src_layouts`` missing on this rank
+    values: Mapping[str, Any] = field(default_factory=dict)  # what is no tensor in a nested state dict
+    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of all names of a nested state dict
 
 
 class TensorMove(NamedTuple):
@@ -84,6 +115,7 @@ class TensorMove(NamedTuple):
     source: str
     target: str
     plan: ReshardPlan
+    unstacked: bool = False  # the plan has a first dim of size 1 that the local destination lacks
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a local source tensor with its dims in the destination's order."""
@@ -103,16 +135,28 @@ class StateDictPlan:
     Attributes:
         moves: Every move, in execution order.
         buckets: For each collective, the positions of its moves.
-        targets: Layout and dtype of every destination tensor.
+        targets: Layout and dtype of every tensor that arrives.
+        outputs: Layout and dtype of every result: of ``targets`` after the conversions.
         aliases: Destination names tied to another destination, which is moved for both.
         fills: Destination names with elements without a source, and the value of these; None: they stay unchanged.
+        conversions: Destination weights that a receiver quantises or dequantises after the moves.
+        keys: The resolved ``key_map``, with the parts of scales.
+        dropped: Sources that are not moved.
+        values: What is no tensor in a nested state dict, by name.
+        paths: Keys of each name of a nested state dict, from the outermost mapping on.
     """
 
     moves: tuple[TensorMove, ...]
     buckets: tuple[tuple[int, ...], ...]
     targets: Mapping[str, tuple[ShardMap, str]]
+    outputs: Mapping[str, tuple[ShardMap, str]]
     aliases: Mapping[str, str]
     fills: Mapping[str, float | None] = field(default_factory=dict)
+    conversions: Mapping[str, Conversion] = field(default_factory=dict)
+    keys: KeyMap = field(default_factory=dict)
+    dropped: frozenset[str] = frozenset()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @cached_property
     def wire_bytes(self) -> int:
@@ -139,14 +183,17 @@ class StateDictPlan:
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
         moves = [(move.source, move.target, move.plan.digest) for move in self.moves]
-        facts = [moves, self.buckets, dict(self.aliases), dict(self.fills)]
+        conversions = {name: repr(conversion) for name, conversion in self.conversions.items()}
+        facts = [moves, self.buckets, dict(self.aliases), dict(self.fills), conversions, sorted(self.dropped)]
+        facts.append(repr(self.values))
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @property
     def lines(self) -> list[str]:
         """One line for each move, for comparison between ranks."""
         return [
-            f"{_title(move)}: {move.plan.dtype} {move.plan.shape} from {move.plan.src.describe()} to "
+            f"{move.source}{f' -> {move.target}' * (move.source != move.target)}: "
+            f"{move.plan.dtype} {move.plan.shape} from {move.plan.src.describe()} to "
             f"{move.plan.dst.describe()}, plan {move.plan.digest[:12]}"
             for move in self.moves
         ]
@@ -190,80 +237,411 @@ def _collections_paused() -> Iterator[None]:
 def plan_state_dict(
     everyone: Sequence[RankMeta],
     dst_layouts: DstLayouts,
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     bucket_bytes: int = 64 * 2**20,
     to_group: ToGroup | None = None,
     strict: bool = True,
+    *,
+    casts: str = "exact",
+    pairs: Sequence[Pair] = (),
+    unexpected: Sequence[str] | None = None,
 ) -> StateDictPlan:
     """Plan the moves of all tensors from all ranks' metadata, in rank order, or raise the problems of all.
 
-    Pure and equal on every rank.
+    Pure and equal on every rank. ``unexpected`` are globs of sources that may lack a destination.
     """
     problems: list[Problem] = [p for facts in everyone for p in facts.problems]
-    key_map = key_map or {}
+    if casts not in ("exact", "values"):
+        problems.append(Problem("invalid-argument", "casts", found=repr(casts), hint="'exact' or 'values'"))
 
     # Sources of all ranks, and the destinations of each.
     sources = _merge("source", [facts.sources for facts in everyone], problems)
     elsewhere = dict.fromkeys(name for facts in everyone for name in facts.elsewhere)
     hint = "src_layouts names tensors of some rank's state_dict"
     problems += [_unknown("src_layouts", name, sources, hint) for name in elsewhere if name not in sources]
+    asked = key_map({name: meta.shape for name, meta in sources.items()}) if callable(key_map) else key_map or {}
     hint = "key_map names tensors of the source state dict"
-    problems += [_unknown("key_map", name, sources, hint) for name in key_map if name not in sources]
-    routes: list[Route] = []
-    for name, meta in sources.items():
-        entries = key_map.get(name, name)
-        for entry in [] if entries is None else [entries] if isinstance(entries, str | Part) else list(entries):
-            try:
-                routes.append(_route(name, meta.shape, Part(entry) if isinstance(entry, str) else entry))
-            except PlanError as error:
-                problems += error.problems
-    by_target: dict[str, list[Route]] = {}
-    for route in routes:
-        by_target.setdefault(route.target, []).append(route)
+    problems += [_unknown("key_map", name, sources, hint) for name in asked if name not in sources]
+    matched: dict[str, Matched] = {}
+    keys = asked
+    if pairs:
+        matched = matched_pairs({name: meta[:2] for name, meta in sources.items()}, pairs, problems)
+        keys = _with_scales(asked, sources, matched, problems)
+    by_target = _routes(sources, keys, problems)
+    if unexpected:
+        names = {name for facts in everyone for name in facts.outs}
+        by_target = _expected(by_target, names, dst_layouts, unexpected)
+    values, paths = _values(everyone, problems) if any(facts.paths for facts in everyone) else ({}, {})
+    dropped = frozenset(sources) - {route.source for routes in by_target.values() for route in routes}
 
     # Layout and dtype of each destination: the caller's, or those of its tensor in `out`.
     shapes = {name: _least_shape(name, sources, by_target[name], problems) for name in sorted(by_target)}
-    in_layouts = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
-    located = {name for name, layout in in_layouts.items() if layout is not None}
-    outs = _merge("out", [facts.outs for facts in everyone], problems, located)
-    targets: dict[str, tuple[ShardMap, str]] = {}
-    fills: dict[str, float | None] = {}
-    # Large models have many tensors and few layouts: equal ones are resolved, planned and scheduled once.
-    resolved: dict[object, ShardMap] = {}
-    for name, (shape, dtype) in shapes.items():
-        out, wanted = outs.get(name), in_layouts[name]
-        key = id(wanted), id(out.layout) if out is not None and wanted is None else 0, shape
-        try:
-            if key not in resolved:
-                own = None if out is None else out.layout
-                if wanted is None and own is None:
-                    hint = "name it in dst_layouts, pass an out= that has it, or leave it out: key_map={name: None}"
-                    raise PlanError(Problem("missing-argument", name, found="no destination layout", hint=hint))
-                resolved[key] = own if wanted is None and own else resolve_layout(wanted, shape, to_group)
-            targets[name] = resolved[key], dtype if out is None else out.dtype
-            if len(by_target[name]) > 1 or resolved[key].shape != by_target[name][0].shape:
-                _fill(name, resolved[key], by_target[name], everyone, strict, fills)
-        except PlanError as error:
-            problems += [p.named(name) for p in error.problems]
+    given = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
+    by_name = dst_layouts if isinstance(dst_layouts, Mapping) else {}
+    where = _Where(everyone, sources, shapes, given, by_name, to_group, unexpected is not None)
+    if matched:
+        where.pair(by_target, matched, problems)
+    located = {name for name, layout in given.items() if layout is not None} - where.scaled.keys() | where.local
+    where.outs = _merge("out", [facts.outs for facts in everyone], problems, located)
+    targets, fills = where.targets(by_target, strict, casts, problems)
+    outputs = where.outputs(targets) if where.conversions else targets
+    if any(pair.quantize for pair in pairs) and not where.made:
+        hint = "pass an out= with quantised weights and their scales"
+        problems.append(Problem("missing-argument", "pairs", found="quantize=True quantises no weight", hint=hint))
     if strict:
-        filled = {outs[name].tied_to for name in targets if name in outs}
+        arrived = by_target.keys() | outputs.keys()
+        if where.scaled:  # not what is used up; a scale whose weight has a problem has that problem too
+            arrived = (arrived - where.consumed) | where.failed(targets)
+        filled = {where.outs[name].tied_to for name in arrived if name in where.outs}
         reason, hint = "a tensor of out= without a source", "pass its source, name it in key_map, or pass strict=False"
         problems += [
             Problem("missing-source", name, found=reason, hint=hint)
-            for name, meta in outs.items()
-            if name not in targets and meta.tied_to not in filled  # one tied to a filled one is filled with it
+            for name, meta in where.outs.items()
+            if name not in arrived and meta.tied_to not in filled  # one tied to a filled one is filled with it
         ]
         hint = "dst_layouts names destination tensors; leave it out, or pass strict=False"
         problems += [
             _unknown("dst_layouts", name, shapes, hint)
-            for name in (dst_layouts if isinstance(dst_layouts, Mapping) else ())
-            if name not in shapes and key_map.get(name, name) is not None
+            for name in by_name
+            if name not in shapes and name not in outputs and keys.get(name, name) is not None
         ]
     if problems:
-        raise PlanError(dict.fromkeys(problems))
+        raise PlanError(condensed(problems))
+    routes = [route for of_target in by_target.values() for route in of_target]
+    order = {name: at for at, name in enumerate(sources)}
+    routes.sort(key=lambda route: order[route.source])  # stable: parts of a source stay in their order
+    tied = any(meta.tied_to != name for name, meta in sources.items())
+    aliases = _aliases(sources, where.outs, by_target, routes, targets) if tied else {}
+    aliases = where.alike(aliases) if where.conversions else aliases
+    moves = _moves(sources, routes, aliases, targets, bucket_bytes)
+    buckets = _buckets(moves, bucket_bytes)
+    return StateDictPlan(
+        moves, buckets, targets, outputs, aliases, fills, where.conversions, keys, dropped, values, paths
+    )
 
-    # Moves: of tied tensors once, and equal plans as one object.
-    aliases = _aliases(sources, outs, by_target, routes, targets)
+
+def _values(everyone: Sequence[RankMeta], problems: list[Problem]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Return the values beside the tensors of nested state dicts, equal on all ranks that have them, and all paths."""
+    values: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for rank, facts in enumerate(everyone):
+        paths |= facts.paths
+        for name, value in facts.values.items():
+            if repr(values.setdefault(name, value)) != repr(value):
+                reason, hint = (
+                    f"{value!r:.80} on rank {rank}, before: {values[name]!r:.80}",
+                    "pass equal values, or none",
+                )
+                problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
+    return values, paths
+
+
+def _routes(sources: Mapping[str, TensorMeta], keys: KeyMap, problems: list[Problem]) -> dict[str, list[Route]]:
+    """Return the windows of each destination."""
+    by_target: dict[str, list[Route]] = {}
+    for name, meta in sources.items():
+        entries = keys.get(name, name)
+        for entry in [] if entries is None else [entries] if isinstance(entries, str | Part) else list(entries):
+            try:
+                route = _route(name, meta.shape, Part(entry) if isinstance(entry, str) else entry)
+                by_target.setdefault(route.target, []).append(route)
+            except PlanError as error:
+                problems += error.problems
+    return by_target
+
+
+def _expected(
+    by_target: dict[str, list[Route]], outs: Collection[str], dst_layouts: DstLayouts, unexpected: Sequence[str]
+) -> dict[str, list[Route]]:
+    """Leave out destinations that no one asked for, of sources that match the globs."""
+    named = set(outs) | set(dst_layouts if isinstance(dst_layouts, Mapping) else ())
+    if not named and dst_layouts is not None:  # a layout for all, and no `out`: every tensor is asked for
+        return by_target
+    return {
+        name: routes
+        for name, routes in by_target.items()
+        if name in named or not all(any(fnmatchcase(r.source, glob) for glob in unexpected) for r in routes)
+    }
+
+
+def _with_scales(
+    keys: KeyMap, sources: Mapping[str, TensorMeta], matched: Mapping[str, Matched], problems: list[Problem]
+) -> KeyMap:
+    """Return ``key_map`` with entries for scales whose weights have entries: a part of a weight in units of blocks."""
+    added: dict[str, Any] = {}
+    for name, (pair, scale, block) in matched.items():
+        if name not in keys or scale in keys or scale not in sources:
+            continue
+        entries = keys[name]
+        try:
+            if entries is None:
+                added[scale] = None
+                continue
+            shape = sources[name].shape
+            axes = scale_axes(scale, shape, block, sources[scale].shape)
+            parts = [entries] if isinstance(entries, str | Part) else list(entries)
+            added[scale] = [_scale_part(name, pair, part, shape, block, axes) for part in parts]
+        except PlanError as error:
+            problems += [p.named(name) for p in error.problems]
+    return {**keys, **added}
+
+
+def _scale_part(name: str, pair: Pair, entry: str | Part, shape: Index, block: Block, axes: Axes) -> Part:
+    """Return the part of a scale that goes with a part of its weight."""
+    part = Part(entry) if isinstance(entry, str) else entry
+    scale = pair.scale_for(name, part.name)
+    if scale is None:
+        hint = f"name the scale in key_map, or map to a name of the form {pair.weight!r}"
+        raise PlanError(Problem("missing-argument", name, found=f"{part.name!r} has no scale's name", hint=hint))
+    dim, cut = part.dim % max(1, len(shape)), part.size is not None or part.start or part.source_start
+    values = part._replace(name=scale, dim=0, fill=None if part.fill is None else 1.0)
+    if cut:
+        unit, end = block[dim], part.source_start + (part.size or 0)
+        ragged = part.size is not None and end != shape[dim]
+        if unit is None or dim not in axes or part.start % unit or part.source_start % unit or (ragged and end % unit):
+            hint = "parts begin and end at blocks: their elements share scales with others"
+            raise PlanError(Problem("does-not-divide", name, dim, found=f"{part!r} in blocks of {block}", hint=hint))
+        size = None if part.size is None else -(-part.size // unit)
+        values = values._replace(
+            dim=axes.index(dim), start=part.start // unit, source_start=part.source_start // unit, size=size
+        )
+    plain = axes == tuple(range(len(shape)))
+    if (part.dims is not None and not plain) or (part.unstack is not None and (axes[:1] != (0,) or block[0] != 1)):
+        hint = "name the scale in key_map: it lacks dims of the weight"
+        raise PlanError(Problem("conflicting-arguments", name, found=repr(part), hint=hint))
+    return values
+
+
+@dataclass
+class _Where:
+    """Layout and dtype of each destination while a plan is made, and the conversions of pairs.
+
+    Attributes:
+        everyone: Metadata by rank.
+        sources: Metadata of all sources.
+        shapes: By destination, the smallest shape that contains all its parts, and their dtype.
+        given: By destination, the layout in ``dst_layouts``; None for a layout by ``out``.
+        by_name: Layouts that the caller gives for single names, also of scales.
+        to_group: See `resolve_layout`.
+        of_files: True if the sources are files.
+        outs: Metadata of the tensors to fill.
+        conversions: By destination weight.
+        scaled: By destination scale, its weight.
+        local: Scales of ``out`` that are shards, without a layout of their own.
+        resolved: Layouts; large models have many tensors and few of them, which are then planned once.
+    """
+
+    everyone: Sequence[RankMeta]
+    sources: Mapping[str, TensorMeta]
+    shapes: Mapping[str, tuple[Index, str]]
+    given: Mapping[str, LayoutLike | None]
+    by_name: Mapping[str, LayoutLike]
+    to_group: ToGroup | None
+    of_files: bool
+    outs: Mapping[str, TensorMeta] = field(default_factory=dict)
+    conversions: dict[str, Conversion] = field(default_factory=dict)
+    scaled: dict[str, Scaled] = field(default_factory=dict)
+    local: set[str] = field(default_factory=set)
+    resolved: dict[object, ShardMap] = field(default_factory=dict)
+
+    @property
+    def consumed(self) -> set[str]:
+        """Names that arrive, but are no result: scales of dequantised weights."""
+        return {entry.scale for entry in self.conversions.values() if not entry.quantize}
+
+    @property
+    def made(self) -> set[str]:
+        """Names that are results, but do not arrive: scales of quantised weights."""
+        return {entry.scale for entry in self.conversions.values() if entry.quantize}
+
+    def outputs(self, targets: Mapping[str, tuple[ShardMap, str]]) -> dict[str, tuple[ShardMap, str]]:
+        """Return layout and dtype of every result."""
+        outputs = {name: entry for name, entry in targets.items() if name not in self.consumed}
+        for name, entry in self.conversions.items():
+            outputs[name] = entry.layout, entry.dtype
+            if entry.quantize:
+                outputs[entry.scale] = entry.scale_layout, entry.scale_dtype
+        return dict(sorted(outputs.items()))
+
+    def pair(
+        self, by_target: Mapping[str, Sequence[Route]], matched: Mapping[str, Matched], problems: list[Problem]
+    ) -> None:
+        """Find the pairs of destinations, and merge the metadata of ``out``."""
+        targets_of: dict[str, list[str]] = {}
+        for name, routes in by_target.items():
+            for route in routes:
+                targets_of.setdefault(route.source, []).append(name)
+        for name, routes in by_target.items():
+            pairs = {(matched[r.source][0], r.dst_block(matched[r.source][2])) for r in routes if r.source in matched}
+            if not pairs or any(route.source not in matched for route in routes):
+                continue
+            (pair, block), *others = pairs
+            own = matched[routes[0].source].scale
+            has_scale = own in self.sources
+            scales, places = targets_of.get(own, []), targets_of[routes[0].source]
+            alike = scales[places.index(name)] if len(scales) == len(places) else None  # parts in one order
+            wanted = [alike, pair.scale_for(routes[0].source, name)] if has_scale else [pair.scale_of(name) or own]
+            scale = next((s for s in wanted if s is not None and (s in self.shapes or not has_scale)), None)
+            if scale is None:  # left out by key_map: a cast of the weight is refused
+                continue
+            if others:
+                reason, hint = f"parts with blocks {sorted(str(b) for _, b in pairs)}", "one block for a destination"
+                problems.append(Problem("conflicting-arguments", name, found=reason, hint=hint))
+            elif scale in self.scaled:
+                reason, hint = f"{scale} is the scale of {self.scaled[scale].weight} too", "one scale for each weight"
+                problems.append(Problem("duplicate-name", name, found=reason, hint=hint))
+            else:
+                self.scaled[scale] = Scaled(name, pair, block, has_scale)
+        for scale, entry in self.scaled.items():
+            # A plain scale of another size than the full one is the shard that goes with a shard of the weight.
+            grid = prod(grid_of(self.shapes[entry.weight][0], entry.block))
+            tables = [facts.outs for facts in self.everyone]
+            if any(scale in table and prod(table[scale].shape) != grid for table in tables):
+                self.local.add(scale)
+
+    def targets(
+        self, by_target: Mapping[str, Sequence[Route]], strict: bool, casts: str, problems: list[Problem]
+    ) -> tuple[dict[str, tuple[ShardMap, str]], dict[str, float | None]]:
+        """Return layout and dtype of what arrives by name, and the values of elements without a source."""
+        targets: dict[str, tuple[ShardMap, str]] = {}
+        fills: dict[str, float | None] = {}
+        scales: Scales | None = None  # few state dicts are cast
+        by_weight = {entry.weight: scale for scale, entry in self.scaled.items()}
+        for name in sorted(self.shapes, key=lambda name: (name in self.scaled, name)):  # scales follow their weights
+            try:
+                if name in self.scaled:
+                    targets[name] = self._scale_target(name, targets)
+                else:
+                    targets[name] = self._target(name, by_target[name][0].source, by_weight.get(name))
+                out, (layout, dtype) = self.outs.get(name), targets[name]
+                source = self.sources[by_target[name][0].source].dtype
+                kept = name not in self.conversions and name not in self.scaled
+                if casts == "exact" and out is not None and source != dtype and kept:
+                    scales = scales or Scales([*self.sources, *self.outs])
+                    problem = cast_problem(by_target[name][0].source, source, dtype, scales, name)
+                    problems += [] if problem is None else [problem]
+                routes = by_target[name]
+                if len(routes) > 1 or layout.shape != routes[0].shape:
+                    _fill(name, layout, routes, self.everyone, strict, fills)
+            except PlanError as error:
+                problems += [p.named(name) for p in error.problems]
+        return dict(sorted(targets.items())), fills
+
+    def alike(self, aliases: Mapping[str, str]) -> dict[str, str]:
+        """Return the ties that hold after the conversions: one weight with two scales is two tensors."""
+        changed = self.conversions.keys()
+        kept = {name: first for name, first in aliases.items() if (name in changed) == (first in changed)}
+        for name, entry in self.conversions.items():
+            first = self.conversions.get(aliases.get(name, ""))
+            if first is None or entry.quantize or aliases.get(entry.scale) != first.scale:
+                kept.pop(name, None)
+        return kept
+
+    def failed(self, targets: Collection[str]) -> set[str]:
+        """Return scales whose weights have a problem: that problem is theirs too."""
+        return {scale for scale, entry in self.scaled.items() if entry.weight not in targets}
+
+    def _target(self, name: str, source: str, scale: str | None) -> tuple[ShardMap, str]:
+        """Return layout and dtype of a tensor that is no scale; of a weight of a pair, with its conversion."""
+        (shape, dtype), out = self.shapes[name], self.outs.get(name)
+        wanted = self.given[name]
+        key = id(wanted), id(out.layout) if out is not None and wanted is None else 0, shape
+        if key not in self.resolved:
+            own = None if out is None else out.layout
+            if wanted is None and own is None:
+                raise PlanError(self._no_layout(name, source))
+            self.resolved[key] = own if wanted is None and own else resolve_layout(wanted, shape, self.to_group)
+        layout = self.resolved[key]
+        if out is not None and len(out.shape) == len(shape) - 1 and shape[0] == 1:
+            reason = f"{source} arrives as {shape}, the tensor of out= has {len(out.shape)} dims"
+            hint = "for one index of the first dim write Part(..., unstack=index)"
+            raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
+        final = dtype if out is None else out.dtype
+        if scale is None:
+            return layout, final
+        entry = self.scaled[scale]
+        block, pair = entry.block, entry.pair
+        if entry.has_scale and pair.dequantize:
+            if out is None and pair.dequantize is True:
+                hint = "Pair(..., dequantize=torch.bfloat16), or pass out="
+                raise PlanError(Problem("missing-argument", name, found="no dtype to dequantize to", hint=hint))
+            into = final if pair.dequantize is True else dtype_name(pair.dequantize)
+            if into != final and out is not None:
+                hint = "pass dequantize=True for the dtype of out"
+                raise PlanError(Problem("dtype-mismatch", name, found=f"{into}, out is of {final}", hint=hint))
+            (scale_shape, scale_dtype) = self.shapes[scale]
+            axes = scale_axes(scale, shape, block, scale_shape)
+            raise_problems(filter(None, [convertible(name, dtype, into)]))
+            scaled = self._derived("scale", scale, layout, block, axes)
+            self.conversions[name] = Conversion(scale, False, block, axes, layout, into, scaled, scale_dtype)
+            return layout, dtype
+        held = self.outs.get(scale)
+        if not entry.has_scale and held is not None and final in QUANTISED:
+            raise_problems(filter(None, [convertible(name, dtype, final)]))
+            axes = axes_by_dims(scale, shape, block, len(held.shape))
+            derived = self._derived("scale", scale, layout, block, axes)
+            scaled = self._checked(scale, derived)
+            if any(scaled.local_shapes(rank) != derived.local_shapes(rank) for rank in layout.ranks):
+                reason = f"{scaled.describe()}; a receiver makes the scales of its own part of the weight"
+                hint = "pass a local scale for a local weight, or leave out its layout"
+                raise PlanError(Problem("layout-mismatch", scale, found=reason, hint=hint))
+            self.conversions[name] = Conversion(scale, True, block, axes, layout, final, scaled, held.dtype)
+            return self._derived("grown", name, layout, block, ()), dtype
+        return layout, final
+
+    def _no_layout(self, name: str, source: str) -> Problem:
+        """Return the problem of a destination without a layout; of the scale of a quantised weight names the Pair."""
+        if (weight := weight_beside(source, self.sources)) is not None:
+            hint = f"move it with its weight: pairs=Pair({weight!r}, {source!r}, block)"
+            return Problem("missing-argument", name, found=f"the scale of {weight}", hint=hint)
+        hint = "name it in dst_layouts, pass an out= that has it, or leave it out: key_map={name: None}"
+        if self.of_files:
+            hint += ", or unexpected='ignore'; experts in files and a model of transformers: hf_key_map(model)"
+        return Problem("missing-argument", name, found="no destination layout", hint=hint)
+
+    def _scale_target(self, name: str, targets: Mapping[str, tuple[ShardMap, str]]) -> tuple[ShardMap, str]:
+        """Return layout and dtype of the scale of a pair."""
+        entry, (shape, dtype), out = self.scaled[name], self.shapes[name], self.outs.get(name)
+        if name in self.consumed:
+            return self.conversions[entry.weight].scale_layout, dtype
+        if entry.weight not in targets:
+            reason, hint = f"its weight {entry.weight} has no destination", "see the problem of the weight"
+            raise PlanError(Problem("missing-argument", name, found=reason, hint=hint))
+        layout, _ = targets[entry.weight]
+        axes = scale_axes(name, layout.shape, entry.block, shape)
+        derived = self._checked(name, self._derived("scale", name, layout, entry.block, axes))
+        return derived, dtype if out is None else out.dtype
+
+    def _derived(self, kind: str, name: str, layout: ShardMap, block: Block, axes: Axes) -> ShardMap:
+        key = kind, id(layout), block, axes
+        if key not in self.resolved:
+            made = grown_layout(name, layout, block) if kind == "grown" else scale_layout(name, layout, block, axes)
+            self.resolved[key] = made
+        return self.resolved[key]
+
+    def _checked(self, name: str, derived: ShardMap) -> ShardMap:
+        """Return a scale's layout: the given one, if it has all that the weight needs, else the derived one."""
+        out = self.outs.get(name)
+        wanted = self.by_name.get(name)
+        own = None if out is None or name in self.local else out.layout
+        if wanted is None and own is None:
+            return derived
+        layout = resolve_layout(wanted, derived.shape, self.to_group) if wanted is not None else own
+        assert layout is not None
+        if layout.shape != derived.shape or not holds(layout, derived):
+            reason, hint = f"{layout.describe()} lacks scales of the weight on some rank", "leave out its layout"
+            raise PlanError(Problem("layout-mismatch", name, found=reason, hint=hint))
+        return layout
+
+
+def _moves(
+    sources: Mapping[str, TensorMeta],
+    routes: Sequence[Route],
+    aliases: Mapping[str, str],
+    targets: Mapping[str, tuple[ShardMap, str]],
+    bucket_bytes: int,
+) -> tuple[TensorMove, ...]:
+    """Return the moves of tied tensors once, with equal plans as one object."""
     plans: dict[object, ReshardPlan] = {}
     moves = []
     for route in routes:
@@ -274,15 +652,17 @@ def plan_state_dict(
         same = id(meta.layout), meta.dtype, route[2:], id(layout), dtype
         if same not in plans:
             src = meta.layout
-            assert src is not None  # merged
+            assert src is not None  # `_merge` gives every source a layout
             if src.shape != route.shape or route.dims is not None:
                 src = ShardMapView(src, route.source_start, route.shape, route.dims)
-            if layout.shape != route.shape:
+            if route.unstacked:
+                layout = ShardMapView(layout, route.start, route.shape, (None, *range(len(layout.shape))))
+            elif layout.shape != route.shape:
                 layout = ShardMapView(layout, route.start, route.shape)
             num_bytes = (src.largest + layout.largest) * max(ITEMSIZES[meta.dtype], ITEMSIZES[dtype])
             plans[same] = make_plan(src, layout, meta.dtype, dtype, bucket_bytes if num_bytes > bucket_bytes else None)
-        moves.append(TensorMove(route.source, route.target, plans[same]))
-    return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, fills)
+        moves.append(TensorMove(route.source, route.target, plans[same], route.unstacked))
+    return tuple(moves)
 
 
 def _merge(
@@ -361,6 +741,13 @@ class Route(NamedTuple):
     dims: Dims | None  # the source's dims in the destination's order; None: the same
     fill: float | None
     stop: Index  # one past the last index in the destination
+    unstacked: bool = False  # the shape has a first dim of size 1 that the destination lacks
+
+    def dst_block(self, block: Block) -> Block:
+        """Return a block of the source with the destination's dims."""
+        dims = range(len(block)) if self.dims is None else self.dims
+        turned = tuple(1 if dim is None else block[dim] for dim in dims)
+        return turned[1:] if self.unstacked else turned
 
 
 def _route(name: str, shape: Index, part: Part) -> Route:
@@ -377,6 +764,15 @@ def _route(name: str, shape: Index, part: Part) -> Route:
         sizes[dim] = shape[dim] - part.source_start if part.size is None else part.size
         if min(sizes[dim], part.start, part.source_start) < 0 or part.source_start + sizes[dim] > shape[dim]:
             raise PlanError(Problem("box-out-of-range", name, dim, found=reason, hint="correct key_map"))
+    if part.unstack is not None:
+        if part.stack is not None or part.dims is not None or (shape and dim == 0 and sizes[0] != shape[0]):
+            hint = "unstack takes the source's first dim: leave out stack, dims, and a window of dim 0"
+            raise PlanError(Problem("conflicting-arguments", name, found=reason, hint=hint))
+        if not shape or not 0 <= part.unstack < shape[0] or (dim == 0 and part.start):
+            raise PlanError(Problem("box-out-of-range", name, 0, found=reason, hint="correct key_map"))
+        source_start[0], sizes[0] = part.unstack, 1
+        ends = tuple(map(add, start[1:], sizes[1:]))
+        return Route(name, part.name, tuple(source_start), tuple(start[1:]), tuple(sizes), None, part.fill, ends, True)
     dims: Dims = order if part.stack is None else (None, *order)
     if part.stack is not None and part.stack < 0:
         raise PlanError(Problem("box-out-of-range", name, found=reason, hint="stack is counted from 0"))
@@ -395,7 +791,7 @@ def _least_shape(
     if len(dtypes) > 1:
         hint = "parts of one tensor have one dtype"
         problems.append(Problem("ranks-disagree", name, found=", ".join(sorted(dtypes)), hint=hint))
-    if len({len(route.shape) for route in routes}) > 1:
+    if len({len(route.stop) for route in routes}) > 1:
         reason = ", ".join(f"{route.source} {route.shape}" for route in routes)
         hint = "parts of one tensor have its number of dims"
         problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
@@ -413,9 +809,11 @@ def _fill(
 ) -> None:
     """Compare a destination with its arrivals. Each element has one source, a value of ``fill``, or stays."""
     for route in routes:
-        if len(route.shape) != len(layout.shape) or any(a > b for a, b in zip(route.stop, layout.shape, strict=True)):
+        if len(route.stop) != len(layout.shape) or any(a > b for a, b in zip(route.stop, layout.shape, strict=True)):
             reason = f"{route.source} arrives as {route.shape} at {route.start}, the destination is of {layout.shape}"
             hint = "pass a destination of that shape, or a Part of the source in key_map"
+            if len(route.stop) == len(layout.shape) + 1 and route.shape[0] == 1:
+                hint = f"for one index of the first dim write Part(..., unstack={route.source_start[0]})"
             raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
     values = sorted({route.fill for route in routes if route.fill is not None})
     if len(values) > 1:

@@ -24,6 +24,7 @@ from shard_reshard.state_dict.agreement import (
     NEW_RESHARDER,
     ONE_SHOT,
     Agreed,
+    NestedTensors,
     Question,
     agreed_plan,
     collect_metadata,
@@ -39,7 +40,8 @@ from shard_reshard.state_dict.outputs import (
     move_buckets,
     write_outputs,
 )
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, kept_layouts
+from shard_reshard.state_dict.pairs import Pair, as_pairs
+from shard_reshard.state_dict.plan import DstLayouts, KeyRule, kept_layouts
 
 
 @outside_of_graphs
@@ -50,19 +52,22 @@ def reshard_state_dict(
     src_layouts: Mapping[str, LayoutLike] | None = None,
     shapes: Mapping[str, Any] | None = None,
     out: torch.nn.Module | Mapping[str, Any] | None = None,
-    key_map: KeyMap | None = None,
+    key_map: KeyRule | None = None,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
     atomic: bool = True,
     strict: bool = True,
     check: str = "first",
+    casts: str = "exact",
+    pairs: Pair | Sequence[Pair] = (),
 ) -> MovedStateDict:
     """Move all tensors of a state dict to other layouts, ranks, names or dtypes.
 
     Every rank of ``group`` calls it. A rank outside of the source passes an empty mapping.
 
     Args:
-        state_dict: A module, or FQN -> DTensor or local tensor. A local tensor's layout is in ``src_layouts``, or else
+        state_dict: A module, or FQN -> DTensor, ShardedTensor or local tensor; or a nested state dict, such as an
+            optimizer's, with DCP's names for its leaves. A local tensor's layout is in ``src_layouts``, or else
             in its ``_sharding_info``. Without either it has to be full and equal on all ranks that pass it, which is
             checked. DTensors on separate sub-meshes of one kind (the tensor-parallel groups of data parallelism) are
             replicas.
@@ -71,7 +76,8 @@ def reshard_state_dict(
         src_layouts: Layouts of local tensors, the same on every rank; it may name tensors missing on this rank.
         shapes: Global shapes of local tensors, if their layout has none.
         out: A module or mapping of tensors to fill in place; values are cast to its dtypes.
-        key_map: Source name -> destination name, `Part` of one, several parts, or None to leave it out.
+        key_map: Source name -> destination name, `Part` of one, several parts, or None to leave it out. Or a function
+            of all sources' global shapes by name that returns such a mapping, the same on every rank.
         bucket_bytes: Approximate buffer bytes of a rank for one exchange.
         group: The union of all ranks; None is the default group.
         atomic: Fill ``out`` only after everything has arrived: it costs memory for one more copy, and if a sender dies
@@ -79,6 +85,9 @@ def reshard_state_dict(
             mixture; problems found before the transfer leave ``out`` unchanged in either case.
         strict: Report elements of ``out`` without a source as a problem; False leaves these unchanged.
         check: "first" or "always", see `reshard`.
+        casts: "exact" refuses casts into ``out`` that lose a scale (float8 or int8 with a scale beside it, to floats)
+            or most values (floats to integers, bools or float8). "values" casts the numbers as they are.
+        pairs: Quantised weights and their scales, see `Pair`.
 
     Returns:
         The tensors of this rank by destination name, with ``.plan``.
@@ -90,13 +99,18 @@ def reshard_state_dict(
     not_transformed("reshard_state_dict")
     members = group_info(group)
     try:
-        shapes, key_map = _snapshot(shapes), _snapshot(key_map)
-        asked = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, bucket_bytes, strict, check
+        shapes, key_map = _snapshot(shapes) if shapes else {}, _snapshot(key_map) if key_map else {}
+        pairs = as_pairs(pairs) if pairs else ()
+        options: Any = {"bucket_bytes": bucket_bytes, "strict": strict, "check": check, "casts": casts, "pairs": pairs}
+        asked: tuple[Any, ...] = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, options
+        replays = None not in asked[:2] and not callable(key_map)
         tensors, targets = tensors_of(state_dict), tensors_of(out)
+        if isinstance(tensors, NestedTensors):
+            asked = *asked, repr(tensors.beside), tensors.paths
         # What an earlier call with the same arguments, metadata and ties has found out.
         recent: tuple[StateDictResharder, PreparedState] | None = None
         earlier = memo.get(members.group, {}).get("state dict", {}).values()
-        for resharder in [] if None in asked[:2] else reversed(list(earlier)):
+        for resharder in reversed(list(earlier)) if replays else []:
             if recent is None and resharder._asked == asked and resharder._guards is not None:
                 with torch.no_grad():  # as when the guards were recorded
                     compared = resharder._matched(tensors, targets)
@@ -107,12 +121,12 @@ def reshard_state_dict(
     if recent is not None:
         resharder, call = recent
         return resharder._move(resharder._agree(call, ONE_SHOT)[0])
-    options: Any = {"src_layouts": src_layouts, "shapes": shapes, "out": out, "key_map": key_map, "strict": strict}
-    resharder = _OneShot(state_dict, dst_layouts, bucket_bytes=bucket_bytes, group=group, check=check, **options)
+    given: Any = {"src_layouts": src_layouts, "shapes": shapes, "out": out, "key_map": key_map, "group": group}
+    resharder = _OneShot(state_dict, dst_layouts, **given, **options)
     call = resharder._prepare(tensors, targets, atomic)
     assert_consistent(members, "a state dict", [f"tensors of plan {resharder.plan.digest}"], call.problems)
     result = resharder._move(call)
-    if None not in asked[:2] and resharder._guards is not None:
+    if replays and resharder._guards is not None:
         resharder._asked = asked
         remember(members.group, "state dict", object(), resharder)
     return result
@@ -146,22 +160,29 @@ class StateDictResharder(NotPicklable):
         src_layouts: Mapping[str, LayoutLike] | None = None,
         shapes: Mapping[str, Any] | None = None,
         out: torch.nn.Module | Mapping[str, Any] | None = None,
-        key_map: KeyMap | None = None,
+        key_map: KeyRule | None = None,
         bucket_bytes: int = 64 * 2**20,
         group: dist.ProcessGroup | None = None,
         strict: bool = True,
         check: str = "always",
         changed_only: bool = False,
+        casts: str = "exact",
+        pairs: Pair | Sequence[Pair] = (),
     ) -> None:
         self._members = group_info(group)
         try:
             self._check = check_mode(check)
             tensors, targets = tensors_of(state_dict), tensors_of(out)
             self._changed_only, self._token = changed_only, os.urandom(16)  # no other rank's: all is sent at first
-            facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
-            layouts = kept_layouts(dst_layouts)
-            serial = next(_SERIALS) if self._keeps or callable(layouts) else 0
-            self._question = Question(layouts, _snapshot(key_map), bucket_bytes, strict, check, changed_only, serial)
+            if isinstance(tensors, NestedTensors) and tensors.beside and self._keeps:
+                hint = "such values change between calls: use reshard_state_dict, or pass the tensors alone"
+                raise PlanError(Problem("wrong-type", next(iter(tensors.beside)), found="no tensor", hint=hint))
+            pairs = as_pairs(pairs) if pairs else ()
+            facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members, pairs)
+            layouts, keys = kept_layouts(dst_layouts), _snapshot(key_map) if key_map else {}
+            serial = next(_SERIALS) if self._keeps or callable(layouts) or callable(keys) else 0
+            options: Any = {"serial": serial, "casts": casts, "pairs": pairs}
+            self._question = Question(layouts, keys, bucket_bytes, strict, check, changed_only, **options)
             self._digest = self._question.digest(facts)
         except Exception as error:
             raise_on_all_ranks(self._members, error)
@@ -172,9 +193,8 @@ class StateDictResharder(NotPicklable):
     def _follow(self, agreed: Agreed) -> None:
         """Work out, once for all calls, what this rank does in a plan."""
         self._agreed, self.plan = agreed, agreed.plan
-        dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
         options: Any = {"check": self._check, "keep": self._keeps, "changed_only": self._changed_only}
-        options |= {"known": self._facts.sources, "dropped": dropped}
+        options |= {"known": self._facts.sources}
         self._here = LocalTargets(self._members, self.plan, self._question.dst_layouts, **options)
         self._compared = False  # all ranks have compared their tensors with the plan
         self._guards: TensorGuards | None = None  # on the local tensors of the last call
@@ -273,9 +293,13 @@ class StateDictResharder(NotPicklable):
                     calls = [
                         (
                             [move.view(sources[move.source]) for move in moves if move.source in sources],
-                            [tensor for name in filled for tensor in arriving.tensors[name]],
+                            [
+                                tensor.unsqueeze(0) if move.unstacked else tensor
+                                for move in filling
+                                for tensor in arriving.tensors[move.target]
+                            ],
                         )
-                        for moves, filled in here.buckets
+                        for moves, filling in here.buckets
                     ]
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
@@ -298,10 +322,12 @@ class StateDictResharder(NotPicklable):
                 self._seen = (list(call.tensors), list(call.targets)), layouts, call.atomic
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
-            arriving.fill(self.plan.fills, call.outs)
+            if self.plan.fills:
+                arriving.fill(self.plan.fills, call.outs)
             unchanged = call.match is Match.MEMORY
             move_buckets(here, call.buckets, arriving.fresh, unchanged)
             result = write_outputs(here, arriving, call.targets, call.outs)
+        result.update(self.plan.values)
         result.plan = self.plan
         return result
 
@@ -362,9 +388,13 @@ class PreparedState(NamedTuple):
 _SERIALS = count(1)
 
 
-def _snapshot(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copy a mapping, with its lists, so that the caller's later changes have no effect."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in (given or {}).items()}
+def _snapshot(given: Any) -> Any:
+    """Copy a mapping, with its lists, so that the caller's later changes have no effect. A function stays as it is."""
+    return (
+        given
+        if callable(given)
+        else {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    )
 
 
 def _as_values(layouts: Any) -> Any:

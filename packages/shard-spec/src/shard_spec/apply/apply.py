@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -40,12 +40,12 @@ from shard_spec.apply.tensors import (
 )
 from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, source_problems, take
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format
-from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import ReplicateSpec
+from shard_spec.plan.axis_roles import ROLE_BY_NAME
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.resolve import examine, plan_problems
+from shard_spec.plan.resolve import examine, merged_problems, plan_problems
 
 Source: TypeAlias = Literal["scatter", "local", "meta"]
 Initializer: TypeAlias = Callable[[str, torch.Tensor], object]
@@ -84,7 +84,7 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     return meeting
 
 
-def argument_problems(call: Call, mesh: DeviceMesh) -> list[Problem]:
+def argument_problems(call: Call, mesh: DeviceMesh, plan_roles: Mapping[str, str]) -> list[Problem]:
     """Report arguments that are wrong or contradict each other, and axes that a plan cannot be applied along."""
     init: object = call.init
     problems, source = mesh_order_problems(mesh), call.source
@@ -101,7 +101,8 @@ def argument_problems(call: Call, mesh: DeviceMesh) -> list[Problem]:
     # A layout cannot express that a rank holds none of the layers of another stage.
     hint = "apply one stage's plan on the mesh of that stage, mesh[the other axes]"
     reason = "the stages of a pipeline hold different layers"
-    axes = [axis for axis in mesh.mesh_dim_names or () if axis in PIPELINE_AXIS_NAMES and mesh[axis].size() > 1]
+    names = [axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1]
+    axes = [axis for axis in names if plan_roles.get(axis, ROLE_BY_NAME.get(axis)) == "stage"]
     problems += [Problem("plan-not-executable", "mesh", axis=axis, found=reason, hint=hint) for axis in axes]
     return problems
 
@@ -115,7 +116,7 @@ def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
     if same_axes or from_spec:
         order = [mesh.axis_names[layout.mesh.axis_names.index(axis)] for axis in layout.order]
         return Layout(mesh, layout.specs, order)
-    reason = f"{layout} on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
+    reason = f"a layout on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
     hint = "give the plan the axes of the mesh, in its order"
     return Problem("mesh-mismatch", name, found=reason, hint=hint)
 
@@ -194,7 +195,7 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
     """Plan the action on each tensor, without changes or communication."""
     module, source, me = call.module, call.source, dist.get_rank(call.group)
     spec = MeshSpec.from_device_mesh(mesh)
-    problems = argument_problems(call, mesh)
+    problems = argument_problems(call, mesh, plan.axis_roles)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
         plan = plan.on_mesh(spec)  # text rules need the axes
     resolution = examine(plan, module)
@@ -228,7 +229,7 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
         problems += [outcome] if isinstance(outcome, Problem) else []
         if source != "scatter":
             compared[name] = tensor
-    raise_problems(dict.fromkeys(problems))
+    raise_problems(merged_problems(tuple(dict.fromkeys(problems)), len(resolution.layouts)) if problems else ())
     real = {name: tensor for name, tensor in compared.items() if not tensor.is_meta}
     hashes = tensor_hashes(real) if real else {}
     how = getattr(call.init, "__qualname__", repr(call.init))

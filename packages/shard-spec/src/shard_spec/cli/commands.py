@@ -13,15 +13,15 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.cli.sources import UsageError, load_model, read_text
 from shard_spec.estimate.cost import PRESETS, topology_preset
 from shard_spec.estimate.memory import STEP_PARTS, Memory
-from shard_spec.estimate.roles import DATA_AXIS_NAMES, PIPELINE_AXIS_NAMES
+from shard_spec.formatting import bytes_of
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.axis_roles import DATA_ROLES, ROLE_BY_NAME
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
+from shard_spec.report.explain import near_names
 from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
     from torch import nn
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -52,6 +52,11 @@ def run_explain(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec explain``: print a plan in words."""
     plan = load_plan(arguments.plan)
     metadata = metadata_of(load_model(arguments.model)) if arguments.model else None  # rules alone have an explanation
+    patterns = [rule.pattern for rule in plan.rules if rule.pattern is not None]
+    if arguments.name and metadata is None and not any(each.matches(arguments.name) for each in patterns):
+        text = "no rule names such a tensor; if the model has it, it is replicated"
+        hint = near_names(arguments.name, [each.text for each in patterns], "pass --model to look it up there")
+        raise PlanError(Problem("unknown-name", arguments.name, found=text, hint=hint))
     text = plan.explain(arguments.name, metadata)
     print(json.dumps({"explanation": text, "digest": plan.digest}) if arguments.json else text)
     return 0
@@ -84,8 +89,9 @@ def _planned(
         raise UsageError(f"a planner reads modules, a safetensors file has tensors alone: {hint}")
     names = arguments.planner.split("+")  # composed in this order
     if names == ["auto"]:
-        names = [*(["megatron"] if "tp" in mesh.axis_names else []), *(["fsdp"] if _data_axis(mesh) else [])]
-        unused = [axis for axis in mesh.axis_names if axis not in ("tp", *DATA_AXIS_NAMES, *PIPELINE_AXIS_NAMES)]
+        names = [*(["megatron"] if "tp" in mesh.axis_names else []), *(["fsdp"] if _data_axis(arguments, mesh) else [])]
+        by_role = {axis: _role(arguments, axis) for axis in mesh.axis_names}
+        unused = [axis for axis, role in by_role.items() if axis != "tp" and role not in (*DATA_ROLES, "stage")]
         if unused or not names:
             named = f"the axis {unused[0]!r} would shard nothing" if unused else f"the mesh has {mesh}"
             raise UsageError(f"--planner auto looks for axes called tp, and fsdp or dp; {named}")
@@ -94,30 +100,48 @@ def _planned(
         if name == "megatron":
             plans.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
-            plans.append(planners.FullyShardPlanner(mesh, _data_axis(mesh) or mesh.axis_names[0]))
+            plans.append(planners.FullyShardPlanner(mesh, _data_axis(arguments, mesh) or mesh.axis_names[0]))
         else:
             raise UsageError(f"no planner {name!r}: megatron, fsdp, or auto; OptimalPlanner is called from Python")
     planner = plans[0] if len(plans) == 1 else planners.compose(*plans)
     plan = planner.build_plan(model)
     sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}  # axes with an effect
-    idle = [axis for axis, size in mesh.axes.items() if size > 1 and axis not in (*sharding, *DATA_AXIS_NAMES)]
-    if idle and arguments.planner == "auto" and idle[0] not in PIPELINE_AXIS_NAMES:  # stages are split outside the plan
+    # Data axes may replicate; stages are split outside the plan.
+    planned = (axis for axis, size in mesh.axes.items() if size > 1 and axis not in sharding)
+    idle = [axis for axis in planned if _role(arguments, axis) not in (*DATA_ROLES, "stage")]
+    if idle and arguments.planner == "auto":
         reasons = "; ".join(_grouped(list(plan.unrecognised.values()))[:3]) or "no tensor that it could shard"
         raise UsageError(f"the axis {idle[0]!r} of {mesh.axis_size(idle[0])} ranks would shard nothing: {reasons}")
     return plan, [*plan.notes, *plan.unrecognised.values()]
 
 
-def _data_axis(mesh: MeshSpec) -> str | None:
-    return next((axis for axis in ("fsdp", "dp_shard", "dp") if axis in mesh.axis_names), None)
+def _data_axis(arguments: argparse.Namespace, mesh: MeshSpec) -> str | None:
+    """Return the axis that FSDP shards over: by its conventional name, or else the last one declared."""
+    declared = _data_axes(arguments) or []
+    named = [axis for axis in ("fsdp", "dp_shard", "dp") if axis in mesh.axis_names and axis in (declared or [axis])]
+    return (named or declared[-1:] or [None])[0]
+
+
+def _data_axes(arguments: argparse.Namespace) -> list[str] | None:
+    return None if arguments.data_axes is None else [each.strip() for each in arguments.data_axes.split(",") if each]
+
+
+def _role(arguments: argparse.Namespace, axis: str) -> str | None:
+    declared = _data_axes(arguments)
+    return ROLE_BY_NAME.get(axis) if declared is None else "data" if axis in declared else "model"
 
 
 def _limit(arguments: argparse.Namespace) -> int | None:
-    if not arguments.memory_limit:
+    return None if arguments.memory_limit is None else bytes_of(arguments.memory_limit, "--memory-limit")
+
+
+def _batch(arguments: argparse.Namespace) -> tuple[int, int] | None:
+    if arguments.batch is None:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", arguments.memory_limit)
-    if match is None or match[2].lower() not in _UNITS:
-        raise UsageError(f"--memory-limit {arguments.memory_limit!r}: write for example 80GiB or 85899345920")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", arguments.batch)
+    if match is None:
+        raise UsageError(f"--batch {arguments.batch!r}: write sequences x length, for example 512x8192")
+    return int(match[1]), int(match[2])
 
 
 # ---- reports --------------------------------------------------------------------------------------------------------
@@ -138,7 +162,10 @@ def _report(
         notes = [*notes, Problem("unverified", found=reason)] if reason else notes
         if limit is not None and memory.max_bytes > limit:  # a problem like others: status 1
             state = sum(size for part, size in memory.on(memory.worst_rank).items() if part not in STEP_PARTS)
-            hint = "try --checkpointing, --loss vocab-parallel, a smaller batch, or more ranks"
+            ways = [] if arguments.checkpointing else ["--checkpointing"]
+            tried = memory.moment == "loss" and plan.mesh is not None and "model" in plan.axis_roles.values()
+            ways += ["--loss vocab-parallel"] if tried and arguments.loss in (None, "causal-lm") else []
+            hint = f"try {', '.join([*ways, 'a smaller batch'])}, or more ranks"
             if not memory.moment or state > limit:
                 largest = memory.largest(memory.worst_rank, 3)
                 hint = f"use more ranks, or shard more of the largest tensors of rank {memory.worst_rank}: "
@@ -190,18 +217,19 @@ def _costs_of(
     plan: ShardingPlan, model: nn.Module | ModelMetadata, arguments: argparse.Namespace
 ) -> tuple[Memory, Any, str]:
     """Return memory, communication (None with several meshes), and the reason if activations are not counted."""
-    batch, topology, reason = None, None, ""
-    if arguments.batch:
-        match = re.fullmatch(r"(\d+)x(\d+)", arguments.batch)
-        if match is None:
-            raise UsageError(f"--batch {arguments.batch!r}: write sequences x length, for example 512x8192")
-        batch = int(match[1]), int(match[2])
+    batch, topology, reason = _batch(arguments), None, ""
     if arguments.topology:
         if arguments.topology not in PRESETS:
             raise UsageError(f"--topology {arguments.topology!r}: one of {', '.join(sorted(PRESETS))}")
         topology = topology_preset(arguments.topology)
+    useless = [
+        name for name, value in (("--checkpointing", arguments.checkpointing), ("--loss", arguments.loss)) if value
+    ]
+    if batch is None and useless:
+        raise UsageError(f"{useless[0]} has no effect without --batch, for example --batch 512x8192")
     options: dict[str, Any] = {"dtype": arguments.dtype, "checkpointing": arguments.checkpointing}
-    options["loss"] = None if arguments.loss == "none" else arguments.loss
+    options["loss"] = None if arguments.loss == "none" else arguments.loss or "causal-lm"
+    options["data_axes"] = _data_axes(arguments)
     memory = plan.memory(model, optimizer=arguments.optimizer, **options)
     if batch is not None and isinstance(model, ModelMetadata):
         reason = "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
@@ -209,6 +237,8 @@ def _costs_of(
         try:
             memory = plan.memory(model, batch, optimizer=arguments.optimizer, **options)
         except Exception as error:  # a forward of other inputs; the report is valid without it
+            if isinstance(error, PlanError) and any(problem.code != "unverified" for problem in error.problems):
+                raise  # wrong options: no report without them
             line = (str(error).splitlines() or [""])[0][:200]  # torch's errors have many lines
             reason = f"activations are not counted: forward on token ids {arguments.batch}: "
             reason += f"{type(error).__name__}: {line}"

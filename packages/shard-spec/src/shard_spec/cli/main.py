@@ -20,7 +20,15 @@ No GPU, no process group and no memory for weights is needed.
 exit status: 0 good, 1 problems found, 2 wrong usage"""
 
 
-_ARGUMENTS = {"invalid-argument", "unsupported-dtype"}  # errors of the command line, not of a plan
+# Codes of errors of the command line, not of a plan.
+_ARGUMENTS = {
+    "invalid-argument",
+    "unsupported-dtype",
+    "undeclared-axis",
+    "unknown-axis",
+    "does-not-divide",
+    "conflicting-arguments",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,8 +103,10 @@ def _costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures there")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, momentum, mixed-adamw, none, ...")
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
-    parser.add_argument("--memory-limit", metavar="SIZE", help="bytes one rank has, for example 80GiB")
+    parser.add_argument("--memory-limit", metavar="SIZE", help="memory one rank has, with a unit: 80GiB, 80GB, 512MiB")
+    axes = "axes along which ranks see different samples, for example dp,fsdp; default: as planned, then by name"
+    parser.add_argument("--data-axes", metavar="AXES", help=axes)
     parser.add_argument("--batch", metavar="SxL", help="sequences x length of a global step, for example 512x8192")
-    parser.add_argument("--loss", default="causal-lm", help="causal-lm (default), vocab-parallel or none")
+    parser.add_argument("--loss", help="causal-lm (default), vocab-parallel or none")
     parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")

@@ -103,7 +103,7 @@ def from_hf_tp_plan(
     unused = [Problem("unmatched-pattern", key, found=reason, hint=hint) for key in styles if key not in used]
     raise_problems(unused, "the tp_plan does not fit the model")
     buffers = [alias for tensor in metadata.buffers for alias in tensor.aliases]
-    return PlanContent(glob_rules(values, (), buffers), output or None, mesh=mesh)
+    return PlanContent(glob_rules(values, (), buffers), output or None, mesh=mesh, axis_roles={axis: "model"})
 
 
 def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, str]:
@@ -145,8 +145,8 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
     return styles
 
 
-def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layout]:
-    """Derive the layouts of a model's parameters; see ``ShardingPlan.from_distributed_config``.
+def from_distributed_config(config: object, module: nn.Module) -> tuple[dict[str, Layout], dict[str, str]]:
+    """Derive the layouts of a model's parameters, and axes' roles; see ``ShardingPlan.from_distributed_config``.
 
     The dense mesh of transformers is ``(dp_replicate, fsdp, tp)``, that of experts ``(dp_replicate, efsdp, ep)`` over
     the same ranks. Both are views of ``(dp_replicate, efsdp, ep, tp)``: there ``fsdp`` is ``(efsdp, ep)``, and a group
@@ -196,7 +196,8 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
                 text = f"rows of {list(tensor.shape)} over fsdp={fsdp}, of which experts take {inner}, do not divide"
                 problems.append(not_expressible(tensor.name, text, "choose sizes that divide its rows"))
     raise_problems(problems, "one mesh cannot express both views of the ranks")
-    return layouts
+    roles = {"dp_replicate": "data", "fsdp": "data", "efsdp": "data", "ep": "expert", "tp": "model"}
+    return layouts, {axis: roles[axis] for axis in mesh.axis_names}
 
 
 def _in_order(mesh: MeshSpec, cuts: Mapping[str, PlacementLike], order: Sequence[str]) -> Layout:

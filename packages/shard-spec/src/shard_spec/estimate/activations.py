@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+from pathlib import Path
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -31,31 +33,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
-from shard_spec.estimate.data_parallel import block_names, gathered_bytes, unit_transfers, units_of
+from shard_spec.estimate.autocast import Autocast
+from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
+from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
 from shard_spec.estimate.roles import (
-    EXPERT_AXIS_NAMES,
     Batch,
-    data_axes_of,
     expert_modules,
     forward_inputs,
     is_embedding,
     is_token_batch,
     role,
 )
-from shard_spec.plan.metadata import require_floating
+from shard_spec.estimate.step_options import Loss, StepOptions, policy_of
+from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:
     from shard_spec.plan.content import PlanContent
-
-Loss: TypeAlias = "str | Callable[[Any, Any], torch.Tensor] | None"
 
 _MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048
 _PRODUCTS = (
     *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
     *(torch.ops.aten.baddbmm.default, torch.ops.aten._grouped_mm.default),
 )
-_LOSSES = ("causal-lm", "vocab-parallel")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ class ActivationEstimate:
         loss_bytes: Share of ``peak_bytes`` for logits, loss and the gradient of the logits.
         gathered_bytes: Share of ``peak_bytes`` for parameters gathered along data axes, and their full gradients.
         notes: Uncounted parts, a line each.
+        assumptions: Roles of axes that follow from their names alone, a line each.
+        to_come: Share of the gradients that backward has yet to make when most bytes are live: 1.0 at the loss of a
+            step without accumulation.
     """
 
     local_bytes: int
@@ -77,34 +80,14 @@ class ActivationEstimate:
     loss_bytes: int = 0
     gathered_bytes: int = 0
     notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    to_come: float = 0.0
 
     def __str__(self) -> str:
         text = f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
         text += f"{human_bytes(self.loss_bytes)} for logits and loss, {human_bytes(self.gathered_bytes)} for gathered "
         text += f"layers; {human_bytes(self.local_bytes)} are kept between forward and backward (an estimate)"
-        return "\n".join([text, *(f"- {note}" for note in self.notes)])
-
-
-class StepOptions(TypedDict, total=False):
-    """Options of a training step.
-
-    Attributes:
-        data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
-        dtype: Dtype of all floating tensors after a conversion, as by ``module.to(dtype)``.
-        loss: For logits of token ids: ``"causal-lm"`` (default), the cross entropy of the next token, on gathered
-            logits; ``"vocab-parallel"``, the same on logits that stay sharded along the vocabulary. Or a function
-            ``loss(output, batch)``; or None: the loss is not counted. A loss returned by forward itself (labels in
-            ``batch``) is counted as it is.
-        checkpointing: True counts as if each block, a child of a `ModuleList`, were recomputed in backward. Blocks
-            checkpointed by the model itself are counted so anyway.
-        units: FQNs or patterns of the modules that ``fully_shard`` wraps beside the root. Default: each block.
-    """
-
-    data_axes: Iterable[str] | None
-    dtype: str | None
-    loss: Loss
-    checkpointing: bool
-    units: Iterable[str] | None
+        return "\n".join([text, *(f"- {note}" for note in (*self.notes, *self.assumptions))])
 
 
 def estimate_activations(
@@ -114,8 +97,7 @@ def estimate_activations(
     resolution = resolve(plan, module)
     step = run_on_shapes(resolution, module, batch, **options)
     notes = step.notes
-    on_expert_axis = {axis for axis in resolution.one_mesh.axis_names if axis in EXPERT_AXIS_NAMES}
-    if on_expert_axis and expert_modules(resolution.metadata.parameters):
+    if step.roles.axes("expert") and expert_modules(resolution.metadata.parameters):
         notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
@@ -123,27 +105,32 @@ def estimate_activations(
         on_cpu = [getattr(torch, dtype)]
     if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
         notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
-    peak, moment, shares = step.flow.timeline.peak(step.first_of_loss)
-    return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes))
+    peak, moment, shares, to_come = step.flow.timeline.peak(step.first_of_loss)
+    # Gradients of earlier batches are there, unless they are held in full until the last one; DDP's views always are.
+    lasts = options.get("accumulate", 1) > 1 and options.get("sync") != "last"
+    to_come = 0.0 if lasts or options.get("ddp") == "views" else to_come
+    return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes), step.roles.assumptions, to_come)
 
 
 def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> _Step:
     """Run forward, loss and backward on the meta device, and return what was recorded."""
     dtype, loss, units = options.get("dtype"), options.get("loss", "causal-lm"), options.get("units")
-    require_floating(dtype)
-    if isinstance(loss, str) and loss not in _LOSSES:
-        hint = f"one of {', '.join(map(repr, _LOSSES))}, a function loss(output, batch), or None"
-        raise PlanError(Problem("invalid-argument", "loss", found=repr(loss), hint=hint))
+    mesh, roles = resolution.one_mesh, resolution.axis_roles(options.get("data_axes"))
+    transfers = unit_transfers(resolution, roles, options)
+    policy = policy_of(options)
     if getattr(type(module), "forward", None) is nn.Module.forward:  # nn.Module's own raises
         text = f"a {type(module).__name__} has no forward, so its activations are unknown"
         hint = "give a module whose forward calls its parts, or count their forwards one by one"
         raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
-    mesh, data = resolution.one_mesh, data_axes_of(resolution.one_mesh, options.get("data_axes"))
-    model_axes = [axis for axis in mesh.axis_names if axis not in data]
-    state, weights = _meta_state(module, resolution, model_axes, dtype, gathers=loss != "vocab-parallel")
-    flow = _Flow(weights, dict(mesh.axes))
+    model_axes, gathers = [axis for axis in mesh.axis_names if axis not in roles.data], loss != "vocab-parallel"
+    sizes = unit_bytes(resolution, transfers, units, dtype)
+    compute = policy["param_dtype"] or dtype
+    state, weights = _meta_state(module, resolution, model_axes, compute, gathers=gathers)
+    devices, lower = {each.device.type for each in module.parameters()}, options.get("autocast")
+    autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
+    flow = _Flow(weights, dict(mesh.axes), gathers, autocast)
     # all ranks' batch: a data rank gets its share
-    arguments, named = flow.inputs(forward_inputs(module, batch, prod(map(mesh.axis_size, data))))
+    arguments, named = flow.values.inputs(forward_inputs(module, batch, mesh, roles))
     # Modules of transformers with this attribute checkpoint their blocks themselves.
     checkpointing = options.get("checkpointing", False) and not any(
         getattr(each, "gradient_checkpointing", False) for each in module.modules()
@@ -151,22 +138,31 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     if checkpointing and "use_cache" in inspect.signature(module.forward).parameters:
         named.setdefault("use_cache", False)  # recomputed blocks would append their keys and values again
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
-    step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named))
+    step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named), roles)
     blocks = [module.get_submodule(name) for name in block_names(resolution.metadata)]
-    sizes = gathered_bytes(unit_transfers(resolution, data, units, dtype))
     members = units_of(resolution.metadata, units)
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
+    flow.scattered = {memory_of(each) for listed in parameters.values() for each in listed}
+    schedule = Schedule(
+        options.get("reshard_after_forward", True),
+        options.get("sync") == "last",
+        *(None if policy[key] is None else getattr(torch, str(policy[key])) for key in ("param_dtype", "output_dtype")),
+    )
     with (
         _checkpointed(blocks if checkpointing else []),
         torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
         _TorchFunctions(flow),
-        _FullyShard(step, sizes, parameters),  # its buffers are allocations, too
+        FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
     ):
         handles = flow.sum_experts(module, resolution)
         try:
             own = {f"model.{name}": each for name, each in state.items()}
             torch.func.functional_call(step, own, (arguments, named))
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
+                raise  # the forward's own
+            raise PlanError(needs_values(error)) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -176,13 +172,14 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
 class _Step(nn.Module):
     """Forward, loss and backward as one call: recomputation in backward needs the same parameters on meta."""
 
-    def __init__(self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any) -> None:
+    def __init__(self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any, roles: AxisRoles) -> None:
         super().__init__()
         self.model = model
         self.notes: list[str] = []
         self.local_bytes = 0
         self.first_of_loss: int | None = None  # allocation of the logits
         self.flow = flow
+        self.roles = roles
         self._loss, self._batch = loss, batch
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -197,7 +194,7 @@ class _Step(nn.Module):
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)
         # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
-        returned = {memory_of(tensor) for tensor in _tensors(output, set())}
+        returned = {memory_of(tensor) for tensor in tensors_of(output, set())}
         sizes = {memory: flow.local_bytes(memory, storage) for memory, storage in storages.items()}
         for memory, allocation in flow.alive.items():
             if memory not in returned and allocation not in timeline.gathered:
@@ -212,6 +209,10 @@ class _Step(nn.Module):
         logits = field if isinstance(field, torch.Tensor) and field.is_floating_point() else None
         if logits is not None:
             self.first_of_loss = flow.alive.get(memory_of(logits))
+        if self._loss == "vocab-parallel" and not (logits is not None and flow.is_sharded(logits)):
+            found = "loss='vocab-parallel', and the plan shards no logits of this model along a model axis"
+            hint = "shard the head's vocabulary, as MegatronPlanner does, or use the loss 'causal-lm'"
+            raise PlanError(Problem("conflicting-arguments", "loss", found=found, hint=hint))
         timeline.begin("loss")
         scalars = self._scalars(output, logits)
         if logits is None or not logits.requires_grad:
@@ -222,6 +223,7 @@ class _Step(nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(flow.gradient)
         scalars = [tensor for tensor in scalars if tensor.requires_grad]
+        flow.autocast.end()
         try:
             torch.autograd.backward(scalars, [torch.ones_like(tensor) for tensor in scalars])
         except Exception as error:  # no shape function for an operator; forward's figures are valid all the same
@@ -241,7 +243,7 @@ class _Step(nn.Module):
             # transformers' models compute their loss in float32, others in the dtype of the logits.
             scores = logits if logits is output else logits.float()
             return [functional.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())]
-        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if not (len(outputs) == 1 and outputs[0].dim() == 0):  # a scalar is a loss
             self.notes.append("the loss is not counted: pass labels in batch, or loss=")
         return outputs
@@ -252,7 +254,7 @@ class _Timeline:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # local bytes by allocation
-        self.excluded: set[int] = set()
+        self.lasting: set[int] = set()  # gradients: they stay after the step, and the exact count has them
         self.gathered: set[int] = set()  # of FSDP2's groups
         self._events: list[tuple[int, int]] = []  # (allocation, +1 or -1)
         self._begins: dict[str, int] = {"forward": 0}  # moment -> its first event
@@ -271,10 +273,15 @@ class _Timeline:
     def free(self, allocation: int) -> None:
         self._events.append((allocation, -1))
 
-    def peak(self, logits: int | None) -> tuple[int, str, tuple[int, int]]:
-        """Return the most live bytes, their moment, and shares: loss with logits, and gathered layers.
+    def last(self, size: int) -> None:
+        """Record bytes of gradients that stay until the end."""
+        self.lasting.add(self.allocate(size))
 
-        Allocations from that of the logits until backward passes it belong to the loss.
+    def peak(self, logits: int | None) -> tuple[int, str, tuple[int, int], float]:
+        """Return the most live bytes beside gradients, their moment, and shares: loss with logits, gathered layers.
+
+        Allocations from that of the logits until backward passes it belong to the loss. The last share is that of the
+        gradients which are not there yet when most bytes are live, gradients among them.
         """
         begins = dict(self._begins)
         if logits is not None:
@@ -283,101 +290,23 @@ class _Timeline:
         of_loss: set[int] = set()
         live = [0, 0, 0]  # all, of the loss, gathered
         peak, at_peak = [0, 0, 0], 0
+        gradients = most = 0  # gradients now; most live bytes with them
         for at, (allocation, sign) in enumerate(self._events):
-            if allocation in self.excluded:
+            if allocation in self.lasting:
+                gradients += self.sizes[allocation] * (sign > 0)
+                most = max(most, live[0] + gradients)
                 continue
             gathered = allocation in self.gathered
             if logits is not None and sign > 0 and begins["loss"] <= at < end_of_loss and not gathered:
                 of_loss.add(allocation)
             for part, counts in enumerate((True, allocation in of_loss, gathered)):
                 live[part] += counts * sign * self.sizes[allocation]
+            most = max(most, live[0] + gradients)
             if live[0] > peak[0]:
                 peak, at_peak = list(live), at  # the shares at the same event
         moment = max((begin, moment) for moment, begin in begins.items() if begin <= at_peak)[1]
-        return peak[0], moment, (peak[1], peak[2])
-
-
-class _FullyShard:
-    """FSDP2's memory: receive buffers, gathered parameters, and full gradients until they are scattered."""
-
-    def __init__(self, step: _Step, sizes: dict[str, int], parameters: dict[str, list[torch.Tensor]]) -> None:
-        self._flow, self._sizes, self._parameters = step.flow, sizes, parameters
-        self._units = {name: step.model.get_submodule(name) for name in sizes}
-        self._full: dict[str, torch.Tensor] = {}  # parameters by unit
-        self._received: tuple[str, torch.Tensor | None] = ("", None)  # unit and buffer of the last all-gather
-        self._sent: torch.Tensor | None = None  # buffer of the last reduce-scatter
-        self._order: list[str] = []  # of forward
-        self._in_backward = False
-        self._handles: list[Any] = []
-        step.flow.scattered = {memory_of(each) for listed in parameters.values() for each in listed}
-
-    def __enter__(self) -> None:
-        for name, unit in self._units.items():
-            before, after = functools.partial(self._before, name), functools.partial(self._after, name)
-            self._handles.append(unit.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(unit.register_forward_hook(after))
-
-    def __exit__(self, *error: object) -> None:
-        for name in list(self._full):  # the root, and units whose inputs ask for no gradient
-            self._scatter(name)
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._in_backward:  # recomputation, within a unit that is gathered
-            return None
-        # A buffer is kept until the next gather, so that the copy out of it and that gather overlap.
-        self._received = name, self._bytes_of(name)
-        self._full[name] = self._bytes_of(name)
-
-        def entered(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return _mapped(value, entered)
-            if name and value.requires_grad:  # the root is scattered at the end
-                # The output of the unit before has a hook too, which has to come after this one.
-                value = value.view_as(value)
-                value.register_hook(lambda grad: self._scatter(name))
-            return value
-
-        return entered(args), entered(kwargs)
-
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._in_backward:
-            return
-        if name:
-            del self._full[name]
-        else:
-            self._received = "", None
-        self._order.append(name)
-        for tensor in _tensors(output, set()):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._gather_again(name))
-
-    def _gather_again(self, name: str) -> None:
-        self._in_backward = True
-        if name not in self._order:
-            return
-        *before, _ = self._order[: self._order.index(name) + 1]
-        self._order.remove(name)
-        if name:
-            if self._received[0] != name:
-                self._received = name, self._bytes_of(name)
-            self._full[name] = self._bytes_of(name)
-        self._received = "", None
-        if before:
-            self._received = before[-1], self._bytes_of(before[-1])  # gathered ahead
-
-    def _scatter(self, name: str) -> None:
-        if self._full.pop(name, None) is not None:
-            self._sent = None
-            self._sent = self._bytes_of(name)
-            for parameter in self._parameters[name]:
-                parameter.grad = None  # the shards are counted elsewhere, exactly
-
-    def _bytes_of(self, name: str) -> torch.Tensor:
-        buffer = torch.empty(self._sizes[name], dtype=torch.uint8, device="meta")
-        self._flow.timeline.gathered.add(self._flow.alive[memory_of(buffer)])
-        return buffer
+        to_come = (peak[0] + gradients - most) / gradients if gradients else 0.0
+        return peak[0], moment, (peak[1], peak[2]), to_come
 
 
 class _TorchFunctions(TorchFunctionMode):
@@ -389,7 +318,7 @@ class _TorchFunctions(TorchFunctionMode):
     def __init__(self, flow: _Flow) -> None:
         super().__init__()
         # On the meta device torch would pick its unfused formula, which saves every score.
-        self._flow = flow
+        self._flow, self._autocast, self._thread = flow, flow.autocast, get_ident()
 
     def __enter__(self) -> Any:
         # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one), but these
@@ -403,13 +332,19 @@ class _TorchFunctions(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy) and args[0].is_meta:
+            values = self._flow.values.of(args[0])
+            if values is None:
+                raise PlanError(needs_values(None))
+            return func(values, *args[1:], **(kwargs or {}))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(map(self._index, args[1]))
-        return (self._attention if func is self._unfused else func)(*args, **(kwargs or {}))
+        args, kwargs = self._autocast.arguments(getattr(func, "__name__", ""), args, kwargs or {})
+        return (self._attention if func is self._unfused else func)(*args, **kwargs)
 
     def _index(self, index: Any) -> Any:
         listed = isinstance(index, list) and index and all(type(at) is int for at in index)
-        return self._flow.inputs(torch.tensor(index, device="cpu")) if listed else index
+        return self._flow.values.inputs(torch.tensor(index, device="cpu")) if listed else index
 
     def _attention(
         self,
@@ -423,11 +358,15 @@ class _TorchFunctions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,  # the kernel reads shared heads in place
     ) -> torch.Tensor:
+        if get_ident() != self._thread:  # another thread's forward keeps its kernel
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        (query, key, value), _ = self._autocast.arguments("scaled_dot_product_attention", (query, key, value), {})
         equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
         # Torch broadcasts one head over many in the unfused formula only.
         equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
         if dropout_p or not equal or (attn_mask is not None and attn_mask.requires_grad):
-            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            options = {"scale": scale, "enable_gqa": enable_gqa}
             return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = attn_mask.to(query.dtype)  # the kernel adds it, and saves it in the dtype of the scores
@@ -465,23 +404,29 @@ class _Weight:
     is_weight: bool  # a matrix, not a bias
 
 
-class _Flow:
-    """Track, memory by memory, the sharding axes and lifetime of each result."""
+_INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default)
 
-    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int]) -> None:
-        self.weights = weights  # by memory of a parameter or buffer
-        self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
-        self.scattered: set[int] = set()  # memories of parameters whose gradients FSDP2 scatters
-        self.timeline = _Timeline()
-        self.alive: dict[int, int] = {}  # memory -> allocation
-        self._axes = axes
-        self._cut: dict[int, frozenset[str]] = {}  # memory -> axes
-        self._sources: dict[tuple[str, str], int] = {}  # (axis, column-sharded weight) -> allocation of its input
-        self._summed: set[tuple[str, int]] = set()  # (axis, allocation) of inputs whose gradient is summed
+
+def needs_values(error: Exception | None) -> Problem:
+    """Return the problem of a forward that needs a tensor's values, with the line of its code that asks for them."""
+    frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
+    library = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+    own = [frame for frame in frames if not frame.filename.startswith(library)]
+    where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+    cause = f" ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})" if error else ""
+    found = f"the forward reads a tensor's value, and shapes have none{where}{cause}"
+    hint = "measure this model, or estimate it without this line: masks and sizes from integer inputs are followed"
+    return Problem("unverified", "batch", found=found, hint=hint)
+
+
+class _Values:
+    """Values of integer inputs and constants, which run for real beside the meta device: models branch on them."""
+
+    def __init__(self) -> None:
+        self.given_memory: set[int] = set()  # inputs and their views belong to the caller
         self._given: dict[int, torch.Tensor] = {}  # id of an input -> that input on meta
         self._originals: list[Any] = []  # keeps ids valid: an id is free again after its input
-        self._given_memory: set[int] = set()  # inputs and their views belong to the caller
-        self._values = WeakTensorKeyDictionary()  # tensor on meta -> its values, if known
+        self._known = WeakTensorKeyDictionary()  # tensor on meta -> its values, if known
 
     def inputs(self, value: Any) -> Any:
         """Move inputs to meta; integers keep their values, and integers on meta count as zeros."""
@@ -490,11 +435,73 @@ class _Flow:
                 return self._given[id(value)]
             meta = self._given[id(value)] = value.detach().to("meta")
             self._originals.append(value)
-            self._given_memory.add(memory_of(meta))
+            self.given_memory.add(memory_of(meta))
             if not value.is_floating_point() and not value.is_complex() and value.numel() <= _MAX_VALUES:
-                self._values[meta] = torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
+                self._known[meta] = torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
             return meta
-        return _mapped(value, self.inputs)
+        return mapped(value, self.inputs)
+
+    def positions(self, indices: Any) -> list[Any]:
+        """Return indices of a tensor with masks of known values as positions, whose number is then known."""
+        listed: list[Any] = []
+        for index in indices:
+            values = None if index is None or index.dtype != torch.bool else self.of(index)
+            listed += [index] if values is None else [self.known(each) for each in values.nonzero(as_tuple=True)]
+        return listed
+
+    def of_some_shape(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator whose result's shape depends on values, such as ``nonzero``, if they are all known."""
+        if any(self.of(tensor) is None for tensor in tensors_of((args, kwargs))):
+            return operator(*args, **kwargs)  # raises: the meta device has no values
+        return mapped(operator(*self._real(args), **self._real(kwargs)), self.known)
+
+    def known(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on meta whose values are known."""
+        meta = torch.empty_like(value, device="meta")
+        self._known[meta] = value
+        return meta
+
+    def follow(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compute small results for real if all inputs are known: integers and constants."""
+        results = list(tensors_of(result))
+        small = results and all(tensor.numel() <= _MAX_VALUES for tensor in results)
+        computable = small and torch.Tag.nondeterministic_seeded not in operator.tags
+        if not computable or any(self.of(tensor) is None for tensor in tensors_of((args, kwargs))):
+            return
+        real = operator(*self._real(args), **self._real(kwargs))
+        for tensor, values in zip(results, tensors_of(real), strict=True):
+            self._known[tensor] = values
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of a tensor. Tensors off meta are constants of the forward, such as index lists."""
+        return self._known.get(tensor) if tensor.is_meta else tensor
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.of(value)
+        return torch.device("cpu") if isinstance(value, torch.device) else mapped(value, self._real)
+
+
+class _Flow:
+    """Track, memory by memory, the sharding axes and lifetime of each result."""
+
+    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool, autocast: Autocast) -> None:
+        self.weights = weights  # by memory of a parameter or buffer
+        self._gathers = gathers  # scores over a sharded vocabulary
+        self.autocast = autocast
+        self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
+        self.scattered: set[int] = set()  # memories of parameters whose gradients FSDP2 scatters
+        self.timeline = _Timeline()
+        self.alive: dict[int, int] = {}  # memory -> allocation
+        self._axes = axes
+        self._cut: dict[int, frozenset[str]] = {}  # memory -> axes
+        self._sources: dict[tuple[str, str], int] = {}  # (axis, column-sharded weight) -> allocation of its input
+        self._summed: set[tuple[str, int]] = set()  # (axis, allocation) of inputs whose gradient is summed
+        self.values = _Values()
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Return True if ranks of a model axis hold different parts of ``tensor``."""
+        return bool(self._cut.get(memory_of(tensor)))
 
     def local_bytes(self, memory: int, storage: torch.UntypedStorage) -> int:
         """Return the bytes of a memory on one rank."""
@@ -506,28 +513,34 @@ class _Flow:
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator and record its results."""
         if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
-            value = self._value(args[0])
+            value = self.values.of(args[0])
             if value is None:
-                text = "the forward reads a tensor's value (.item(), if), and shapes have none"
-                hint = "the estimate runs on shapes; measure this model, or estimate its parts"
-                raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
+                raise PlanError(needs_values(None))
             return value.item()
+        if operator in _INDEXING:
+            args = args[0], self.values.positions(args[1]), *args[2:]
+        if operator is torch.ops.aten.clone.default and args[0].layout == torch.sparse_coo:
+            return args[0].detach()  # a real step keeps a sparse gradient as it is; on meta a clone would lose its size
         if operator is torch.ops.aten._grouped_mm.default:
             # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
             halves = (each.to(torch.bfloat16) for each in args[:2])
             result = operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
+        elif torch.Tag.dynamic_output_shape in operator.tags and operator not in _INDEXING:
+            result = self.values.of_some_shape(operator, args, kwargs)
         else:
             result = operator(*args, **kwargs)
-        self._follow_values(operator, args, kwargs, result)
+        self.values.follow(operator, args, kwargs, result)
         # Views of weights and inputs are no new results.
         results = [
             each
-            for each in _tensors(result)
-            if each.is_meta and (memory := memory_of(each)) not in self.weights and memory not in self._given_memory
+            for each in tensors_of(result)
+            if each.is_meta
+            and (memory := memory_of(each)) not in self.weights
+            and memory not in self.values.given_memory
         ]
         if not results:
             return result
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_of((args, kwargs)))
         used = [self.weights[memory_of(each)] for each in tensors if memory_of(each) in self.weights]
         inputs = [memory_of(each) for each in tensors if memory_of(each) not in self.weights]
         sharded = frozenset[str]().union(*(self._cut.get(memory, ()) for memory in inputs))
@@ -539,9 +552,10 @@ class _Flow:
             looked_up = operator is torch.ops.aten.embedding.default
             if forward:
                 summed = weight.row | (weight.ends if looked_up else frozenset())  # a tied table is a head, too
+                gathered = weight.ends - summed if self._gathers else frozenset()
                 collectives += [(axis, "all_reduce", weight.name) for axis in summed]
-                collectives += [(axis, "all_gather", weight.name) for axis in weight.ends - summed]
-                sharded = (sharded | weight.column) - weight.row - weight.ends
+                collectives += [(axis, "all_gather", weight.name) for axis in gathered]
+                sharded = (sharded | weight.column | weight.ends) - summed - gathered
                 if not (recomputes or looked_up):
                     source = next((self.alive[memory] for memory in inputs if memory in self.alive), -1)
                     self._sources.update({(axis, weight.name): source for axis in weight.column | weight.ends})
@@ -582,24 +596,36 @@ class _Flow:
                 self._cut[memory_of(tensor)] = self._cut.get(memory_of(tensor), frozenset()) - axes[name]
 
             def before(module: nn.Module, args: Any, kwargs: Any, reduced: Any = reduced) -> None:
-                for tensor in _tensors((args, kwargs)):
+                for tensor in tensors_of((args, kwargs)):
                     if tensor.requires_grad:
                         tensor.register_hook(reduced)
 
             def after(module: nn.Module, args: Any, output: Any, reduced: Any = reduced) -> None:
-                for tensor in _tensors(output):
+                for tensor in tensors_of(output):
                     reduced(tensor)
 
             unit = module.get_submodule(name)
             handles += [unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)]
         return handles
 
+    def gathered_buffer(self, size: int) -> torch.Tensor:
+        """Allocate a buffer of FSDP2."""
+        buffer = torch.empty(size, dtype=torch.uint8, device="meta")
+        self.timeline.gathered.add(self.alive[memory_of(buffer)])
+        return buffer
+
     def gradient(self, parameter: torch.Tensor) -> None:
         """Leave a gradient to the exact count, or to its unit until it is scattered."""
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return  # added to the gradient of earlier batches
+        if parameter.grad.layout != torch.strided:
+            return  # the exact count has none: it stays among the activations
         memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
         allocation = self.alive.get(memory, -1)
-        (self.timeline.gathered if memory_of(parameter) in self.scattered else self.timeline.excluded).add(allocation)
+        if memory_of(parameter) in self.scattered:
+            self.timeline.gathered.add(allocation)
+        else:
+            self.timeline.lasting.add(allocation)
         own = weight.column | weight.row | weight.ends | weight.other
         for axis in self._cut.get(memory, frozenset()) - own:  # a full parameter used on shards (norms of heads)
             self.timeline.sizes[allocation] = parameter.grad.nbytes
@@ -620,26 +646,6 @@ class _Flow:
                 del self.alive[memory], self._cut[memory]
 
         weakref.finalize(storage, free).atexit = False  # no work at interpreter exit
-
-    def _follow_values(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute small results for real if all inputs are known: integers and constants."""
-        results = list(_tensors(result))
-        small = results and all(tensor.numel() <= _MAX_VALUES for tensor in results)
-        computable = small and torch.Tag.nondeterministic_seeded not in operator.tags
-        if not computable or any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
-            return
-        real = operator(*self._real(args), **self._real(kwargs))
-        for tensor, values in zip(results, _tensors(real), strict=True):
-            self._values[tensor] = values
-
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor. Tensors off meta are constants of the forward, such as index lists."""
-        return self._values.get(tensor) if tensor.is_meta else tensor
-
-    def _real(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._value(value)
-        return torch.device("cpu") if isinstance(value, torch.device) else _mapped(value, self._real)
 
 
 def _meta_state(
@@ -677,24 +683,3 @@ def _meta_state(
         column, row, ends, other = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
         weights[memory_of(meta)] = _Weight(resolution.tensor(name).name, column, row, ends, other, len(shape) > 1)
     return state, weights
-
-
-def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a container; with ``seen`` also from attributes of its objects (a key-value cache)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item, seen)
-    elif seen is not None and hasattr(value, "__dict__") and id(value) not in seen:
-        seen.add(id(value))  # objects may refer to each other in circles
-        yield from _tensors(vars(value), seen)
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to each item of a list, tuple or dict; other values pass unchanged."""
-    if isinstance(value, Mapping):
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(function, value)) if type(value) in (list, tuple) else value
-    return value

@@ -15,13 +15,14 @@ from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.activations import StepOptions, run_on_shapes
+from shard_spec.estimate.activations import run_on_shapes
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.data_parallel import Transfer, unit_transfers
-from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES, Batch, data_axes_of, expert_modules, uncounted_axes
+from shard_spec.estimate.roles import Batch, expert_modules, uncounted_axes
+from shard_spec.estimate.step_options import StepOptions
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ModelMetadata, require_floating
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
@@ -98,11 +99,10 @@ def communication(
     **options: Unpack[StepOptions],
 ) -> Communication:
     """Return the communication of a step of a resolved plan; see ``ShardingPlan.communication``."""
-    require_floating(options.get("dtype"))
     mesh = resolution.one_mesh
-    data = data_axes_of(mesh, options.get("data_axes"))
-    model_axes = [axis for axis in mesh.axis_names if axis not in (*data, *PIPELINE_AXIS_NAMES)]
-    transfers = unit_transfers(resolution, data, options.get("units"), options.get("dtype"))
+    roles = resolution.axis_roles(options.get("data_axes"))
+    data, model_axes = roles.data, roles.axes("model")
+    transfers = unit_transfers(resolution, roles, options)
     lines = [
         f"data axes (ranks see different samples): {', '.join(data) or 'none'}",
         f"model axes (ranks see the same samples): {', '.join(model_axes) or 'none'}",
@@ -116,7 +116,8 @@ def communication(
         flow = run_on_shapes(resolution, module, batch, **options).flow
         for (axis, op, what, name, size), count in Counter(flow.collectives).items():
             if axis in model_axes and mesh.axis_size(axis) > 1:
-                transfers.append(Transfer(axis, op, what, name, size, count, mesh.axis_size(axis)))
+                uses = count * options.get("accumulate", 1)
+                transfers.append(Transfer(axis, op, what, name, size, uses, mesh.axis_size(axis)))
         experts = expert_modules(resolution.metadata.parameters)
         for axis in model_axes:
             names = [each.name for each in flow.weights.values() if axis in each.other and each.is_weight]
@@ -124,6 +125,8 @@ def communication(
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 lines.append(f"{axis}: activations around {names[0]}{more} are not counted: no linear or embedding")
+    if sparse := [tensor.name for tensor in resolution.metadata.parameters if tensor.sparse_grad and data]:
+        lines.append(f"gradients of sparse tables ({', '.join(sparse[:3])}) are not counted: they depend on the batch")
     seconds = None
     if topology is not None:
         model: Any = cost_model or AlphaBetaCostModel()
@@ -131,4 +134,4 @@ def communication(
         for axis in mesh.axis_names:
             link = topology.link(mesh.axes, axis, mesh.rank_list)
             seconds[axis] = sum(t.count * getattr(model, t.op)(t.full_bytes, link) for t in transfers if t.axis == axis)
-    return Communication(mesh, tuple(transfers), seconds, (*lines, *uncounted_axes(mesh)))
+    return Communication(mesh, tuple(transfers), seconds, (*lines, *roles.assumptions, *uncounted_axes(mesh, roles)))

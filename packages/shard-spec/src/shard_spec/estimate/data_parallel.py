@@ -13,8 +13,11 @@ from math import prod
 from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.roles import EXPERT_AXIS_NAMES, expert_modules, local_numels, role
+from shard_spec.estimate.fully_shard import UnitBytes
+from shard_spec.estimate.roles import expert_modules, local_shapes, role
+from shard_spec.estimate.step_options import StepOptions, check_effects, check_options, policy_of
 from shard_spec.layout.placements import SpecialShard
+from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution
 
@@ -81,14 +84,20 @@ def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, 
     return members
 
 
-def unit_transfers(
-    resolution: Resolution, data_axes: tuple[str, ...], units: Iterable[str] | None, dtype: str | None
-) -> list[Transfer]:
+def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOptions) -> list[Transfer]:
     """Return each unit's collectives along data axes, in the order of the units.
 
-    The root is gathered once a step, since FSDP2 frees it at the end alone; other units for forward and for backward.
+    The root is gathered once a batch, since FSDP2 frees it at the end alone; other units for forward and for backward.
+
+    Raises:
+        PlanError: For options that are wrong, or of no effect on this plan.
     """
-    mesh = resolution.one_mesh
+    check_options(options)
+    units, policy = options.get("units"), policy_of(options)
+    compute, accumulate = policy["param_dtype"] or options.get("dtype"), options.get("accumulate", 1)
+    reduce = policy["reduce_dtype"] or compute
+    in_backward = options.get("reshard_after_forward", True)
+    mesh, data_axes = resolution.one_mesh, roles.data
     mesh_at = {axis: at for at, axis in enumerate(mesh.axis_names)}
     experts = expert_modules(resolution.metadata.parameters)
     transfers: list[Transfer] = []
@@ -101,34 +110,49 @@ def unit_transfers(
             # Of plain chunks rank 0 has the most elements.
             special = any(isinstance(spec, SpecialShard) for spec in layout.specs)
             first = prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape))
-            numel = max(local_numels(layout, tensor.shape)) if special else first
+            numel = max(map(prod, local_shapes(layout, tensor.shape))) if special else first
             # experts stay on their expert axis: tokens travel
-            stays = EXPERT_AXIS_NAMES if tensor.name.rpartition(".")[0] in experts else ()
+            stays = roles.axes("expert") if tensor.name.rpartition(".")[0] in experts else ()
             for axis in data_axes:
                 if mesh.axis_size(axis) == 1 or (axis in stays and role(tensor, layout, axis) != "whole"):
                     continue
                 trains, is_whole = tensor.requires_grad and tensor.is_floating, role(tensor, layout, axis) == "whole"
-                size = numel * (ITEM_BYTES[dtype] if dtype and tensor.is_floating else tensor.item_bytes)
-                if is_whole and trains:
-                    sums[axis, "all_reduce", "gradients"] = sums.get((axis, "all_reduce", "gradients"), 0) + size
+                size = numel * (ITEM_BYTES[compute] if compute and tensor.is_floating else tensor.item_bytes)
+                reduced = numel * (ITEM_BYTES[reduce] if reduce and tensor.is_floating else tensor.item_bytes)
+                if is_whole and trains and not tensor.sparse_grad:
+                    sums[axis, "all_reduce", "gradients"] = sums.get((axis, "all_reduce", "gradients"), 0) + reduced
                 if is_whole:
                     continue
                 # Other data axes that shard the tensor are gathered first, from the last axis to the first.
                 later = [other for other in data_axes if other not in stays and mesh_at[other] >= mesh_at[axis]]
-                size *= prod(mesh.axis_size(other) for other in later if role(tensor, layout, other) != "whole")
-                moved = (("all_gather", "parameters"), ("reduce_scatter", "gradients"))
-                for op, what in moved if trains else moved[:1]:
-                    sums[axis, op, what] = sums.get((axis, op, what), 0) + size
+                pieces = prod(mesh.axis_size(other) for other in later if role(tensor, layout, other) != "whole")
+                moved = (("all_gather", "parameters", size), ("reduce_scatter", "gradients", reduced))
+                for op, what, own in moved if trains else moved[:1]:
+                    sums[axis, op, what] = sums.get((axis, op, what), 0) + own * pieces
         for (axis, op, what), size in sums.items():
-            uses = 2 if op == "all_gather" and unit else 1
+            uses = accumulate * (1 + (bool(unit) and in_backward)) if op == "all_gather" else accumulate
+            uses = 1 if op != "all_gather" and options.get("sync") == "last" else uses
             transfers.append(Transfer(axis, op, what, unit, size, uses, mesh.axis_size(axis)))
+    shards = any(each.op == "all_gather" for each in transfers)
+    check_effects(options, shards=shards, replicates=any(mesh.axis_size(axis) > 1 for axis in data_axes))
     return transfers
 
 
-def gathered_bytes(transfers: Iterable[Transfer]) -> dict[str, int]:
-    """Return the bytes of each unit's parameters when they are gathered along all data axes."""
-    sizes: dict[str, int] = {}
-    for each in transfers:
-        if each.op == "all_gather":  # the outermost axis gathers what inner ones have gathered
-            sizes[each.name] = max(sizes.get(each.name, 0), each.full_bytes)
+def unit_bytes(
+    resolution: Resolution, transfers: Iterable[Transfer], units: Iterable[str] | None, dtype: str | None
+) -> dict[str, UnitBytes]:
+    """Return the bytes of each unit that is gathered along data axes, by its FQN."""
+    full: dict[tuple[str, str], int] = {}
+    for each in transfers:  # the outermost axis gathers what inner ones have gathered
+        full[each.name, each.op] = max(full.get((each.name, each.op), 0), each.full_bytes)
+    members = units_of(resolution.metadata, units)
+    sizes = {}
+    for unit in (unit for unit, op in full if op == "all_gather"):
+        trained = [each for each in members[unit] if each.requires_grad and each.name in resolution.layouts]
+        shards = 0
+        for tensor in trained:
+            item = ITEM_BYTES[dtype] if dtype and tensor.is_floating else tensor.item_bytes
+            layout = resolution.layouts[tensor.name]
+            shards += item * prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape))
+        sizes[unit] = UnitBytes(full[unit, "all_gather"], full.get((unit, "reduce_scatter"), 0), shards)
     return sizes

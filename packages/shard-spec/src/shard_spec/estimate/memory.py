@@ -6,62 +6,23 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
+
+from torch import nn
 
 from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
-from shard_spec.estimate.roles import local_numels
-from shard_spec.formatting import Table, human_ranks
+from shard_spec.estimate.optimizers import OptimizerChoice, OptimizerLike, OptimizerState, choose_optimizer
+from shard_spec.estimate.roles import local_shapes
+from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """Optimizer state of each parameter with a gradient.
-
-    Attributes:
-        name: Name in reports.
-        slots: Number of tensors as large as the (local) parameter.
-        scalar_bytes: Further bytes for each parameter: torch counts steps in a float32 scalar. It is on the CPU unless
-            the optimizer is ``fused`` or ``capturable``, but counts all the same.
-        dtype: Dtype of the slots; None means that of the parameter (or of its master copy).
-        master: Dtype of a second, finer copy of each floating parameter, updated by the optimizer; None for none.
-        step_slots: Number of tensors as large as the (local) parameter that ``step`` allocates and frees.
-    """
-
-    name: str
-    slots: int = 0
-    scalar_bytes: int = 0
-    dtype: str | None = None
-    master: str | None = None
-    step_slots: int = 0
-
-
-OptimizerLike: TypeAlias = "str | OptimizerState | None"
-
-# From torch.optim 2.13: state tensors under the default arguments.
-OPTIMIZERS = {
-    "none": OptimizerState("none"),
-    "sgd": OptimizerState("sgd"),
-    "momentum": OptimizerState("momentum", slots=1),
-    "adam": OptimizerState("adam", slots=2, scalar_bytes=4, step_slots=1),
-    "adamw": OptimizerState("adamw", slots=2, scalar_bytes=4, step_slots=1),
-    "amsgrad": OptimizerState("amsgrad", slots=3, scalar_bytes=4, step_slots=1),
-    "adamax": OptimizerState("adamax", slots=2, scalar_bytes=4, step_slots=1),
-    "adagrad": OptimizerState("adagrad", slots=1, scalar_bytes=4, step_slots=2),
-    "rmsprop": OptimizerState("rmsprop", slots=1, scalar_bytes=4, step_slots=1),
-    "adadelta": OptimizerState("adadelta", slots=2, scalar_bytes=4, step_slots=2),
-}
-for _name in ("sgd", "momentum", "adam", "adamw"):
-    OPTIMIZERS[f"mixed-{_name}"] = replace(OPTIMIZERS[_name], name=f"mixed-{_name}", master="float32")
-
-
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
-STEP_PARTS = ("activations", "gathered", "logits and loss", "optimizer step")
+STEP_PARTS = ("activations", "gathered", "logits and loss", "optimizer step", "gradients to come", "DDP buckets")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,24 +32,27 @@ class Memory:
     Attributes:
         ranks: The ranks, ascending.
         parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"``, ``"master"`` (copies) and, with a
-            batch, ``"activations"``, ``"gathered"`` (layers along data axes), ``"logits and loss"`` and ``"optimizer
-            step"`` at the peak of the step, to the bytes on each rank of ``ranks``.
-        optimizer: The counted optimizer state.
+            batch, ``"activations"``, ``"gathered"`` (layers along data axes), ``"logits and loss"``, ``"optimizer
+            step"``, ``"gradients to come"`` (negative: not made yet) and ``"DDP buckets"`` at the peak of the step, to
+            the bytes on each rank of ``ranks``.
+        optimizer: Name of the counted optimizer.
         moment: Phase of the peak: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``; ``""`` without a batch.
         notes: Uncounted parts, a line each.
+        assumptions: Roles of axes that follow from their names alone, a line each.
         uncounted: Modules with a Sharder: their sharding is unknown, so their parameters are not in the sums.
     """
 
     ranks: tuple[int, ...]
     parts: dict[str, tuple[int, ...]]
-    optimizer: OptimizerState
+    optimizer: str
     uncounted: tuple[str, ...] = ()
     moment: str = ""
     notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     _resolution: Resolution | None = field(default=None, repr=False)
     _settings: Any = field(default=None, repr=False)
-    _slots: tuple[tuple[int, int], ...] = field(default=((0, 0),), repr=False)  # by rank: bytes of one slot, of all and
-    # of the largest parameter
+    _steps: tuple[tuple[int, int], ...] = field(default=((0, 0),), repr=False)  # by rank: temporaries of a step over
+    # all tensors at once, and over one after another
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -122,8 +86,9 @@ class Memory:
         for tensor in self._resolution.metadata.tensors:
             layout = self._resolution.layouts.get(tensor.name)
             if layout is not None and layout.mesh.coordinate(rank) is not None:
-                numel = prod(layout.local_shape(rank, tensor.shape))
-                largest.append((tensor.name, sum(self._settings.bytes_of(tensor, numel).values())))
+                local = layout.local_shape(rank, tensor.shape)
+                state = self._settings.optimizer.of(tensor.name)
+                largest.append((tensor.name, sum(self._settings.bytes_of(tensor, state, local).parts.values())))
         return sorted(largest, key=lambda item: (-item[1], item[0]))[:count]
 
     def groups(self) -> list[tuple[list[int], dict[str, int]]]:
@@ -134,28 +99,42 @@ class Memory:
             groups.setdefault(tuple(values[at] for values in needed.values()), []).append(rank)
         return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in groups.items()]
 
-    def with_activations(self, estimate: ActivationEstimate, *, foreach: bool = True) -> Memory:
+    def with_activations(self, estimate: ActivationEstimate, *, foreach: bool = True, buckets: bool = False) -> Memory:
         """Return a copy with a step's peak beside the state added.
 
         Args:
             estimate: Of forward, loss and backward.
             foreach: True if the optimizer updates all parameters at once, torch's default on accelerators.
+            buckets: True if DDP holds a copy of the gradients in its buckets, from the first step on.
         """
         shares = estimate.gathered_bytes, estimate.loss_bytes
-        peak, moment = (estimate.peak_bytes - sum(shares), *shares, 0), estimate.moment
-        allocated = max((each[0] if foreach else 2 * each[1]) for each in self._slots) * self.optimizer.step_slots
-        if allocated > estimate.peak_bytes:
-            peak, moment = (0, 0, 0, allocated), "optimizer"
+        peak, moment, to_come = (estimate.peak_bytes - sum(shares), *shares, 0), estimate.moment, estimate.to_come
+        allocated = max(each[0] if foreach else each[1] for each in self._steps)
+        if allocated > estimate.peak_bytes - to_come * max(self.parts["gradients"], default=0):
+            peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
         # the fullest rank's figure on all of them
-        sizes = {part: (size,) * len(self.ranks) for part, size in zip(STEP_PARTS, peak, strict=True)}
-        return replace(self, parts={**self.parts, **sizes}, moment=moment, notes=estimate.notes)
+        sizes = {part: (size,) * len(self.ranks) for part, size in zip(STEP_PARTS[:4], peak, strict=True)}
+        sizes["gradients to come"] = tuple(-round(to_come * size) for size in self.parts["gradients"])
+        sizes["DDP buckets"] = tuple(size * buckets for size in self.parts["gradients"])
+        # Sparse gradients are among the activations of a step.
+        more: dict[str, Any] = {"notes": estimate.notes, "assumptions": estimate.assumptions}
+        return replace(self, parts={**self.parts, **sizes}, moment=moment, **more)
 
-    def verdict(self, limit: int) -> str:
-        """Return one line: does every rank stay within ``limit`` bytes?"""
+    def verdict(self, limit: int | str) -> str:
+        """Return one line: does every rank stay within ``limit``? It ends with what was assumed.
+
+        Args:
+            limit: Bytes, or text with a unit such as ``"80GiB"`` or ``"80GB"``.
+
+        Raises:
+            PlanError: ``invalid-argument`` for a limit of another form.
+        """
+        limit = bytes_of(limit, "limit")
         of = f"{self.max_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB"
         if max(self.max_bytes, limit) < 2**27:  # small models: a tenth of a GiB is too coarse
             of = f"{human_bytes(self.max_bytes)} of {human_bytes(limit)}"
         counted = "" if self.moment else " for parameters, gradients and optimizer state; activations are not counted"
+        counted += "".join(f"; {line}" for line in self.assumptions)
         if self.max_bytes <= limit:
             return f"fits: {of} on each of {len(self.ranks)} ranks{counted}"
         where = f"peak at the {self.moment}" if self.moment else f"rank {self.worst_rank}"
@@ -169,10 +148,11 @@ class Memory:
             "ranks": list(self.ranks),
             "parts": {part: list(values) for part, values in self.parts.items()},
             "total": list(self.totals),
-            "optimizer": self.optimizer.name,
+            "optimizer": self.optimizer,
             "uncounted": list(self.uncounted),
             "moment": self.moment,
             "notes": list(self.notes),
+            "assumptions": list(self.assumptions),
         }
         return json.dumps(document, sort_keys=True, indent=1)
 
@@ -186,10 +166,10 @@ class Memory:
         if len(rows) > 16:
             rows[15:] = [[f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
         lines = [str(Table(["ranks", *parts, "total"], rows, range(1, len(parts) + 2)))]
-        lines.append(f"optimizer: {self.optimizer.name}")
+        lines.append(f"optimizer: {self.optimizer}")
         if self.moment:
             lines.append(f"peak: {self.moment}; activations, logits and loss are an estimate")
-        lines += [f"- {note}" for note in self.notes]
+        lines += [f"- {note}" for note in (*self.notes, *self.assumptions)]
         if self.uncounted:
             lines.append(f"not counted (sharded by a Sharder): {', '.join(self.uncounted)}")
         return "\n".join(lines)
@@ -204,66 +184,76 @@ class Memory:
 class MemorySettings:
     """Settings of the memory count beside parameters."""
 
-    state: OptimizerState
+    optimizer: OptimizerChoice
     gradients: str | bool
     dtype: str | None
 
-    def item_bytes(self, tensor: TensorMetadata) -> int:
-        """Bytes of one element; ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
-        return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
+    def dtype_of(self, tensor: TensorMetadata) -> str:
+        """Return the dtype in training: ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
+        return self.dtype if self.dtype and tensor.is_floating else tensor.dtype
 
-    def slot_bytes(self, tensor: TensorMetadata, numel: int) -> int:
-        """Return the bytes of one slot of optimizer state."""
-        dtype = self.state.dtype or self.state.master
-        return numel * (ITEM_BYTES[dtype] if dtype else self.item_bytes(tensor))
-
-    def bytes_of(self, tensor: TensorMetadata, numel: int) -> dict[str, int]:
-        """Return the bytes by part for ``numel`` local elements of ``tensor``."""
-        own = numel * self.item_bytes(tensor)
+    def bytes_of(self, tensor: TensorMetadata, state: OptimizerState, local: tuple[int, ...]) -> LocalBytes:
+        """Return the bytes for a shard of shape ``local`` of ``tensor``."""
+        dtype, numel = self.dtype_of(tensor), prod(local)
+        own = numel * ITEM_BYTES[dtype]
         if tensor.kind == "buffer":
-            return {"buffers": own}  # no gradient, no state
+            return LocalBytes({"buffers": own})  # no gradient, no state
         num_bytes = {"parameters": own}
-        if tensor.requires_grad and tensor.is_floating and self.gradients is not False:
-            gradient = self.item_bytes(tensor) if self.gradients is True else ITEM_BYTES[str(self.gradients)]
-            num_bytes["gradients"] = numel * gradient
-            state = self.state
-            num_bytes["optimizer"] = self.slot_bytes(tensor, numel) * state.slots + state.scalar_bytes
-            if state.master is not None:
-                num_bytes["master"] = numel * ITEM_BYTES[state.master]
-        return num_bytes
+        if not (tensor.requires_grad and tensor.is_floating and self.gradients is not False):
+            return LocalBytes(num_bytes)
+        cost = state.cost(local, tensor.shape, dtype)
+        gradient = dtype if self.gradients is True else str(self.gradients)
+        num_bytes["gradients"] = 0 if tensor.sparse_grad else numel * ITEM_BYTES[gradient]
+        num_bytes["optimizer"] = cost.state
+        if state.master is not None:
+            num_bytes["master"] = numel * ITEM_BYTES[state.master]
+        return LocalBytes(num_bytes, cost.step, cost.loop)
+
+
+@dataclass(frozen=True)
+class LocalBytes:
+    """Bytes of one shard: by part, and of temporaries in the optimizer's step (see `OptimizerCost`)."""
+
+    parts: dict[str, int]
+    step: int = 0
+    loop: int = 0
 
 
 def memory_of(
-    resolution: Resolution, *, optimizer: OptimizerLike = "adamw", grads: bool | str = True, dtype: str | None = None
+    resolution: Resolution,
+    *,
+    optimizer: OptimizerLike = "adamw",
+    grads: bool | str = True,
+    dtype: str | None = None,
+    module: nn.Module | None = None,
 ) -> Memory:
-    """Return the bytes per rank of a resolved plan."""
+    """Return the bytes per rank of a resolved plan; ``module`` is needed for an optimizer's instance."""
     require_floating(grads, dtype)
-    state = optimizer if isinstance(optimizer, OptimizerState) else OPTIMIZERS.get(str(optimizer).lower())
-    if state is None:
-        hint = f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)"
-        raise PlanError(Problem("invalid-argument", "optimizer", found=repr(optimizer)[:200], hint=hint))
-    settings = MemorySettings(state, grads, dtype)
+    choice = choose_optimizer(optimizer, resolution.metadata, module)
+    settings = MemorySettings(choice, grads, dtype)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
     sums = {part: [0] * len(ranks) for part in PARTS}
-    slots = [(0, 0)] * len(ranks)
+    steps = [(0, 0)] * len(ranks)
     # Tensors of one shape, layout and kind are counted together: nameless, so that they compare equal.
-    groups: Counter[tuple[Layout, TensorMetadata]] = Counter()
+    groups: Counter[tuple[Layout, TensorMetadata, OptimizerState]] = Counter()
     for t in resolution.metadata.tensors:
         if t.name in resolution.layouts:
-            like = TensorMetadata("", t.shape, t.dtype, t.kind, t.requires_grad, ("",))
-            groups[resolution.layouts[t.name], like] += 1
-    for (layout, sample), count in groups.items():
-        by_numel: dict[int, dict[str, int]] = {}  # most ranks share one local size
-        for rank, numel in zip(layout.mesh.ranks, local_numels(layout, sample.shape), strict=True):
-            if numel not in by_numel:
-                by_numel[numel] = settings.bytes_of(sample, numel)
-            at = position[rank]
-            for part, size in by_numel[numel].items():
+            like = replace(t, name="", aliases=("",), module_type="")
+            groups[resolution.layouts[t.name], like, choice.of(t.name)] += 1
+    for (layout, sample, state), count in groups.items():
+        by_shape: dict[tuple[int, ...], LocalBytes] = {}  # most ranks share one local shape
+        for rank, local in zip(layout.mesh.ranks, local_shapes(layout, sample.shape), strict=True):
+            if local not in by_shape:
+                by_shape[local] = settings.bytes_of(sample, state, local)
+            at, sizes = position[rank], by_shape[local]
+            for part, size in sizes.parts.items():
                 sums[part][at] += size * count
-            if "optimizer" in by_numel[numel]:
-                slot = settings.slot_bytes(sample, numel)
-                slots[at] = slots[at][0] + slot * count, max(slots[at][1], slot)
+            steps[at] = steps[at][0] + sizes.step * count, max(steps[at][1], sizes.loop)
     parts = {part: tuple(values) for part, values in sums.items()}
-    more: dict[str, Any] = {"_resolution": resolution, "_settings": settings, "_slots": tuple(slots)}
-    return Memory(ranks, parts, settings.state, tuple(resolution.sharders), **more)
+    more: dict[str, Any] = {"_resolution": resolution, "_settings": settings, "_steps": tuple(steps)}
+    sparse = [tensor.name for tensor in resolution.metadata.parameters if tensor.sparse_grad and grads is not False]
+    if sparse:
+        line = f"not counted: gradients of sparse tables ({', '.join(sparse[:3])}{', ...' if len(sparse) > 3 else ''})"
+        more["notes"] = (f"{line}: they are as large as the rows that a batch looks up",)
+    return Memory(ranks, parts, choice.name, tuple(resolution.sharders), **more)

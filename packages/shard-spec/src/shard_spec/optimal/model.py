@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.operations import Operation, Strategy, cuts, moving
+from shard_spec.optimal.operations import STREAM, Operation, Strategy, cuts, moving
 from shard_spec.optimal.problem import PairwiseProblem
 
 
@@ -60,14 +60,26 @@ class Workload:
 
 StrategyPerAxis = tuple[Strategy, ...]  # one per axis
 
+# Role of an axis (see `shard_spec.plan.axis_roles`) -> names of the strategies along it.
+ROLE_STRATEGIES = {
+    "data": {"batch", "batch+fsdp"},
+    "context": {"sequence", "sequence+fsdp", "heads", "fsdp", "whole"},
+    "model": {"column", "row", "heads", "vocabulary", "sequence", "whole"},
+}
+
 
 @dataclass(frozen=True, eq=False)
 class StepModel:
     """Operations, machine and workload; `problem` is the solver's input.
 
     Costs are seconds of one training step, forward and backward; memory is bytes on a rank (equal on every rank, up
-    to uneven rows). Not in the model: norms and other small operations, temporary buffers of gathered weights, and the
-    allocator's rounding.
+    to uneven rows). `transient_bytes` are no sum over operations, so they are beside the problem. Not in the model:
+    norms and other small operations, and the allocator's rounding.
+
+    Attributes:
+        units: FQNs of the modules that are gathered one by one, as ``fully_shard`` wraps them; the rest is the root's.
+        roles: role of each axis, which leaves it the strategies of `ROLE_STRATEGIES`; None: any, differently for each
+            operation, which no plan can say: the rows of ``S(0)`` may be gathered or a column's.
     """
 
     operations: tuple[Operation, ...]
@@ -75,6 +87,8 @@ class StepModel:
     topology: Topology
     cost_model: AlphaBetaCostModel
     workload: Workload
+    units: tuple[str, ...] = ()
+    roles: tuple[str, ...] | None = None
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -94,13 +108,13 @@ class StepModel:
         nodes: dict[object, tuple[list[float], list[int]]] = {}  # shared by equal layers
         edges: dict[object, Tensor] = {}
         key: object
-        for operation, choices in zip(self.operations, self.choices, strict=True):
+        for index, (operation, choices) in enumerate(zip(self.operations, self.choices, strict=True)):
             sizes = operation.num_elements, operation.matmul_elements, operation.width_out, operation.output_bytes
-            key = sizes, operation.scores, operation.kept, bool(operation.parameters), choices
+            key = sizes, operation.scores, operation.kept, bool(operation.parameters), choices, self._is_inside(index)
             if key not in nodes:
                 nodes[key] = (
                     [self._seconds(operation, strategies) for strategies in choices],
-                    [self._bytes(operation, strategies) for strategies in choices],
+                    [self._kept_bytes(index, strategies) for strategies in choices],
                 )
             problem.add_node(*nodes[key])
         for index, operation in enumerate(self.operations):
@@ -126,7 +140,10 @@ class StepModel:
     def _allowed(self, operation: Operation) -> list[StrategyPerAxis]:
         """Return the combinations with dividing batch, sequence and channels."""
         allowed = []
-        for strategies in itertools.product(operation.strategies, repeat=self.mesh.ndim):
+        by_axis = [operation.strategies] * self.mesh.ndim
+        if self.roles is not None:
+            by_axis = [tuple(s for s in operation.strategies if s.name in ROLE_STRATEGIES[role]) for role in self.roles]
+        for strategies in itertools.product(*by_axis):
             pieces = dict.fromkeys("bsh", 1)  # shards along batch, sequence, channels
             for strategy, size in zip(strategies, self.mesh.shape, strict=True):
                 state = "h" if strategy.weight in ("column", "row") or strategy.reads == "h" else strategy.reads
@@ -205,11 +222,87 @@ class StepModel:
         )
         total = -(-operation.num_elements * self.workload.state_bytes // stored)
         if operation.width_out and (operation.kept or not self.workload.recompute):
-            value_bytes = operation.output_bytes or self.workload.activation_bytes
             # sums are reduced before they are saved
             written = tuple("r" if strategy.writes == "p" else strategy.writes for strategy in strategies)
-            total += -(-self.workload.tokens * operation.width_out * value_bytes // cuts(written, self.mesh.shape))
+            total += self._output_bytes(operation, written)
         return total
+
+    def _output_bytes(self, operation: Operation, states: Sequence[str]) -> int:
+        value_bytes = operation.output_bytes or self.workload.activation_bytes
+        return -(-self.workload.tokens * operation.width_out * value_bytes // cuts(states, self.mesh.shape))
+
+    def memory_bytes(self, assignment: Sequence[int]) -> int:
+        """Return the bytes of a step at its fullest moment: kept and transient ones."""
+        return self.problem.memory_of(assignment) + self.transient_bytes(assignment)
+
+    def transient_bytes(self, assignment: Sequence[int]) -> int:
+        """Return the bytes of a step's fullest moment that are no sum over operations, so not in the problem.
+
+        As FSDP2 schedules it, backward of a block holds the block's weights, their gradients, the receive buffer of the
+        block before it and the send buffer of the block after it, beside the root's weights and the gradient of its
+        head. A recomputed block holds its insides, each with a gradient, but of its streams only the first is saved.
+        The loss holds logits in the workload's dtype, and their float32 copy, log-softmax and gradient.
+
+        Saved activations go as backward makes gradients, so the two are never complete together: at the loss and in the
+        first block of backward no gradient is there yet, in the last block and in AdamW's step no activation is left.
+        """
+        gathered, insides = dict.fromkeys((*self.units, ""), 0), dict.fromkeys((*self.units, ""), 0)
+        head = logits = saved = 0
+        for index, (operation, choices, at) in enumerate(zip(self.operations, self.choices, assignment, strict=True)):
+            unit = self._unit_of[index]
+            named = list(zip(choices[at], self.mesh.shape, strict=True))
+            states = tuple("r" if strategy.writes == "p" else strategy.writes for strategy in choices[at])
+            if operation.output_bytes:
+                logits += self._output_bytes(operation, states) // operation.output_bytes
+            elif operation.width_out and operation.strategies is STREAM:
+                # Along model axes a plan's stream is replicated between blocks: no layout says otherwise.
+                roles = self.roles or ("data",) * len(states)
+                plain = tuple("r" if role == "model" else state for state, role in zip(states, roles, strict=True))
+                if not self._is_inside(index):
+                    saved += self._output_bytes(operation, plain) - self._output_bytes(operation, states)
+            elif operation.width_out:
+                insides[unit] += 2 * self._output_bytes(operation, states)
+            if any(strategy.weight == "fsdp" for strategy, _ in named):
+                pieces = math.prod(size for strategy, size in named if strategy.weight in ("column", "row"))
+                size = operation.num_elements * self.workload.weight_bytes // pieces
+                gathered[unit] += size
+                head += size if not unit and operation.output_bytes else 0
+        root, block = gathered.pop(""), max(gathered.values(), default=0)
+        del insides[""]
+        working = max(insides.values(), default=0) if self.workload.recompute else 0
+        backward = max(root + head + 4 * block + working, 2 * root + 2 * block)
+        loss = root + logits * (self.workload.activation_bytes + 12)
+        state = 0
+        for operation, choices, at in zip(self.operations, self.choices, assignment, strict=True):
+            state += self._bytes(replace(operation, width_out=0), choices[at])
+        # State is a weight, its gradient, AdamW's two moments and the master weight. A step of all tensors at once
+        # makes a temporary as large as a moment.
+        gradients = int(state / self.workload.state_bytes * self.workload.weight_bytes)
+        step = int(
+            state / self.workload.state_bytes * max(self.workload.state_bytes - 2 * self.workload.weight_bytes, 0) / 3
+        )
+        activations = self.problem.memory_of(assignment) - state
+        return max(saved + max(backward, loss) - gradients, max(backward, step) - activations)
+
+    def _is_inside(self, index: int) -> bool:
+        """Return True for a stream within a recomputed unit: the unit saves its input alone."""
+        operation, unit = self.operations[index], self._unit_of[index]
+        is_stream = operation.strategies is STREAM and operation.residual >= 0
+        return self.workload.recompute and is_stream and bool(unit) and self._unit_of[operation.residual] != unit
+
+    def _kept_bytes(self, index: int, strategies: StrategyPerAxis) -> int:
+        """Return the bytes of an operation that last from forward to backward; logits do not outlast the loss."""
+        operation = self.operations[index]
+        lasting = not (operation.output_bytes or self._is_inside(index))
+        return self._bytes(operation if lasting else replace(operation, width_out=0), strategies)
+
+    @cached_property
+    def _unit_of(self) -> list[str]:
+        """FQN of the unit of each operation; ``""`` is the root."""
+        units = set(self.units)
+        prefixes = [operation.name.split(" ")[0].split(".") for operation in self.operations]
+        chains = ([".".join(parts[:at]) for at in range(len(parts), 0, -1)] for parts in prefixes)
+        return [next((name for name in chain if name in units), "") for chain in chains]
 
     def words(self, assignment: Sequence[int]) -> tuple[tuple[str, str], ...]:
         """Describe each operation and its strategies in words."""

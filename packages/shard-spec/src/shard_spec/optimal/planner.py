@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,11 +14,13 @@ from torch import nn
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Topology
+from shard_spec.estimate.data_parallel import block_names
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.model import StepModel, StrategyPerAxis, Workload
+from shard_spec.optimal.model import ROLE_STRATEGIES, StepModel, StrategyPerAxis, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
-from shard_spec.optimal.problem import InfeasibleError, solve_capped
+from shard_spec.optimal.problem import CappedSolution, InfeasibleError, least_memory, solve_capped, solve_exact
+from shard_spec.plan.metadata import metadata_of
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound
 
 if TYPE_CHECKING:
@@ -27,15 +32,15 @@ _SECTIONS = re.compile(r"I\((\d+), \[([\d, ]+)\]\)")
 class OptimalPlanner(LayoutPlanner):
     """Planner of least modelled time of a training step: compute, collectives and resharding together.
 
-    Along each axis an operation shards the batch, the sequence, columns or rows, and its weight may be sharded by rows
-    (FSDP). The choice is exact (variable elimination). If the memory limit binds, one price per byte is charged: the
-    solution is then within the gap proven by the plan's `certificate`, mostly below 2 %.
+    Each axis has one role: it shards the batch or the sequence (weights may then be sharded by rows, as FSDP does), or
+    columns and rows. Within the role each operation chooses. The choice is exact (variable elimination). If the memory
+    limit binds, one price per byte is charged: the solution is then within the gap proven by the plan's `certificate`.
 
     Args:
         cost_model: times of collectives and matmuls; `AlphaBetaCostModel()` by default.
         topology: the machine; an H100 SXM cluster by default.
-        memory_limit: bytes of a rank for weights, gradients, optimizer state and saved activations; all of the
-            topology's `hbm_bytes` by default. Leave room for costs outside the model (see `StepModel`).
+        memory_limit: bytes of a rank for weights, gradients, optimizer state, saved activations, gathered weights and
+            loss; all of the topology's `hbm_bytes` by default. Leave room for what `StepModel` leaves out.
         mesh: the axes; any of them may become data, sequence or tensor parallel.
         workload: size of a step.
 
@@ -60,14 +65,13 @@ class OptimalPlanner(LayoutPlanner):
 
     def model(self, module: nn.Module) -> StepModel:
         """Return the pairwise model of one training step of `module`."""
-        return self._model(self._structure(module))
+        return self._model(self._structure(module), module)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         """Solve the model and derive the layouts."""
         structure = self._structure(module)
-        model = self._model(structure)
         try:
-            solution = solve_capped(model.problem, self.memory_limit)
+            model, solution = self._solve(structure, module)
         except InfeasibleError as error:
             least = error.least_bytes
             if least < 0:  # not a matter of memory
@@ -82,8 +86,9 @@ class OptimalPlanner(LayoutPlanner):
             objective=solution.objective,
             lower_bound=solution.lower_bound,
             method="exact elimination" if solution.gap == 0 else "exact elimination, one price per byte",
-            memory_bytes=model.problem.memory_of(solution.assignment),
+            memory_bytes=model.memory_bytes(solution.assignment),
             memory_limit=self.memory_limit,
+            transient_bytes=model.transient_bytes(solution.assignment),
             choices=model.words(solution.assignment),
         )
         layouts: dict[str, Layout] = {}
@@ -98,7 +103,9 @@ class OptimalPlanner(LayoutPlanner):
             cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes[::-1] if len(axes) > 1 else None)
             rest = (name for name, value in module.named_parameters() if name not in layouts and value.dim() > 0)
             layouts |= dict.fromkeys(rest, cut)
-        return Decisions(layouts, structure.notes, structure.unrecognised, certificate)
+        assert model.roles is not None
+        roles = dict(zip(self.mesh.axis_names, model.roles, strict=True))
+        return Decisions(layouts, structure.notes, structure.unrecognised, certificate, roles)
 
     def _structure(self, module: nn.Module) -> Structure:
         degrees = {1}  # products of the axes' sizes
@@ -106,8 +113,60 @@ class OptimalPlanner(LayoutPlanner):
             degrees |= {degree * size for degree in degrees}
         return structure_of(module, sorted(degrees))
 
-    def _model(self, structure: Structure) -> StepModel:
-        return StepModel(structure.operations, self.mesh, self.topology, self.cost_model, self.workload)
+    def _model(self, structure: Structure, module: nn.Module) -> StepModel:
+        units = tuple(block_names(metadata_of(module)))
+        return StepModel(structure.operations, self.mesh, self.topology, self.cost_model, self.workload, units)
+
+    def _solve(self, structure: Structure, module: nn.Module) -> tuple[StepModel, CappedSolution]:
+        """Solve with one role for each axis, for all combinations of roles, and return the fastest plan.
+
+        The bound is that of the best combination: no plan with one role for each axis is faster.
+        """
+        mixed, best, bounds, failures = self._model(structure, module), None, [], []
+        for roles in itertools.product(ROLE_STRATEGIES, repeat=self.mesh.ndim):
+            model = replace(mixed, roles=roles)
+            if not all(model.choices):
+                continue  # an operation without a strategy
+            try:
+                free = solve_exact(model.problem)
+                if best is not None and free.objective >= best[1].objective:
+                    continue  # without a limit it is no faster
+                solution = _within(model, self.memory_limit)
+            except InfeasibleError as error:
+                failures.append(error)
+                continue
+            bounds.append(solution.lower_bound)
+            if best is None or solution.objective < best[1].objective:
+                best = model, solution
+        if best is None:
+            needed = [error for error in failures if error.least_bytes >= 0]
+            raise min(needed, key=lambda error: error.least_bytes) if needed else InfeasibleError(-1, self.memory_limit)
+        model, solution = best
+        return model, replace(solution, lower_bound=min(bounds))
+
+
+def _within(model: StepModel, limit: int) -> CappedSolution:
+    """Solve within ``limit`` bytes, transient ones included: what they take is no longer there for kept ones.
+
+    Every plan within the limit has its kept bytes within it, so the first solution's bound holds for all.
+    """
+    bound, cap = -math.inf, limit
+    while True:
+        try:
+            solution = solve_capped(model.problem, cap)
+        except InfeasibleError as error:
+            if error.least_bytes < 0:
+                raise  # not a matter of memory
+            least = least_memory(model.problem).assignment
+            total = model.memory_bytes(least)
+            if total > limit:
+                raise InfeasibleError(total, limit) from None
+            return CappedSolution(least, model.problem.evaluate(least), bound)
+        bound = max(bound, solution.lower_bound if cap == limit else bound)
+        total = model.memory_bytes(solution.assignment)
+        if total <= limit:
+            return replace(solution, lower_bound=bound)
+        cap -= max(total - limit, limit // 256)  # a step of some size: transient bytes may grow as kept ones shrink
 
 
 def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:

@@ -13,6 +13,7 @@ from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.plan.axis_roles import role_problems
 from shard_spec.plan.serialize import digest_text
 from shard_spec.plan.values import PlanValue, is_sharder, is_spec, to_layout
 
@@ -67,13 +68,14 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class PlanContent:
-    """Rules, outputs, mesh and strictness of a plan; see `ShardingPlan` for their meaning."""
+    """Rules, outputs, mesh, strictness and axis roles of a plan; see `ShardingPlan` for their meaning."""
 
     plan: Mapping[str, PlanValue]
     output_plan: Mapping[str, PlanValue] | None
     return_local_tensor: tuple[str, ...] | None
     mesh: MeshSpec | None
     strict: bool
+    axis_roles: Mapping[str, str]
 
     def __init__(
         self,
@@ -83,11 +85,12 @@ class PlanContent:
         *,
         mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None = None,
         strict: bool = False,
+        axis_roles: Mapping[str, str] | None = None,
     ) -> None:
-        for name, value, keys in (("plan", plan, "pattern"), ("output_plan", output_plan, "module FQN")):
+        tables = ("plan", plan, "pattern to layout"), ("output_plan", output_plan, "module FQN to layout")
+        for name, value, items in (*tables, ("axis_roles", axis_roles, "axis to role")):
             if not isinstance(value, Mapping) and (name == "plan" or value is not None):
-                kind = type(value).__qualname__
-                raise TypeError(f"ShardingPlan: {name} is a mapping from {keys} to layout, not {kind}")
+                raise TypeError(f"ShardingPlan: {name} is a mapping from {items}, not {type(value).__qualname__}")
         if isinstance(return_local_tensor, str):  # tuple() would split it into letters
             raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
         object.__setattr__(self, "plan", MappingProxyType(dict(plan)))
@@ -97,6 +100,7 @@ class PlanContent:
         object.__setattr__(self, "return_local_tensor", local)
         object.__setattr__(self, "mesh", as_mesh(mesh))  # frozen dataclass
         object.__setattr__(self, "strict", bool(strict))
+        object.__setattr__(self, "axis_roles", MappingProxyType(dict(sorted((axis_roles or {}).items()))))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlanContent):
@@ -110,21 +114,20 @@ class PlanContent:
 
     def __repr__(self) -> str:
         parts = [repr(dict(self.plan))]
-        for name, default in (("output_plan", None), ("return_local_tensor", None), ("mesh", None), ("strict", False)):
+        for name in ("output_plan", "return_local_tensor", "mesh", "strict", "axis_roles"):
             value = getattr(self, name)
-            if value != default:
-                parts.append(f"{name}={dict(value) if name == 'output_plan' else value!r}")
+            if value is not None and value is not False and value != {}:
+                parts.append(f"{name}={dict(value) if isinstance(value, Mapping) else value!r}")
         return f"ShardingPlan({', '.join(parts)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("plan", "output_plan", "return_local_tensor", "mesh", "strict")
+        names = ("plan", "output_plan", "return_local_tensor", "mesh", "strict", "axis_roles")
         values = ((name, getattr(self, name)) for name in names)
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tables = {
-            name: MappingProxyType(value) for name, value in state.items() if name in ("plan", "output_plan") and value
-        }
+        names = ("plan", "output_plan", "axis_roles")
+        tables = {name: MappingProxyType(value) for name, value in state.items() if name in names and value is not None}
         self.__dict__.update(state | tables)
 
     # ---- reading ----------------------------------------------------------------------------------------------
@@ -137,8 +140,9 @@ class PlanContent:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Problems of the rules that do not need a model."""
-        return tuple(problem for rule in self.rules for problem in rule.problems)
+        """Problems of the rules and of the axes' roles that do not need a model."""
+        of_rules = (problem for rule in self.rules for problem in rule.problems)
+        return (*of_rules, *role_problems(self.axis_roles, self.mesh))
 
     @property
     def digest(self) -> str:
@@ -147,4 +151,5 @@ class PlanContent:
 
     def on_mesh(self, mesh: MeshSpec) -> PlanContent:
         """Return the same rules on another mesh, as data only."""
-        return PlanContent(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
+        more: dict[str, Any] = {"strict": self.strict, "axis_roles": self.axis_roles}
+        return PlanContent(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, **more)

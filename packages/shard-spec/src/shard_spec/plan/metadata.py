@@ -36,6 +36,7 @@ class TensorMetadata:
         aliases: All its FQNs in the order of the modules; more than one if it is tied.
         module_type: Class name of its module, ``"Linear"`` and ``"Embedding"`` for subclasses of torch's too; ``""`` if
             unknown.
+        sparse_grad: True if its gradient is sparse, as that of ``nn.Embedding(sparse=True)``: only rows looked up.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TensorMetadata:
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
     module_type: str = ""
+    sparse_grad: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -120,26 +122,27 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
-    seen: dict[int, tuple[Any, str, list[str], str]] = {}  # by id: the tensor, kind, names, class of its module
+    seen: dict[int, tuple[Any, str, list[str], str, bool]] = {}  # by id: tensor, kind, names, class of module, sparse
     modules: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):  # every name of tied modules
         modules[path] = class_name = type(module).__name__  # all aliases of a shared module
         for base in (nn.Linear, nn.Embedding):  # subclasses use their weight as torch's class does
             class_name = base.__name__ if isinstance(module, base) else class_name
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    entry = seen.setdefault(id(tensor), (tensor, kind, [], class_name))
+                    entry = seen.setdefault(id(tensor), (tensor, kind, [], class_name, sparse))
                     entry[2].append(f"{path}.{name}" if path else name)
     metadata: list[TensorMetadata] = []
     problems: list[Problem] = []
-    for tensor, kind, names, class_name in seen.values():
+    for tensor, kind, names, class_name, sparse in seen.values():
         if is_lazy(tensor):  # no shape yet
             hint = "run one forward pass (a lazy module learns its shapes there), then plan"
             problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
             continue
         shape, dtype, grad = global_shape(tensor), str(tensor.dtype).removeprefix("torch."), bool(tensor.requires_grad)
-        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), class_name))
+        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), class_name, sparse))
     return ModelMetadata(tuple(metadata), modules, tuple(problems))
 
 

@@ -8,6 +8,7 @@ from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.text import parse_placement, split_items
+from shard_spec.plan.axis_roles import role_problems
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.serialize import FORMAT, VERSION
 from shard_spec.plan.untrusted_input import json_values
@@ -35,7 +36,8 @@ def from_dict(document: Any) -> PlanContent:
     full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
     if isinstance(full["mesh"], dict):
         full["mesh"] = {"ranks": None, **full["mesh"]}
-    for table, key in ((full, "rules"), (full, "output_plan"), (full["mesh"], "axes")):
+    tables = (full, "rules"), (full, "output_plan"), (full, "axis_roles"), (full["mesh"], "axes")
+    for table, key in tables:
         if isinstance(table, dict) and isinstance(table.get(key), dict):  # the JSON form is a list of pairs
             table[key] = [[name, value] for name, value in table[key].items()]
     return from_document(full)
@@ -50,8 +52,8 @@ def from_document(document: Any) -> PlanContent:
         reason = f"format version {version!r:.60}, this release reads {VERSION}"
         hint = "install the release of shard-spec that wrote the file, or write it again"
         raise PlanError(Problem("invalid-plan", found=reason, hint=hint))
-    if set(document) != _KEYS:  # unknown keys may change the meaning
-        odd = sorted(set(document) ^ _KEYS)
+    if set(document) - {"axis_roles"} != _KEYS:  # unknown keys may change the meaning
+        odd = sorted((set(document) - {"axis_roles"}) ^ _KEYS)
         raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")
     mesh = _read_mesh(document["mesh"])
     strict, output, local = document["strict"], document["output_plan"], document["return_local_tensor"]
@@ -72,7 +74,14 @@ def from_document(document: Any) -> PlanContent:
         except PlanError as error:
             problems += [Problem("invalid-plan", name, found=each.found, hint=each.hint) for each in error.problems]
     raise_problems(problems, "the file holds layouts that cannot be read")
-    return PlanContent(rules, outputs, local, mesh=mesh, strict=strict)
+    roles = document.get("axis_roles", [])
+    pairs = isinstance(roles, list) and all(isinstance(item, list) and len(item) == 2 for item in roles)
+    if not pairs or not all(isinstance(text, str) for item in roles for text in item):
+        raise _bad(f"'axis_roles' is no list of [axis, role]: {str(roles)[:100]}")
+    if len(roles) != len({axis for axis, _ in roles}):
+        raise _bad("'axis_roles' names an axis twice")
+    raise_problems(role_problems(dict(roles), mesh), "the file holds roles that cannot be read")
+    return PlanContent(rules, outputs, local, mesh=mesh, strict=strict, axis_roles=dict(roles))
 
 
 def _read_items(name: str, items: Any) -> dict[str, Any]:

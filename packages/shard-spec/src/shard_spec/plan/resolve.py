@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,6 +12,7 @@ from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.axis_roles import AxisRoles, role_problems, roles_of
 from shard_spec.plan.content import Rule
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.values import is_spec, to_layout
@@ -39,6 +40,7 @@ class Resolution(Mapping[str, Layout]):
         sharders: FQN of each module with a Sharder.
         mesh: The mesh of tensors without a rule.
         problems: Problems found by ``examine``; ``resolve`` raises them.
+        plan_roles: Roles of axes known to the plan.
     """
 
     metadata: ModelMetadata
@@ -48,6 +50,7 @@ class Resolution(Mapping[str, Layout]):
     sharders: dict[str, Any]
     mesh: MeshSpec | None
     problems: tuple[Problem, ...] = ()
+    plan_roles: Mapping[str, str] = field(default_factory=dict)
     _tensors: dict[str, TensorMetadata] = field(default_factory=dict)  # by each of its names
 
     def __getitem__(self, name: str) -> Layout:
@@ -95,6 +98,10 @@ class Resolution(Mapping[str, Layout]):
         assert mesh is not None
         return mesh
 
+    def axis_roles(self, data_axes: Iterable[str] | None = None) -> AxisRoles:
+        """Return the role of each axis of the mesh in a step; see :func:`shard_spec.plan.axis_roles.roles_of`."""
+        return roles_of(self.one_mesh, self.plan_roles, data_axes)
+
     def tensor(self, name: str) -> TensorMetadata:
         """Return the metadata of the tensor called ``name`` (any of its names)."""
         return self._tensors[name]
@@ -112,6 +119,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     metadata = metadata_of(module)
     problems = list(metadata.problems)  # lazy parameters, for example
     problems += [problem for rule in plan.rules for problem in rule.problems]
+    problems += role_problems(plan.axis_roles, plan.mesh) if plan.axis_roles else []
     tensors = {alias: tensor for tensor in metadata.tensors for alias in tensor.aliases}
     usable = [rule for rule in plan.rules if rule.pattern is not None]
     # A full name overrides the glob letters in it: `nn.ModuleDict` takes any key.
@@ -138,7 +146,15 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
             continue  # its layout is the Sharder's business
         decided[tensor.name] = _decide(tensor, matching, good, plan.strict, problems)
     used = set().union(*matched.values())
-    for key in (rule.key for rule in rules if rule.key not in used):
+    unused = [rule.key for rule in rules if rule.key not in used]
+    if len(unused) > 1 and len(unused) == len(rules) and metadata.tensors and not sharders:
+        text = (
+            f"none of the {len(unused)} rules names a tensor of this model, whose first is {metadata.tensors[0].name!r}"
+        )
+        hint = "pass the model of the plan, or correct the prefix of its names"
+        problems.append(Problem("model-mismatch", unused[0], found=text, hint=hint))
+        unused = []
+    for key in unused:
         if key in metadata.modules:
             hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
         else:
@@ -159,7 +175,23 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     chosen = ((name, default if each is None else layout) for name, (each, layout) in decided.items())
     layouts = {name: layout for name, layout in chosen if layout is not None}
     rule_of = {name: each.key if each else "" for name, (each, _) in decided.items()}
-    return Resolution(metadata, layouts, rule_of, matched, sharders, mesh, tuple(problems), tensors)
+    more = tuple(merged_problems(problems, len(plan.rules)) if problems else ()), plan.axis_roles, tensors
+    return Resolution(metadata, layouts, rule_of, matched, sharders, mesh, *more)
+
+
+def merged_problems(problems: Sequence[Problem], num_rules: int) -> list[Problem]:
+    """Merge a problem of the mesh that each rule has: a plan of another mesh is one problem, not one a tensor."""
+    alike: dict[Problem, list[Problem]] = {}
+    for problem in problems:
+        of_mesh = problem.code in ("mesh-mismatch", "unknown-axis", "argument-count")
+        alike.setdefault(replace(problem, name="") if of_mesh else problem, []).append(problem)
+    merged: list[Problem] = []
+    for first, *more in alike.values():
+        if 1 < num_rules <= 1 + len(more):
+            merged.append(replace(first, found=f"{first.found}; so for all {num_rules}"))
+        else:
+            merged += [first, *more]
+    return merged
 
 
 class _Name(Pattern):

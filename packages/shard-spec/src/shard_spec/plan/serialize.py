@@ -6,7 +6,9 @@ The document, one rule a line, rules sorted by pattern::
      "mesh": {"axes": [["dp", 2], ["tp", 4]], "ranks": null},
      "strict": false,
      "rules": [["layers.*.attn.wq.weight", "dp:R, tp:S(0)"], ...],
-     "output_plan": null, "return_local_tensor": null}
+     "output_plan": null, "return_local_tensor": null, "axis_roles": [["dp", "data"], ["tp", "model"]]}
+
+A plan without roles of axes has no key ``axis_roles``.
 
 A value is the text of a layout on the plan's mesh, or ``{"layout": text, "mesh": mesh}`` for one on another mesh.
 Specs have no file form: their layouts depend on shapes.
@@ -48,7 +50,7 @@ def digest_text(plan: PlanContent) -> str:
 
 def _document(plan: PlanContent, problems: list[Problem]) -> dict[str, Any]:
     output = plan.output_plan
-    return {
+    document = {
         "format": FORMAT,
         "version": VERSION,
         "mesh": None if plan.mesh is None else _mesh_document(plan.mesh),
@@ -57,6 +59,7 @@ def _document(plan: PlanContent, problems: list[Problem]) -> dict[str, Any]:
         "output_plan": None if output is None else _items(output, plan.mesh, problems),
         "return_local_tensor": None if plan.return_local_tensor is None else list(plan.return_local_tensor),
     }
+    return document | ({"axis_roles": [list(item) for item in plan.axis_roles.items()]} if plan.axis_roles else {})
 
 
 def dump(document: Mapping[str, Any]) -> str:

@@ -30,9 +30,11 @@ class OptimalityBound:
         lower_bound: minimum cost over the same search space, or less.
         unit: unit of `objective` and `lower_bound`.
         method: name of the method behind the bound.
-        memory_bytes: bytes of the modelled part of a step on the fullest rank; ``None`` if memory was not modelled.
+        memory_bytes: bytes of a step on the fullest rank, as ``plan.memory`` counts them: weights, gradients, state,
+            saved activations, gathered weights and loss; ``None`` if memory was not modelled.
         memory_limit: memory cap in bytes, if one was set.
         choices: name of each node of the model to its strategy.
+        transient_bytes: share of `memory_bytes` for gathered weights and the loss.
     """
 
     objective: float
@@ -42,6 +44,7 @@ class OptimalityBound:
     memory_bytes: int | None = None
     memory_limit: int | None = None
     choices: tuple[tuple[str, str], ...] = ()
+    transient_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -92,12 +95,15 @@ class Decisions:
         notes: remarks for readers of the plan, in a stable order.
         unrecognised: FQN of each matmul weight of unknown role, with the reason.
         certificate: bound on the distance from the optimum, if the planner proves one.
+        axis_roles: role of each axis used by this planner (see `shard_spec.plan.axis_roles`); bytes of a step depend
+            on it.
     """
 
     layouts: Mapping[str, Layout]
     notes: tuple[Problem, ...] = ()
     unrecognised: Mapping[str, Problem] = field(default_factory=dict)
     certificate: OptimalityBound | None = None
+    axis_roles: Mapping[str, str] = field(default_factory=dict)
 
 
 class PlannedSharding(ShardingPlan):
@@ -108,7 +114,7 @@ class PlannedSharding(ShardingPlan):
     certificate: OptimalityBound | None
 
     def __init__(self, rules: Mapping[str, str], mesh: MeshSpec, decisions: Decisions) -> None:
-        super().__init__(rules, mesh=mesh)
+        super().__init__(rules, mesh=mesh, axis_roles=decisions.axis_roles)
         object.__setattr__(self, "notes", tuple(decisions.notes))  # frozen base class: no plain assignment
         object.__setattr__(self, "unrecognised", dict(decisions.unrecognised))
         object.__setattr__(self, "certificate", decisions.certificate)
@@ -177,6 +183,7 @@ class ComposedPlanner(LayoutPlanner):
         notes: list[Problem] = []
         unrecognised: dict[str, Problem] = {}
         certificate = None
+        roles: dict[str, str] = {}
         for planner in self.planners:
             decisions = planner.decide(module, layouts)
             # `merged` puts the axes of earlier planners first in the shard order.
@@ -184,7 +191,13 @@ class ComposedPlanner(LayoutPlanner):
             notes += decisions.notes
             unrecognised.update(decisions.unrecognised)
             certificate = decisions.certificate or certificate
-        return Decisions(layouts, tuple(notes), unrecognised, certificate)
+            clashing = [axis for axis, each in decisions.axis_roles.items() if roles.get(axis, each) != each]
+            hint = "give each planner its own axes"
+            for axis in clashing:
+                found = f"a {roles[axis]} axis of one planner, a {decisions.axis_roles[axis]} axis of another"
+                raise PlanError(Problem("invalid-argument", "planners", axis=axis, found=found, hint=hint))
+            roles |= decisions.axis_roles
+        return Decisions(layouts, tuple(notes), unrecognised, certificate, roles)
 
 
 def compose(*planners: LayoutPlanner) -> ComposedPlanner:
@@ -250,4 +263,5 @@ class FullyShardPlanner(LayoutPlanner):
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         cut = Layout(self.mesh, dict.fromkeys(self.axes, "S(0)"), self.axes if len(self.axes) > 1 else None)
-        return Decisions({name: cut for name, parameter in module.named_parameters() if parameter.dim() > 0})
+        layouts = {name: cut for name, parameter in module.named_parameters() if parameter.dim() > 0}
+        return Decisions(layouts, axis_roles=dict.fromkeys(self.axes, "data"))

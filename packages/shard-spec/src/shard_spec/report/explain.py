@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import human_bytes
@@ -72,8 +73,7 @@ def _explain_tensor(found: Resolution, name: str) -> str:
         tensor = found.tensor(name)
     except KeyError:
         names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
-        near = difflib.get_close_matches(name, names, n=3)  # a typo, most often
-        hint = f"did you mean {', '.join(near)}?" if near else "give its fully qualified name"
+        hint = near_names(name, names, "give its fully qualified name")
         text = "the model has no such parameter or buffer"
         raise PlanError(Problem("unknown-name", name, found=text, hint=hint)) from None
     size = human_bytes(tensor.numel * tensor.item_bytes)
@@ -107,6 +107,17 @@ def _explain_tensor(found: Resolution, name: str) -> str:
         if len(ranks) > 8:  # the list above is capped
             lines.append(f"  ... and ranks {human_ranks(ranks[8:])}")
     return "\n".join(lines + _problem_lines(p for p in found.problems if p.name in tensor.aliases))
+
+
+def near_names(name: str, names: Sequence[str], otherwise: str) -> str:
+    """Return a hint with the names nearest to a misspelt ``name``, which may lack the first segments of its path."""
+    segments = name.count(".") + 1
+    ends: dict[str, str] = {}  # the last segments of a name to the first name with these
+    for each in names[:5000]:  # the search is quadratic
+        ends.setdefault(each, each)
+        ends.setdefault(".".join(each.split(".")[-segments:]), each)
+    near = dict.fromkeys(ends[each] for each in difflib.get_close_matches(name, ends, n=3))
+    return f"did you mean {', '.join(near)}?" if near else otherwise
 
 
 def _value_text(rule: Rule) -> str:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _HUES = (210, 28, 145, 285, 55, 0)
 _GREY = "#c9cfd8"
 _COLOURS = ("#3b6fb6", "#8fa8c8", "#e08e3a", "#5d9f6b", "#9b6bb0", "#c05a5a", "#7fb3d3", "#d98c3f", "#3f7f5a")
-_PART_COLOURS = dict(zip((*PARTS, *STEP_PARTS), _COLOURS, strict=True))
+_DRAWN = [part for part in (*PARTS, *STEP_PARTS) if part != "gradients to come"]  # negative: taken off the gradients
+_PART_COLOURS = dict(zip(_DRAWN, (*_COLOURS, "#6b7f3f"), strict=True))
 _MAX_ROWS, _MAX_RANKS, _MAX_FILLINGS = 200, 64, 32  # a page that browsers can draw; larger worlds repeat the pattern
 
 
@@ -65,6 +66,8 @@ def html_report(
     bars = []
     for group, sizes in fillings[:_MAX_FILLINGS]:
         listed = human_ranks(group)
+        to_come = sizes.pop("gradients to come", 0)
+        sizes = {part: size + to_come * (part == "gradients") for part, size in sizes.items()}
         shown = listed if len(listed) < 28 else f"{listed[:26]}…"
         bars.append((f"rank {listed}" if len(group) == 1 else f"ranks {shown}", list(sizes.items())))
     by_axis = {} if communication is None else communication.by_axis()

@@ -1,7 +1,8 @@
 """Checks of optimizers with local shards, at their steps.
 
-Each is tried on a small tensor before its first step, as in ``check_optimizer`` (see ``_shared/elementwise``). At steps
-1, 2, 4, 8, ... ranks compare the gradients of replicated parameters.
+Before its first step, and whenever its groups have grown, an optimizer with local shards has to be elementwise
+(see ``_shared/elementwise``), as in ``check_optimizer``. At steps 1, 2, 4, 8, ... ranks compare the gradients of
+replicated parameters.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,12 @@ from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
 from tp_styles.check.runs import Original, Run, full_numel, has_fsdp_below
-from tp_styles.plan.planned import TPPlan
+from tp_styles.check.weights import Weights
+from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.dropout import default_generator
 from tp_styles.runtime.forwards import Forward
+from tp_styles.runtime.install import KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values
 from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.values import is_below
@@ -69,6 +71,7 @@ class Verdict:
         failure: The error that ended it early.
         place: First module with another output.
         compared: Counts of compared values.
+        blank: Names of values that are zero in both runs, or parameters without a gradient: nothing was compared.
     """
 
     stage: Stage = Stage.NOTHING
@@ -77,6 +80,7 @@ class Verdict:
     failure: str = ""
     place: str = ""
     compared: Compared = field(default_factory=Compared)
+    blank: list[str] = field(default_factory=list)
 
     def failed(self, failure: str) -> Verdict:
         """Return the verdict, ended by an error."""
@@ -165,10 +169,15 @@ class Scope:
                 if key in hooks:
                     hooks.move_to_end(key, last=False)
 
+    @property
+    def is_installed(self) -> bool:
+        """True if the hook is on the module."""
+        return self._key in self.module._forward_pre_hooks
+
     def remove(self) -> None:
         """Remove the hook, and store the keys of hooks before it."""
         keys = list(self.module._forward_pre_hooks)
-        if self._key in keys:
+        if self.is_installed:
             self._before = keys[: keys.index(self._key)]
             del self.module._forward_pre_hooks[self._key]
 
@@ -179,19 +188,43 @@ class Scope:
 
 
 @dataclass(frozen=True)
+class Result:
+    """Outcome of one scope's check in one mode, for the report.
+
+    Attributes:
+        reason: Reason against a comparison; `""` if there was one.
+        compared: Counts of compared values.
+        blank: Names of values without a comparison: zero in both runs, or without a gradient.
+    """
+
+    reason: str
+    compared: Compared = field(default_factory=Compared)
+    blank: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"unchecked: {self.reason}"
+        text = f"equal to the original ({self.compared})"
+        if self.blank:
+            more = f" and {len(self.blank) - 8} more" if len(self.blank) > 8 else ""
+            text += f"; unchecked, zero or without a gradient in both runs: {', '.join(self.blank[:8])}{more}"
+        return text
+
+
+@dataclass(frozen=True)
 class Way:
     """Settings of a comparison's two runs.
 
     Attributes:
         mode: Mode of the scope's module.
         dtype: Type of floats in both; None for the model's own.
-        noise: Inputs of one value give way to noise.
+        lively: Constant inputs and weights give way to other numbers, and every floating parameter takes a gradient.
         small: The full weights of the scope are few.
     """
 
     mode: Mode
     dtype: torch.dtype | None
-    noise: bool
+    lively: bool
     small: bool
 
 
@@ -224,7 +257,7 @@ class Checker:
         self.may_leave = may_leave
         self.names = {module: name for name, module in model.named_modules()}
         self.planned = frozenset(name for name, _ in model.named_parameters())
-        self.results: dict[tuple[str, Mode], tuple[str, Compared]] = {}
+        self.results: dict[tuple[str, Mode], Result] = {}
         self.failure = ""
         self.failures: list[tuple[str, bool]] = []
         self.failed_by_plan = False
@@ -251,10 +284,9 @@ class Checker:
     def report(self) -> list[str]:
         """Return lines on equal results, with counts, and on everything not compared."""
         lines = []
-        for (name, (training, with_gradients)), (reason, compared) in self.results.items():
+        for (name, (training, with_gradients)), result in self.results.items():
             mode = f"{'training' if training else 'evaluation'}, {'with' if with_gradients else 'without'} gradients"
-            outcome = f"unchecked: {reason}" if reason else f"equal to the original ({compared})"
-            lines.append(f"check of {name} ({mode}): {outcome}")
+            lines.append(f"check of {name} ({mode}): {result}")
         seen = {name for name, _ in self.results}
         return lines + [
             f"check of {scope}: unchecked: never entered" for scope in self.scopes if seen and str(scope) not in seen
@@ -278,8 +310,8 @@ class Checker:
         try:
             inputs = Inputs(args, kwargs, self.axis, mode, scope.declared, scope.names, inner_dims=scope.inner_dims)
         except NotReady as error:  # the next call may have an empty cache
-            self.results[str(scope), mode] = str(error), Compared()
-            if mode in self.scopes[0].done and not (self.is_staged or self.results[str(self.scopes[0]), mode][0]):
+            self.results[str(scope), mode] = Result(str(error))
+            if mode in self.scopes[0].done and not (self.is_staged or self.results[str(self.scopes[0]), mode].reason):
                 scope.done[mode] = 1  # the root's check ran it; the first layer has filled a later one's cache
             return
         is_root = scope.is_root and not self.is_staged
@@ -300,13 +332,13 @@ class Checker:
         elif inputs.differ or (scope.inner_dims and not scope.is_root and not inputs.has_shards):
             unchecked = "its inputs are shards, and no style on the module declares how: PrepareModuleInput does"
         if unchecked:
-            self.results[str(scope), mode] = unchecked, Compared()
+            self.results[str(scope), mode] = Result(unchecked)
             if is_root and inputs.differ:
                 warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=4)
             is_final = True
         else:
             is_final = self._check(scope, inputs, mode) or not IN_FLOAT64.get()
-            if scope.is_root and self.results[str(scope), mode][0] == ALIKE:
+            if scope.is_root and self.results[str(scope), mode].reason == ALIKE:
                 return  # the next call is checked
         if is_final:  # what raised is checked again by the next call
             scope.done[mode], _ = size_and_options(args, kwargs)
@@ -340,9 +372,10 @@ class Checker:
 
     def _check(self, scope: Scope, inputs: Inputs, mode: Mode) -> bool:
         """Compare; return False if the two runs could not be compared."""
-        verdict, constant = self._verdict(scope, inputs, mode, noise=inputs.has_noise), inputs.is_constant
-        if inputs.has_noise and (verdict.stage < Stage.ALL or any(d.kind == "raises" for d in verdict.differences)):
-            verdict, constant = self._verdict(scope, inputs, mode, noise=False), True  # noise may be invalid
+        verdict, constant = self._verdict(scope, inputs, mode, lively=True), inputs.is_constant
+        if verdict.stage < Stage.ALL or any(d.kind == "raises" for d in verdict.differences):
+            # The forward may refuse other numbers (an id in a float), or writes to a frozen parameter.
+            verdict, constant = self._verdict(scope, inputs, mode, lively=False), constant or inputs.has_noise
         if verdict.differences:
             worst = sorted(verdict.differences, key=lambda difference: -difference.error)[:8]
             has_cache = any(leaf.place.is_state for leaf in inputs.leaves)
@@ -355,7 +388,7 @@ class Checker:
                 reason = ALIKE
             if verdict.stage == Stage.ALL and verdict.is_closed and not inputs.has_shards:
                 scope.verified.add(mode)
-        self.results[str(scope), mode] = reason, verdict.compared
+        self.results[str(scope), mode] = Result(reason, verdict.compared, tuple(verdict.blank))
         if scope.is_root and not self.is_staged and verdict.stage == Stage.SHARDED:  # else the call itself will raise
             self._refuse_late_modules(scope, verdict)
         # A staged part may not run alone on full weights: other calls complete it.
@@ -380,7 +413,7 @@ class Checker:
 
     # ------------------------------------------------------------------ both runs
 
-    def _verdict(self, scope: Scope, inputs: Inputs, mode: Mode, *, noise: bool) -> Verdict:
+    def _verdict(self, scope: Scope, inputs: Inputs, mode: Mode, *, lively: bool) -> Verdict:
         """Compare both runs in the first possible way; the same verdict on every rank."""
         small = sum(full_numel(p) for p in scope.module.parameters()) <= FLOAT64_LIMIT
         best = Verdict()
@@ -388,7 +421,7 @@ class Checker:
         # to other experts. Inside a run in float64 the run around it, in its own type, covers this.
         types = (torch.float64, torch.float32, None) if small else (None,)
         for dtype in types[:1] if IN_FLOAT64.get() else types:
-            verdict = self._compared(scope, inputs, Way(mode, dtype, noise, small))
+            verdict = self._compared(scope, inputs, Way(mode, dtype, lively, small))
             if verdict.stage == Stage.ALL:
                 return verdict
             best = verdict if verdict.stage >= best.stage else best
@@ -397,19 +430,20 @@ class Checker:
     def _compared(self, scope: Scope, inputs: Inputs, way: Way) -> Verdict:
         may_leave, has_partial = self.may_leave or not scope.is_root, scope.has_partial_output
         comparison = Comparison(self.axis, has_partial, may_leave, only_first=not scope.is_root)
-        verdict = Verdict(compared=comparison.compared)
+        verdict = Verdict(compared=comparison.compared, blank=comparison.blank)
         with ExitStack() as stack:
             constants = stack.enter_context(self._isolated())
-            ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.noise))
-            wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.noise))
+            ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.lively))
+            wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.lively))
+            weights = self.agreed(lambda: Weights(scope.module, self.axis, way.dtype, lively=way.lively))
             constants.epsilon = 0.0  # copying is no part of the runs
-            if ours is None or wanted is None:
+            if ours is None or wanted is None or weights is None:
                 return verdict.failed(self.failure)
 
             def run(*, original: bool, traced: bool = False) -> Run | None:
                 copies = wanted if original else ours
                 result: Run | None = self.agreed(
-                    lambda: self._run(scope, copies, way, constants, original=original, traced=traced)
+                    lambda: self._run(scope, copies, way, weights, constants, original=original, traced=traced)
                 )
                 return result
 
@@ -443,8 +477,8 @@ class Checker:
             differences, outputs = comparison.outputs(sharded, reference)
             verdict.differences = self.union(differences)
             if any(one.kind == "output" for one in verdict.differences):  # repeat both, traced
-                ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.noise))
-                wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.noise))
+                ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.lively))
+                wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.lively))
                 one, other = run(original=False, traced=True), run(original=True, traced=True)
                 if one is not None and other is not None:
                     verdict.place = comparison.first_difference(one, other)
@@ -463,6 +497,8 @@ class Checker:
                     verdict.differences = self.union(comparison.gradients(sharded, reference, ours, wanted))
             verdict.stage = Stage.ALL
             verdict.differences = verdict.differences or self.union(comparison.buffers(sharded, reference))
+            everyone = self.axis.all_gather_objects(comparison.blank, "the check")
+            verdict.blank = [name for name in dict.fromkeys(comparison.blank) if all(name in one for one in everyone)]
         return verdict
 
     def _raise_lone_error(self, scope: Scope) -> None:
@@ -494,7 +530,15 @@ class Checker:
             raise StyleInputError(Problem("ranks-disagree", f"{scope} generators", found=reason, hint=hint))
 
     def _run(
-        self, scope: Scope, copies: Copies, way: Way, constants: Precision, *, original: bool, traced: bool
+        self,
+        scope: Scope,
+        copies: Copies,
+        way: Way,
+        weights: Weights,
+        constants: Precision,
+        *,
+        original: bool,
+        traced: bool,
     ) -> Run:
         others = self._checkers_below(scope.module)
         originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
@@ -514,8 +558,7 @@ class Checker:
         run = Run(
             scope.module,
             self.standing,
-            self.axis,
-            way.dtype,
+            weights,
             originals=originals if original else None,
             opaque=frozenset(opaque if original else ()),
             skipped=scope,
@@ -617,13 +660,19 @@ class Checker:
         return list(worst.values())
 
 
-_CHECKERS: WeakSet[Checker] = WeakSet()
+_CHECKERS: WeakKeyDictionary[Checker, None] = WeakKeyDictionary()
+"""In the order of their plans."""
+
+
+def live_checkers() -> list[Checker]:
+    """Return checkers of all plans still applied, in the order of the plans: it is the same on all ranks."""
+    return [checker for checker in _CHECKERS if checker.scopes[0].is_installed]
 
 
 def _watch(checker: Checker) -> None:
     """Watch registrations: late modules (adapters) have no hooks, and scanning in each call costs more."""
     watch_registrations()
-    _CHECKERS.add(checker)
+    _CHECKERS[checker] = None
 
 
 @cache
@@ -673,7 +722,7 @@ def _note_compiled(scope: Scope, training: bool) -> None:
     mode, checker = (training, torch.is_grad_enabled()), scope.checker
     if mode in scope.done or IN_ORIGINAL.get() or (str(scope), mode) in checker.results:
         return
-    checker.results[str(scope), mode] = f"compiled before its first call; {EAGER_CALL}", Compared()
+    checker.results[str(scope), mode] = Result(f"compiled before its first call; {EAGER_CALL}")
     warnings.warn(f"{scope}: compiled before its first call, so it is unchecked: {EAGER_CALL}", stacklevel=2)
 
 
@@ -682,15 +731,31 @@ EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
 
 
 def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Return the largest argument's elements, at least 1, and keywords that are True."""
+    """Return the largest argument's elements, at least 1, and keywords that are True or learn."""
     largest, options = 1, []
-    for x in (*args, *kwargs.values()):  # plain loops: a steady call asks, too
-        if isinstance(x, torch.Tensor) and x.numel() > largest:
-            largest = x.numel()
+    for index, x in enumerate((*args, *kwargs.values())):  # plain loops: a steady call asks, too
+        if isinstance(x, torch.Tensor):
+            if x.requires_grad:  # an input without a gradient now may have one later
+                options.append(f"gradient of {index}")
+            if x.numel() > largest:
+                largest = x.numel()
     for name, x in kwargs.items():
         if x is True:
             options.append(name)
     return largest, tuple(options)
+
+
+def originals(changes: list[ModuleChange]) -> list[Original]:
+    """Return `changes` without their undo closures (hooks of the check are pickled with a model)."""
+    table: dict[nn.Module, Original] = {}
+    for change in changes:
+        keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
+        # A parallel nn.TransformerEncoder computes padded positions; the original fills in zeros.
+        attributes = {name: value for name, value in change.attributes.items() if name != "use_nested_tensor"}
+        original = table.setdefault(change.module, Original(change.module, type(change.module)))
+        original.attributes.update(attributes)
+        original.foreign_hooks |= keys
+    return list(table.values())
 
 
 def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Callable[[], None]]:
@@ -747,7 +812,8 @@ HINTS = {
     "input-gradient": "the ranks' gradients of the input are not summed: a module takes a shard's part of it unstyled",
     "raises": "a layer after a column-wise one takes its shard: RowwiseParallel() for it, or"
     " ColwiseParallel(output_layouts=Replicate()) for the one before; RowwiseParallel(input_layouts=Replicate())"
-    " for a full input; local sizes where code has numbers of its own",
+    " for a full input; local sizes where code has numbers of its own; BlockParallel(shard={name: dim}) for a module's"
+    " own parameter of each head or channel (sinks, scales of [heads, 1, 1])",
     "cache": "a filled key-value cache comes in with all heads (prefix tuning of peft makes one), where a rank's cache"
     " holds its own: PromptTuningConfig and LoRA are right",
     "buffer": "each rank updates it from its own shard",
@@ -775,8 +841,8 @@ def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: boo
         name, reason = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
     hint = HINTS["cache" if difference.kind == "raises" and has_cache else difference.kind]
     if "mixed torch.Tensor and DTensor" in difference.detail:
-        hint = "PrepareModuleInput(use_local_output=False), its default, hands DTensors to a module of plain"
-        hint += " parameters: use_local_output=True"
+        hint = "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of"
+        hint += " your own that makes DTensors of parameters prepares the inputs too (distribute_module(input_fn=...))"
     if difference.kind == "gradient" and difference.name not in scope.unstyled:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
     return Problem(

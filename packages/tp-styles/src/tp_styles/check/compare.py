@@ -45,6 +45,7 @@ class Comparison:
         only_first: Outputs other than the first may be anything: internal to a region (attention weights of heads).
         tolerance: Largest accepted relative error.
         compared: Counts.
+        blank: Names of values that are zero in both runs, up to the tolerance: a mistake in one would not show.
     """
 
     axis: TPGroup
@@ -53,6 +54,14 @@ class Comparison:
     only_first: bool
     tolerance: float = 0.0
     compared: Compared = field(default_factory=Compared)
+    blank: list[str] = field(default_factory=list)
+
+    def count(self, name: str, value: torch.Tensor, size: float, *, gradient: bool = False) -> None:
+        """Count a compared value; one whose largest element, of all ranks, is zero is listed as blank."""
+        if size > 0 or not value.numel():
+            self.compared.add(value, gradient=gradient)
+        else:
+            self.blank.append(name)
 
     def outputs(self, sharded: Run, reference: Run) -> tuple[list[Difference], list[Output]]:
         """Return differences of outputs and written tensors, and outputs for the backward."""
@@ -91,7 +100,7 @@ class Comparison:
                     difference, layout = 0.0, "partial"
             if difference > self.tolerance:
                 differences.append(Difference(kind, name, difference))
-            self.compared.add(full)
+            self.count(name, full, largest(full_of(other)))
             # No gradient flows through a cache passed on to the next call.
             starts = not place.is_state and not any(word in place.path for word in ("past", "cache"))
             outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes], is_output, starts))
@@ -116,47 +125,53 @@ class Comparison:
 
     def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]]) -> torch.Tensor:
         """Return the global tensor."""
-        if isinstance(x, DTensor):
-            return x.full_tensor()
-        if isinstance(layout, Shard):
+        if isinstance(layout, Shard) and not isinstance(x, DTensor):
             return self.axis.all_gather(x, layout.dim, [shape[layout.dim] for shape in shapes])
-        return x
+        return full_of(x)
 
     def gradients(self, sharded: Run, reference: Run, ours: Copies, wanted: Copies) -> list[Difference]:
         """Return differences of gradients of inputs and parameters, after both backwards."""
-        pairs: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
+        pairs: list[GradientPair] = []
         for index, (one, other) in enumerate(zip(ours.leaves, wanted.leaves, strict=True)):
             if other.grad is not None:
                 gradient = one.grad if one.grad is not None else torch.zeros_like(one)
                 layout = ours.layouts[index]
                 shapes = self.axis.all_gather_objects(tuple(one.shape), "the check")
-                pairs.append(("input-gradient", f"input {index}", self.gathered(gradient, layout, shapes), other.grad))
+                full = self.gathered(gradient, layout, shapes)
+                pairs.append(
+                    GradientPair("input-gradient", f"input {index}", full, other.grad, largest(full_of(other.grad)))
+                )
         # A shard has several copies in the reference if modules sharded by another call hold it too.
         copies: dict[int, dict[int, tuple[Any, torch.Tensor]]] = {}
         for key, copy in reference.parameters.items():
             if copy.requires_grad:
                 copies.setdefault(id(sharded.parameters[key]), {}).setdefault(id(copy), (key, copy))
+            elif copy.is_floating_point():
+                self.blank.append(".".join(filter(None, key)))  # frozen now, but not for ever
         for found_copies in copies.values():
             (key, _), *_ = found_copies.values()
             both = [self._gradients(sharded.parameters[key], copy) for _, copy in found_copies.values()]
-            total = sum((other for _, other in both[1:]), both[0][1])
-            pairs.append(("gradient", ".".join(filter(None, key)), both[0][0], total))
-        for _, _, one, _ in pairs:
-            self.compared.add(one, gradient=True)
-        return gradient_differences(pairs, self.tolerance)
+            total = sum((other for _, other, _ in both[1:]), both[0][1])
+            size = max(size for _, _, size in both)
+            pairs.append(GradientPair("gradient", ".".join(filter(None, key)), both[0][0], total, size))
+        # True zeros (the bias of keys before a softmax) are noise in both runs: the floor compares it to other ones.
+        floor = 1e-2 * max((pair.size for pair in pairs), default=0.0)
+        for pair in pairs:
+            self.count(pair.name, pair.value, max(0.0, pair.size - floor * self.tolerance), gradient=True)
+        return gradient_differences(pairs, self.tolerance, floor)
 
-    def _gradients(self, shard: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's gradient, and the original's for the same elements."""
-        wanted = copy.grad if copy.grad is not None else torch.zeros_like(copy)  # unused here: zero
-        wanted = wanted.full_tensor() if isinstance(wanted, DTensor) else wanted
+    def _gradients(self, shard: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Return this rank's gradient, the original's for the same elements, and the largest of the original's."""
+        wanted = full_of(copy.grad) if copy.grad is not None else torch.zeros_like(copy)  # unused here: zero
+        size = largest(wanted)
         gradient = shard.grad if shard.grad is not None else torch.zeros_like(shard)
         if isinstance(gradient, DTensor):
-            return gradient.full_tensor(), wanted
+            return gradient.full_tensor(), full_of(wanted), size
         gradient = gradient.detach().as_subclass(torch.Tensor)
         info = sharding_info_of(shard)
         if info is not None and gradient.shape != wanted.shape:
             wanted = split_of(info).take(wanted, self.axis.rank, self.axis.size)
-        return gradient, wanted
+        return gradient, wanted, size
 
     def buffers(self, sharded: Run, reference: Run) -> list[Difference]:
         """Return differences of buffers of one shape."""
@@ -165,20 +180,55 @@ class Comparison:
             one = sharded.buffers.get(key)
             if one is not None and one.shape == wanted.shape and not isinstance(one, DTensor):
                 difference = error(one, wanted)
-                self.compared.add(one)
+                self.count(".".join(filter(None, key)), one, largest(full_of(wanted)))
                 if difference > self.tolerance:
                     differences.append(Difference("buffer", ".".join(filter(None, key)), difference))
         return differences
 
 
-def gradient_differences(
-    pairs: list[tuple[str, str, torch.Tensor, torch.Tensor]], tolerance: float
-) -> list[Difference]:
-    """Return differences in (kind, name, gradient, wanted gradient)."""
-    scale = max((largest(wanted) for _, _, _, wanted in pairs), default=0.0)
-    # True zeros (the bias of keys before a softmax) are noise in both runs: the floor compares it to other gradients.
-    errors = [(kind, name, error(one, wanted, floor=1e-2 * scale)) for kind, name, one, wanted in pairs]
-    return [Difference(*each) for each in errors if each[-1] > tolerance]
+@dataclass(frozen=True)
+class GradientPair:
+    """A gradient of both runs.
+
+    Attributes:
+        kind: `"gradient"` or `"input-gradient"`.
+        name: Name of the parameter or input.
+        value: This rank's, or the full one.
+        wanted: The original's, of the same elements.
+        size: The largest element of the original's on all ranks.
+    """
+
+    kind: str
+    name: str
+    value: torch.Tensor
+    wanted: torch.Tensor
+    size: float
+
+
+def gradient_differences(pairs: list[GradientPair], tolerance: float, floor: float) -> list[Difference]:
+    """Return differences of gradients, relative to the largest element of each, or to `floor`."""
+    differences = []
+    for pair in pairs:
+        difference = error(pair.value, pair.wanted, floor=floor)
+        if tolerance > ONE_RANKS_PART and difference <= tolerance:
+            # In bfloat16 one element may be off by 0.6. Over all elements rounding cancels, a missing sum does not.
+            norm_floor = floor * math.sqrt(pair.wanted.numel())
+            spread = relative_error(pair.value, full_of(pair.wanted), floor=norm_floor, any_dtype=True)
+            difference = spread if spread > ONE_RANKS_PART else 0.0
+        else:
+            difference = difference if difference > tolerance else 0.0
+        if difference:
+            differences.append(Difference(pair.kind, pair.name, difference))
+    return differences
+
+
+ONE_RANKS_PART = 0.4
+"""Norm of a difference, relative to the gradient's: of two independent halves of a sum each is off by 0.7."""
+
+
+def full_of(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's global value."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @dataclass
@@ -224,12 +274,13 @@ def _like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def error(one: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
     """Return the largest difference, relative to the largest value of `other` (and `floor`)."""
-    other = other.full_tensor() if isinstance(other, DTensor) else other
+    other = full_of(other)
     return relative_error(one, other, norm=math.inf, floor=floor, any_dtype=True)
 
 
 def largest(x: torch.Tensor) -> float:
     """Return the largest finite value."""
+    x = x.detach()
     x = torch.view_as_real(x) if x.is_complex() else x
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
 

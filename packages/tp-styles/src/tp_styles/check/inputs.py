@@ -255,10 +255,10 @@ def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANC
     return relative_error(one, other, norm=float("inf")) <= tolerance
 
 
-def varied(like: torch.Tensor) -> torch.Tensor:
+def varied(like: torch.Tensor, phase: float = 0.0) -> torch.Tensor:
     """Return numbers without a pattern, equal on every rank. Drawn ones would be constants here."""
     place = torch.arange(like.shape.numel(), dtype=torch.float64, device="cpu")  # on the CPU: equal for all devices
-    return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(like.shape).to(like.device, like.dtype)
+    return torch.sin(place * place * 0.618 + place * 0.37 + 1.0 + phase).view(like.shape).to(like.device, like.dtype)
 
 
 CONSTANTS = {"bernoulli": 1.0, "rand": 0.5, "uniform": 0.5, "normal": 0.0, "randn": 0.0, "exponential": 1.0}

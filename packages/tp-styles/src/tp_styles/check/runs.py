@@ -18,15 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import local_of
 from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
-from tp_styles.runtime.install import TABLES, DisableFastPath, KeyRemover, ModuleChange
-from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
-from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.check.weights import Weights
+from tp_styles.runtime.forwards import Forward
+from tp_styles.runtime.install import TABLES, DisableFastPath
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""
@@ -55,27 +52,13 @@ class Original:
     foreign_hooks: set[int] = field(default_factory=set)
 
 
-def originals(changes: list[ModuleChange]) -> list[Original]:
-    """Return `changes` without their undo closures (hooks of the check are pickled with a model)."""
-    table: dict[nn.Module, Original] = {}
-    for change in changes:
-        keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
-        # A parallel nn.TransformerEncoder computes padded positions; the original fills in zeros.
-        attributes = {name: value for name, value in change.attributes.items() if name != "use_nested_tensor"}
-        original = table.setdefault(change.module, Original(change.module, type(change.module)))
-        original.attributes.update(attributes)
-        original.foreign_hooks |= keys
-    return list(table.values())
-
-
 class Run:
     """Copies of a module's state, sharded or full, and the output computed with them.
 
     Args:
         module: The module.
         names: FQN of every module.
-        axis: Its ranks.
-        dtype: Type of floating parameters and buffers; None leaves them.
+        weights: Makes the copies.
         originals: Changes of the plan, for a run of the original; else None.
         opaque: Modules left sharded in a run of the original, with all below them.
         skipped: Hook that does not run.
@@ -87,8 +70,7 @@ class Run:
         self,
         module: nn.Module,
         names: Mapping[nn.Module, str],
-        axis: TPGroup,
-        dtype: torch.dtype | None,
+        weights: Weights,
         *,
         originals: list[Original] | None = None,
         opaque: frozenset[nn.Module] = frozenset(),
@@ -99,11 +81,10 @@ class Run:
         self.module = module
         self.traced = traced
         self.outputs: dict[str, list[Any]] = {}
-        self.axis = axis
-        self.dtype = dtype
         self.output: Any = None
         self.written: dict[str, torch.Tensor] = {}
         self._names = names
+        self._weights = weights
         self._entered = entered
         self.parameters: dict[Key, nn.Parameter] = {}
         self.buffers: dict[Key, torch.Tensor] = {}
@@ -139,13 +120,15 @@ class Run:
             if parameter is not None:
                 parameter_key = (id(parameter), reverted)
                 if parameter_key not in copies:  # a tied parameter: one copy
-                    copies[parameter_key] = self._full(parameter) if reverted else self._shard(parameter)
+                    copies[parameter_key] = (
+                        self._weights.full(parameter) if reverted else self._weights.shard(parameter)
+                    )
                 replaced[id(parameter)] = self.parameters[name, key] = copies[parameter_key]
             parameters[key] = None if parameter is None else copies[parameter_key]
         for key, buffer in module._buffers.items():
             buffers[key] = None
             if buffer is not None:
-                copy = self._cast(buffer.detach())
+                copy = self._weights.cast(buffer.detach())
                 buffers[key] = replaced[id(buffer)] = self.buffers[name, key] = copy
         state["_parameters"], state["_buffers"] = parameters, buffers
         state["_modules"] = dict(module._modules)
@@ -173,45 +156,12 @@ class Run:
             if original is not None:
                 for key, value in original.attributes.items():
                     if key in state["_buffers"]:
-                        state["_buffers"][key] = self.buffers[name, key] = self._cast(value.detach())
+                        state["_buffers"][key] = self.buffers[name, key] = self._weights.cast(value.detach())
                     else:
                         state[key] = value
                 if type(module).forward is original.kind.forward:  # else the user has changed the class
                     self._kinds[module] = original.kind
         return state
-
-    def _cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy, even in the same type. A forward may write to tensors it reads, like a teacher's weights."""
-        return x.to(self.dtype if self.dtype is not None and x.is_floating_point() else x.dtype, copy=True)
-
-    def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return this rank's shard as a new leaf."""
-        if isinstance(parameter, DTensor):
-            local = self._cast(local_of(parameter).detach())
-            mesh, placements = parameter.device_mesh, parameter.placements
-            wrapped = as_dtensor(local, mesh, placements, parameter.shape, parameter.stride())
-            return nn.Parameter(wrapped, parameter.requires_grad)
-        value = parameter.detach().as_subclass(torch.Tensor)
-        is_replica = not hasattr(parameter, "_sharding_info")
-        local = self._cast(agreed_values(value, self.axis, 0) if is_replica else value)
-        kind = ShardParameter if isinstance(parameter, ShardParameter) else nn.Parameter
-        shard: Any = kind(local, parameter.requires_grad)
-        if hasattr(parameter, "_sharding_info"):  # also plain parameters of the bridge
-            shard._sharding_info = parameter._sharding_info
-        result: nn.Parameter = shard
-        return result
-
-    def _full(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the full parameter as a new leaf, gathered from the shards."""
-        value = parameter.detach()
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        elif (info := sharding_info_of(parameter)) is not None:
-            value = full_tensor(value.as_subclass(torch.Tensor), self.axis, split_of(info))
-        else:
-            # Replicas are compared elsewhere, and may differ by rounding: both runs take the first rank's.
-            value = agreed_values(value.as_subclass(torch.Tensor), self.axis, 0)
-        return nn.Parameter(self._cast(value), parameter.requires_grad)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -325,7 +275,8 @@ def _of_fsdp(hook: Any) -> bool:
 
 def _is_ours(hook: Any) -> bool:
     owner = getattr(hook, "__self__", hook)
-    return type(owner).__module__.startswith("tp_styles.") and not isinstance(owner, DisableFastPath)
+    is_known = isinstance(owner, Forward) or type(owner).__module__.startswith("tp_styles.")  # also others' forwards
+    return is_known and not isinstance(owner, DisableFastPath)
 
 
 def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Partial, Replicate
 from tp_styles._shared.problems import own_errors
 from tp_styles.from_plan.convert import add_learned_activations, keep_ties, styles_of_blocks
 from tp_styles.from_plan.regions import AxisCuts, region_of
-from tp_styles.plan.explain import regions_of
-from tp_styles.plan.planned import TPPlan, match_plan, plan_styles
+from tp_styles.plan.model import TPPlan
+from tp_styles.plan.planned import match_plan, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.attention import GQAParallel, TransformerLayerParallel
 from tp_styles.styles.base import ParallelStyle
@@ -108,15 +108,16 @@ def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> 
     if not plan:
         raise PlanError(Problem("missing-argument", type(model).__name__, found="no tp_plan", hint="pass plan="))
     named = _entries(model, todays_names(plan))  # raises all unknown names at once
-    found_styles = {name: _style(model, name, named) for name in _modules(model, named)}
-    styles = {name: _beside_adapter(model.get_submodule(name), style) for name, style in found_styles.items()}
+    styles = {name: _style(model, name, named) for name in _modules(model, named)}
     if not styles:
         reason = "no name of the plan is one of its modules"
         hint = "of a wrapper pass the model inside (peft: get_base_model())"
         raise PlanError(Problem("unmatched-pattern", type(model).__name__, found=reason, hint=hint))
     keep_ties(model, styles)
     add_learned_activations(model, styles)
-    return _with_heads(model, styles)
+    styles = _with_heads(model, styles)
+    # Last: the styles before are decided as without adapters.
+    return {name: _beside_adapter(model.get_submodule(name), style) for name, style in styles.items()}
 
 
 def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
@@ -195,6 +196,7 @@ def attention_style(module: nn.Module, ends: Sequence[str]) -> GQAParallel | Non
     """Return an attention's style by heads, or None. It has four linear layers, one among `ends`."""
     size = getattr(module, "head_dim", None)
     layers = {key: getattr(module, key, None) for key in (*INPUTS, *ends)}
+    layers = {key: getattr(layer, "base_layer", layer) for key, layer in layers.items()}  # below adapters
     if len(ends) != 1 or not isinstance(size, int) or not all(isinstance(v, nn.Linear) for v in layers.values()):
         return None
     rows = {key: cast(nn.Linear, layers[key]).weight.shape[0] for key in INPUTS}
@@ -248,7 +250,7 @@ def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:
     free = {left.name for left in plan.unstyled}
     # Beside column-wise layers activations may be shards; a block with parameters of its own (Mamba's) may read the
     # weights of its layers itself.
-    left_out = {name.rpartition(".")[0] for columns, _ in regions_of(plan).values() for name in columns}
+    left_out = {name.rpartition(".")[0] for columns, _ in plan.regions.values() for name in columns}
     left_out |= {name for name, module in model.named_modules() if module._parameters}
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear and f"{name}.weight" in free]
     style = ColwiseParallel(output_layouts=Replicate())

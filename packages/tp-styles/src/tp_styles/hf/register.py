@@ -7,6 +7,7 @@ One name is new: `"kv_replicate"` on an attention module, for fewer key-value he
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 from tp_styles._torch_compat import is_compiling, is_fake
 from tp_styles.check.inputs import Inputs
 from tp_styles.hf.plan import OLDER, OUTPUTS, TODAY, attention_style, style_of
-from tp_styles.plan.planned import PlannedModule
+from tp_styles.plan.model import PlannedModule
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.redistribute import TPGroup
@@ -146,6 +147,10 @@ class ProjectionsCheck:
 
 
 def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
+    weight: Any = module._parameters.get("weight")
+    if type(module) is nn.Linear and isinstance(weight, DTensor):
+        # Peft sizes an adapter by one rank's shard of the base layer, and then wraps its weight as a global DTensor.
+        module.out_features, module.in_features = weight.shape
     info = describe(module, type(module).__name__)  # transformers does not pass the name
     spec = style.spec(info, mesh.size())
     _raise(spec)
@@ -196,8 +201,13 @@ class ReplicatedInputCheck:
 
 
 def _raise(spec: StyleSpec) -> None:
+    """Raise a style's problems. transformers passes no module's name, so they name its class."""
+    way = (
+        "; or tp_styles.apply_plan(model, mesh, from_hf_tp_plan(model)) after an ordinary from_pretrained, which names"
+    )
+    way += " the module and takes adapters and further styles"
     if spec.problems:
-        raise PlanError(spec.problems)
+        raise PlanError([replace(problem, hint=problem.hint + way) for problem in spec.problems])
 
 
 for name in list(ALL_PARALLEL_STYLES):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 from torch import nn
@@ -13,11 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.patterns import Pattern, most_specific
 from tp_styles._torch_compat import TorchParallelStyle
-from tp_styles.plan.explain import explain_plan, plan_as_dict
+from tp_styles.plan.model import PlannedModule, TPPlan, UnstyledParameter
 from tp_styles.plan.style import Style
-from tp_styles.problems import PlanError, Problem, StyleModuleError, StyleTypeError
+from tp_styles.problems import PlanError, Problem, StyleTypeError
 from tp_styles.values import (
-    ModuleInfo,
     ParameterSpec,
     PerRank,
     Split,
@@ -82,86 +79,14 @@ def _not_a_style(pattern: str, style: object) -> Problem:
 def _unmatched(pattern: str, names: list[str]) -> Problem:
     import difflib  # only for the hint
 
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    # `layers.*.atn` is near `layers.0.attn` by what all layers share.
+    starred = {".".join("*" if part.isdigit() else part for part in name.split(".")): name for name in reversed(names)}
+    near = difflib.get_close_matches(
+        pattern, [name for name in {**dict.fromkeys(names), **starred} if name], n=3, cutoff=0.5
+    )
     near = near or [name for name in names if name and name.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
     hint = "modules with similar names: " + ", ".join(near) if near else "`*` is one name, `**` any number of them"
     return Problem("unmatched-pattern", pattern, found="no module of that name", hint=hint)
-
-
-FORMAT = 1
-"""Number of the JSON form that `to_json` writes."""
-
-
-@dataclass(frozen=True)
-class PlannedModule:
-    """One module with its style and the style's decision."""
-
-    info: ModuleInfo
-    pattern: str
-    style: TorchParallelStyle
-    spec: StyleSpec
-
-    @property
-    def name(self) -> str:
-        """FQN of the module."""
-        return self.info.name
-
-
-@dataclass(frozen=True)
-class UnstyledParameter:
-    """A parameter without a style: replicated on every rank."""
-
-    name: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class TPPlan:
-    """Tensor parallelism of a model over `tp_size` ranks.
-
-    Attributes:
-        tp_size: Number of ranks.
-        modules: Modules with a style, in the model's order.
-        unstyled: Parameters that stay replicated.
-        problems: Reasons against the plan; `apply_plan` raises them all.
-    """
-
-    tp_size: int
-    modules: tuple[PlannedModule, ...] = ()
-    unstyled: tuple[UnstyledParameter, ...] = ()
-    problems: tuple[Problem, ...] = field(default=())
-
-    def explain(self, name: str | None = None, *, num_tokens: int | None = None) -> str:
-        """Return the plan as text: styles, global and local shapes, collectives, unstyled parameters, problems.
-
-        Args:
-            name: Only the modules at or below this FQN.
-            num_tokens: Tokens of one step, for bytes per step; by default bytes are per token.
-        """
-        return explain_plan(self, name, num_tokens)
-
-    def to_json(self) -> str:
-        """Return the plan as JSON, byte-stable."""
-        return json.dumps({"format": FORMAT, **plan_as_dict(self)}, indent=1, sort_keys=True)
-
-    @property
-    def digest(self) -> str:
-        """A hash of all decisions; it has to be equal on all ranks."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def raise_problems(self) -> None:
-        """Raise all problems at once.
-
-        Raises:
-            PlanError: There are some. It is also a `StyleModuleError` (`NotImplementedError`) if all of them are
-                about kinds of modules.
-        """
-        if not self.problems:
-            return
-        kind = StyleModuleError if all(p.code == "module-kind" for p in self.problems) else PlanError
-        count = len(self.problems)
-        raise kind(self.problems, f"{count} problem{'' if count == 1 else 's'} in the plan for tp_size={self.tp_size}:")
 
 
 Plan = Mapping[str, TorchParallelStyle]
@@ -230,8 +155,8 @@ def plan_module(
     ordered = [planned[name] for name in modules if name in planned]  # the model's order on all ranks
     ordered = _without_shared(ordered, modules, problems)
     for entry in ordered:
+        problems += _state_problems(entry, modules[entry.name], tp_size)  # first: a weight norm hides the weight
         problems += entry.spec.problems
-        problems += _state_problems(entry, modules[entry.name], tp_size)
     claims = _claims(ordered, problems)
     problems += _tied_problems(model, claims, ordered, is_staged)
     left = [
@@ -372,6 +297,10 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
                 found="no plain parameter of that name (a parametrization or weight norm)",
                 hint="remove it before, and put it back after",
             )
+        elif not isinstance(parameter, DTensor) and hasattr(parameter, "__tensor_flatten__"):  # torchao's
+            reason = f"a weight of {type(parameter).__module__}.{type(parameter).__name__}"
+            hint = "shard first, then quantise each rank's weights; or leave the module out of the plan"
+            yield Problem("module-not-shardable", found.info.where(name), found=reason, hint=hint)
         elif isinstance(parameter, DTensor):
             hint = "tensor parallelism comes first, before FSDP and before another plan"
             yield Problem(

@@ -24,6 +24,8 @@ class AttentionForward(RowLinear):
     Shapes: B batch, L target length, S source length, H heads of this rank, D head size.
     """
 
+    is_checked_alone = True
+
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
         attention = cast(nn.MultiheadAttention, module)

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tp_styles.plan.explain import Regions
-from tp_styles.plan.planned import TPPlan
+from tp_styles.plan.model import Regions, TPPlan
 from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.values import is_below
 
@@ -100,17 +99,6 @@ def draws(rates: Rates) -> bool:
     return any([module.training and vars(module).get(key) for module, key in rates])  # noqa: C419  # a list is guarded
 
 
-MODULE_FORWARDS = {
-    "module",
-    "module-row-linear",
-    "module-row-embedding",
-    "multihead-attention",
-    "foreign",
-    "latent-kv",
-}
-"""What runs code that styles do not write themselves."""
-
-
 class Region:
     """Hooks of one module: rank-specific random numbers between its column-wise and row-wise layers.
 
@@ -169,7 +157,7 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup, regions: Regi
         model: The model, with the plan applied.
         plan: The plan.
         axis: Its ranks.
-        regions: Those of `regions_of`.
+        regions: Those of the plan.
 
     Returns:
         Functions to remove them.
@@ -191,16 +179,6 @@ def _without(module: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
         yield module
         for child in module.children():
             yield from _without(child, apart)
-
-
-def checked_modules(plan: TPPlan, regions: Iterable[str]) -> list[str]:
-    """Return FQNs of regions, and of other styled modules with forwards of their own."""
-    alone = [
-        planned.name
-        for planned in plan.modules
-        if planned.spec.compute in MODULE_FORWARDS and not any(is_below(planned.name, region) for region in regions)
-    ]
-    return [*regions, *alone]
 
 
 def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[str]]:

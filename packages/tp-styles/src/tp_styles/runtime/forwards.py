@@ -97,7 +97,13 @@ class Forward:
         spec: Decision of its style.
         axis: Its ranks.
         name: The module's FQN, for errors.
+
+    Attributes:
+        is_checked_alone: Outside of all regions the module is compared with its original by itself: its code is not
+            ours. A plain linear layer is ours.
     """
+
+    is_checked_alone = True
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         self.module = module
@@ -182,6 +188,8 @@ def only(spec: StyleSpec) -> Redistribution:
 class ColumnLinear(Forward):
     """`nn.Linear` with some of its output features on this rank."""
 
+    is_checked_alone = False
+
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
         ((_, self.enter),) = self.moves.items()
@@ -211,6 +219,8 @@ class ColumnLinearKVReplicated(ColumnLinear):
 
 class RowLinear(Forward):
     """`nn.Linear` with some of its input features on this rank. It sums partial results, then adds the bias."""
+
+    is_checked_alone = False
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -278,6 +288,8 @@ class RowLookup:
 
 class RowEmbedding(Forward):
     """`nn.Embedding` with some of its rows on this rank: lookups are summed."""
+
+    is_checked_alone = False
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -410,6 +422,8 @@ class ModuleRowLinear(ModuleForward):
 
 class DividedInput(ModuleForward):
     """The module's own forward on an equal share of its first input, for summed outputs."""
+
+    is_checked_alone = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it on the first input divided by the number of ranks."""

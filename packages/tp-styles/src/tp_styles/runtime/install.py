@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_styles._shared.stale_parameters import is_stale, mark_stale
-from tp_styles.plan.explain import shared_inputs
-from tp_styles.plan.planned import PlannedModule, TPPlan
+from tp_styles.plan.model import PlannedModule, TPPlan, shared_inputs
 from tp_styles.plan.style import Style
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.attention import AttentionForward
@@ -31,7 +30,7 @@ from tp_styles.runtime.forwards import (
     move_outputs,
 )
 from tp_styles.runtime.redistribute import BlockInput, Redistribute, TPGroup
-from tp_styles.values import Redistribution, Split, StyleSpec, describe
+from tp_styles.values import Redistribution, Split, StyleSpec, describe, is_below
 
 
 @dataclass
@@ -155,7 +154,29 @@ FORWARDS: dict[str, type[Forward]] = {
     "divided-input": DividedInput,
     "latent-kv": LatentKV,
 }
-"""What a style's `compute` names, and what runs then."""
+"""Names of forwards in `StyleSpec.compute`; a style of another package passes its subclass of `Forward` itself."""
+
+
+def forward_of(spec: StyleSpec) -> type[Forward] | None:
+    """Return the forward that a style gives its module; None for hooks, a style of torch, or nothing."""
+    kind = spec.compute if isinstance(spec.compute, type) else FORWARDS.get(spec.compute)
+    if kind is None and spec.compute not in ("none", "dtensor", "hooks", "foreign"):
+        known = ", ".join([*FORWARDS, "none", "dtensor", "hooks"])
+        raise PlanError(
+            Problem("unknown-name", "compute", found=repr(spec.compute), hint=f"a subclass of Forward, or {known}")
+        )
+    return kind
+
+
+def checked_modules(plan: TPPlan) -> list[str]:
+    """Return FQNs of regions, and of other styled modules with code that is not ours."""
+    alone = []
+    for planned in plan.modules:
+        forward = forward_of(planned.spec)
+        is_foreign = planned.spec.compute == "foreign" or (forward is not None and forward.is_checked_alone)
+        if is_foreign and not any(is_below(planned.name, region) for region in plan.regions):
+            alone.append(planned.name)
+    return [*plan.regions, *alone]
 
 
 def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
@@ -182,7 +203,9 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
         if spec.outputs:
             removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
         return removers
-    vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)  # hooks still run around it
+    forward = forward_of(spec)
+    assert forward is not None
+    vars(module)["forward"] = forward(module, spec, axis, found.name)  # hooks still run around it
     # On the layer itself: code that reads its weight directly may be in a module outside of the plan.
     handle = module.register_forward_pre_hook(DisableFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]

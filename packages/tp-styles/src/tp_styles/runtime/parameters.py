@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tp_styles._shared.consensus import as_bytes
 from tp_styles._shared.dtensor import as_dtensor
-from tp_styles._shared.elementwise import elementwise_problems
+from tp_styles._shared.full_reads import FULL_READS, full_read
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
-from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, is_transformed, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.redistribute import TPGroup, refuse_transforms
@@ -45,18 +41,36 @@ class ShardParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
 
-    # `nn.init` takes bounds from a tensor's shape, and each rank's generator draws the same numbers for other rows.
+    def full_tensor(self) -> torch.Tensor:
+        """Return the full weight on every rank, with a gradient, as a DTensor's `full_tensor()` does.
 
-    def _draw(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
-        if self.is_meta:  # without values: harmless
-            getattr(torch.Tensor, name)(self, *args, **kwargs)
-            return self
-        hint = "initialise before the plan is applied; or reset_parameters() of the module; or load_state_dict()"
-        reason = f"{name} on one rank's shard of {list(self._sharding_info.shape)}"
+        Every rank calls it, and uses the result alike: a penalty over it is the one of a single process.
+        """
+        result: torch.Tensor = _Full.apply(self)  # type: ignore[no-untyped-call]  # torch's Function
+        return result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions that would take the shard for the full weight; results are plain tensors."""
+        kwargs = kwargs or {}
+        if func in FULL_READS:
+            _refuse_full_read(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _refuse_full_read(func: Any, args: Any, kwargs: Any) -> None:
+    # The first argument, under whatever name (`nn.init` passes `tensor=`), or the one written to (`out=`).
+    shard = next((x for x in (*args[:1], *kwargs.values()) if isinstance(x, ShardParameter)), None)
+    info = None if shard is None or shard.is_meta else sharding_info_of(shard)  # a meta tensor has no values
+    if info is None or info.placements[0].is_replicate():
+        return
+    dim = getattr(info.placements[0], "dim", 0)
+    if name := full_read(func, args, kwargs, dim, len(info.shape)):
+        hint = "weight.full_tensor() is the full weight, with a gradient; initialise before the plan is applied, by"
+        hint += " reset_parameters() of the module, or by load_state_dict()"
+        reason = f"{name} on one rank's shard of {list(info.shape)}"
         raise PlanError(Problem("local-shard-as-full", found=reason, hint=hint))
-
-    uniform_ = functools.partialmethod(_draw, "uniform_")
-    normal_ = functools.partialmethod(_draw, "normal_")
 
 
 def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
@@ -280,6 +294,21 @@ class _Local(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------- putting together
 
 
+class _Full(torch.autograd.Function):
+    """The full value of a shard in sections; each rank takes its rows of the gradient, which all ranks have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: ShardParameter) -> Any:
+        info = shard._sharding_info
+        axis, split = TPGroup(info.mesh), split_of(info)
+        ctx.take = functools.partial(split.take, rank=axis.rank, tp_size=axis.size)
+        return full_tensor(shard.as_subclass(torch.Tensor), axis, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.take(gradient)
+
+
 def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
     """Return the global value, on every rank, without gradient.
 
@@ -295,39 +324,3 @@ def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.T
         shape = [split.global_size if dim == split.dim else size for dim, size in enumerate(local.shape)]
         return local.new_empty(shape) if split.dim is not None else local.clone()
     return split.join(axis.gather_parts(local, split.dim, split.sizes(axis.size)))
-
-
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-@functools.cache
-def check_optimizers() -> None:
-    """From now on check each optimizer before its first step; installed once for the process."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if is_compiling() or optimizer in _checked:
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.is_meta or is_stale(p) for p in parameters):
-        return  # a stale one raises in the step
-    _checked.add(optimizer)
-    problems = [] if not any(map(_is_shard, parameters)) else elementwise_problems(optimizer, _is_shard)
-    for group in optimizer.param_groups:
-        kinds = {isinstance(p, DTensor): p for p in group["params"]}
-        if len(kinds) == 2 and (group.get("fused") or group.get("foreach")):
-            kernels = "fused=True" if group.get("fused") else "foreach=True"
-            reason = f"{kernels} on DTensors and plain tensors (one of shape {tuple(kinds[False].shape)})"
-            hint = 'apply_plan(..., rest="replicated") makes DTensors of parameters without a style'
-            if isinstance(kinds[False], ShardParameter):
-                hint = "sections of a fused weight are no DTensors: leave it out, or give them a group of their own"
-            name = f"optimizer: {type(optimizer).__name__}"
-            problems.append(Problem("mixed-parameters", name, found=reason, hint=hint))
-    if problems:
-        _checked.discard(optimizer)  # raise again in the next step
-        raise PlanError(problems)
-
-
-def _is_shard(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, ShardParameter)

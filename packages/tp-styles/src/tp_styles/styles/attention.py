@@ -9,9 +9,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from tp_styles.problems import Problem
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.blocks import NoParallel
+from tp_styles.styles.blocks import LoRAParallel, NoParallel
 from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel, flow_problems, single
-from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Section, Split, StyleSpec
+from tp_styles.values import ModuleInfo, ParameterInfo, ParameterSpec, Redistribution, Section, Split, StyleSpec
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ GROUPS = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
 class GQAParallel(ParallelStyle):
     """Shard attention by heads: projections in by rows, projection out by columns, local head counts.
 
-    Attributes with a known name (`num_heads`, `n_kv_heads` ...) and the right value become local.
+    Attributes with a known name (`num_heads`, `n_kv_heads` ...) and the right value become local. A projection with a
+    low-rank update of peft beside it is sharded by `LoRAParallel`.
 
     Args:
         num_heads: Query heads; by default the module's attribute (`num_heads`, `n_head` ...).
@@ -119,7 +120,7 @@ class GQAParallel(ParallelStyle):
         queries = self.num_heads or _first(info, QUERY_HEADS)  # by usual names
         keys = self.num_kv_heads or _first(info, KEY_HEADS) or queries
         names = (self.qkv, self.o) if self.qkv else (self.q, self.k, self.v, self.o)
-        missing = [name for name in names if name and info.parameter(f"{name}.weight") is None]
+        missing = [name for name in names if name and _weight(info, name) is None]
         if queries is None or keys is None or missing:
             reason = f"no {', '.join(missing)}" if missing else "no attribute with the number of heads"
             hint = "pass the names and numbers: GQAParallel(q=..., num_heads=...)"
@@ -128,13 +129,15 @@ class GQAParallel(ParallelStyle):
         heads, problem = divide_heads(info.where(), queries, keys, tp_size, kv_replicate=self.kv_replicate)
         if heads is None or problem is not None:
             return StyleSpec(problems=(problem,) if problem is not None else ())
-        out = info.parameter(f"{self.o}.weight")
+        out = _weight(info, self.o)
         assert out is not None
         if out.shape[1] % heads.queries:
             reason = f"{out.shape[1]} input features for {heads.queries} heads"
             hint = "every head has the same size"
             return StyleSpec(problems=(Problem("does-not-divide", info.where(self.o), found=reason, hint=hint),))
-        children = self._projections(info, heads, out.shape[1] // heads.queries)
+        layers = self._projections(info, heads, out.shape[1] // heads.queries)
+        has_adapter = {name: info.parameter(f"{name}.weight") is None for name in layers}
+        children = [(name, LoRAParallel(style) if has_adapter[name] else style) for name, style in layers.items()]
         norms: list[tuple[str, object]] = [(name, NoParallel(sum_gradient=True)) for name in self.norms]
         return StyleSpec(
             compute="none",
@@ -142,21 +145,21 @@ class GQAParallel(ParallelStyle):
             attributes=self._local(info, heads),
         )
 
-    def _projections(self, info: ModuleInfo, heads: Heads, size: int) -> list[tuple[str, object]]:
+    def _projections(self, info: ModuleInfo, heads: Heads, size: int) -> dict[str, ColwiseParallel | RowwiseParallel]:
         rows = (heads.queries * size, heads.keys * size, heads.keys * size)
         if self.qkv:
             fused = FusedColwiseParallel(rows, unit=size, copies=(1, heads.copies, heads.copies))
-            return [(self.qkv, fused), (self.o, RowwiseParallel())]
-        children: list[tuple[str, object]] = [(self.q, ColwiseParallel())]
+            return {self.qkv: fused, self.o: RowwiseParallel()}
+        layers: dict[str, ColwiseParallel | RowwiseParallel] = {self.q: ColwiseParallel()}
         for name in (self.k, self.v):
-            weight = info.parameter(f"{name}.weight")
+            weight = _weight(info, name)
             assert weight is not None
             # A head of v may have another size than one of k.
             unit = weight.shape[0] // heads.keys
-            children.append((name, FusedColwiseParallel((weight.shape[0],), unit=max(unit, 1), copies=heads.copies)))
-        if heads.copies == 1:  # plain shards, which a DTensor can express
-            children[1:] = [(name, ColwiseParallel()) for name in (self.k, self.v)]
-        return [*children, (self.o, RowwiseParallel())]
+            layers[name] = FusedColwiseParallel((weight.shape[0],), unit=max(unit, 1), copies=heads.copies)
+            if heads.copies == 1:  # plain shards, which a DTensor can express
+                layers[name] = ColwiseParallel()
+        return {**layers, self.o: RowwiseParallel()}
 
     def _local(self, info: ModuleInfo, heads: Heads) -> tuple[tuple[str, object], ...]:
         values = {"heads": heads.local_queries, "kv_heads": heads.local_keys, "groups": heads.local_groups}
@@ -164,6 +167,11 @@ class GQAParallel(ParallelStyle):
         counts |= dict.fromkeys(KEY_HEADS, ("kv_heads", heads.keys))
         counts |= dict.fromkeys(GROUPS, ("groups", heads.queries // heads.keys))
         return tuple((name, values[kind]) for name, (kind, value) in counts.items() if info.size(name) == value)
+
+
+def _weight(info: ModuleInfo, name: str) -> ParameterInfo | None:
+    """Return the weight of a projection, or of its base layer below an adapter of peft."""
+    return info.parameter(f"{name}.weight") or info.parameter(f"{name}.base_layer.weight")
 
 
 def _first(info: ModuleInfo, names: tuple[str, ...]) -> int | None:

@@ -210,9 +210,12 @@ class LoRAParallel(ParallelStyle):
         linears = {name: _below(info, name, nn.Linear) for name in (self.base, self.a, self.b)}
         missing = [name for name, layers in linears.items() if not layers]
         if missing:
-            hint = "pass the names of the base layer, A and B"
-            problem = Problem("lora-mismatch", info.where(), found=f"no linear layer {', '.join(missing)}", hint=hint)
-            return StyleSpec(problems=(problem,))
+            reason, hint = f"no linear layer {', '.join(missing)}", "pass the names of the base layer, A and B"
+            if self.base not in missing:  # IA3, OFT, VeRA, AdaLoRA
+                reason = f"this adapter is not supported: {info.kind.__module__}.{info.kind.__name__} has {reason}"
+                hint = "of peft's adapters LoRA is; merge others (merge_and_unload) before the plan, or leave the layer"
+                hint += " out of it; for LoRA under other names pass a= and b="
+            return StyleSpec(problems=(Problem("lora-mismatch", info.where(), found=reason, hint=hint),))
         named: dict[object, ColwiseParallel | RowwiseParallel] = {"column": ColwiseParallel(), "row": RowwiseParallel()}
         base = named[self.style] if isinstance(self.style, str) else self.style
         column, enters = isinstance(base, ColwiseParallel), base.input_layouts[0]

@@ -190,4 +190,4 @@ class MegatronPlanner(LayoutPlanner):
                 problems.append(Problem("tied-weights", name, found=reason, hint=hint))
         raise_problems(problems)
         notes = (*analysis.left_whole.values(), *analysis.notes)
-        return Decisions(by_first_name, merge_notes(notes), analysis.unrecognised)
+        return Decisions(by_first_name, merge_notes(notes), analysis.unrecognised, axis_roles={self.axis: "model"})

@@ -1,18 +1,105 @@
-"""A plan's regions, its collectives, and the plan as text and as plain values."""
+"""A plan as a value: its modules, regions and collectives, as text and as plain values."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from torch.distributed.tensor import Partial, Shard
 
-from tp_styles.values import NoTransfer, Redistribution, Split, Step, is_below
+from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.problems import PlanError, Problem, StyleModuleError
+from tp_styles.values import ModuleInfo, NoTransfer, Redistribution, Split, Step, StyleSpec, is_below
 
-if TYPE_CHECKING:
-    from tp_styles.plan.planned import PlannedModule, TPPlan
+FORMAT = 1
+"""Number of the JSON form that `to_json` writes."""
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """One module with its style and the style's decision."""
+
+    info: ModuleInfo
+    pattern: str
+    style: TorchParallelStyle
+    spec: StyleSpec
+
+    @property
+    def name(self) -> str:
+        """FQN of the module."""
+        return self.info.name
+
+
+@dataclass(frozen=True)
+class UnstyledParameter:
+    """A parameter without a style: replicated on every rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class TPPlan:
+    """Tensor parallelism of a model over `tp_size` ranks.
+
+    Attributes:
+        tp_size: Number of ranks.
+        modules: Modules with a style, in the model's order.
+        unstyled: Parameters that stay replicated.
+        problems: Reasons against the plan; `apply_plan` raises them all.
+    """
+
+    tp_size: int
+    modules: tuple[PlannedModule, ...] = ()
+    unstyled: tuple[UnstyledParameter, ...] = ()
+    problems: tuple[Problem, ...] = field(default=())
+
+    def explain(self, name: str | None = None, *, num_tokens: int | None = None) -> str:
+        """Return the plan as text: styles, global and local shapes, collectives, unstyled parameters, problems.
+
+        Args:
+            name: Only the modules at or below this FQN.
+            num_tokens: Tokens of one step, for bytes per step; by default bytes are per token.
+        """
+        return explain_plan(self, name, num_tokens)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON, byte-stable."""
+        return json.dumps({"format": FORMAT, **self.as_dict}, indent=1, sort_keys=True)
+
+    @cached_property
+    def as_dict(self) -> dict[str, Any]:
+        """The plan in plain values."""
+        return plan_as_dict(self)
+
+    @cached_property
+    def regions(self) -> Regions:
+        """The regions between column-wise and row-wise layers."""
+        return regions_of(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all decisions; it has to be equal on all ranks."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def raise_problems(self) -> None:
+        """Raise all problems at once.
+
+        Raises:
+            PlanError: There are some. It is also a `StyleModuleError` (`NotImplementedError`) if all of them are
+                about kinds of modules.
+        """
+        if not self.problems:
+            return
+        kind = StyleModuleError if all(p.code == "module-kind" for p in self.problems) else PlanError
+        count = len(self.problems)
+        raise kind(self.problems, f"{count} problem{'' if count == 1 else 's'} in the plan for tp_size={self.tp_size}:")
 
 
 Regions = dict[str, tuple[list[str], list[str]]]
@@ -53,7 +140,7 @@ def shared_inputs(plan: TPPlan) -> Iterator[tuple[str, dict[Redistribution, list
 
     Row-wise layers of a block within are not the block's own.
     """
-    regions, specs = regions_of(plan), {found.name: found.spec for found in plan.modules}
+    regions, specs = plan.regions, {found.name: found.spec for found in plan.modules}
     for home, (columns, rows) in regions.items():
         inner = [other for other in regions if other != home and is_below(other, home)]
         own = [row for row in rows if not any(is_below(row, other) for other in inner)]
@@ -154,7 +241,7 @@ def _module_as_dict(module: PlannedModule) -> dict[str, Any]:
         "type": module.info.kind.__qualname__,
         "pattern": module.pattern,
         "style": _ADDRESS.sub("", repr(module.style)),  # equal on all ranks
-        "compute": spec.compute,
+        "compute": spec.compute if isinstance(spec.compute, str) else spec.compute.__qualname__,
         "parameters": [
             {
                 "name": name,

@@ -1,0 +1,95 @@
+"""Behind a `DistributedStep`: one of the steps over the parameters of an `EagerStep`, with its checks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import uncompiled
+from dp_partition.capture.fingerprint import FunctionReads
+from dp_partition.check.checked_call import CheckedEagerCall
+from dp_partition.eager.step import EagerStep
+from dp_partition.plan.placements import num_replicas, shard_world
+from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo
+
+
+class DistributedRunner:
+    """One step, with the number under which its parameters' `EagerStep` has it."""
+
+    def __init__(self, eager: EagerStep, number: int, settings: Settings) -> None:
+        self.eager, self.number, self.settings = eager, number, settings
+        self.function, self.mesh = eager.functions[number], eager.mesh
+        self.name = name_of(self.function)
+        self.reads = FunctionReads(self.function)
+        self.checked: list[int] = []  # elements compared with the step on a full copy, by call
+        self.unchecked = ""  # why a call was not
+        if settings.check == "never" or not eager.observes:
+            self.unchecked = "check='never'" if settings.check == "never" else "observe=False"
+
+    @property
+    def subject(self) -> str:
+        """Call and rank, for errors of one rank."""
+        return f"call {self.eager.counts[self.number] + 1} of {self.name} on rank {dist.get_rank()}"
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call; compare the first ones, until one cannot be compared."""
+        # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
+        if self.eager.counts[self.number] < 2 + self.eager.is_sharded and not self.unchecked:
+            return CheckedEagerCall(self, args, kwargs).run()
+        return self.eager(args, kwargs, self.number)
+
+    def leave_unchecked(self, reason: str) -> None:
+        """Record that no call is compared from now on; warn if none was."""
+        self.unchecked = reason
+        if not self.checked:
+            warnings.warn(f"{self.name}: no call is compared with the step on a full copy: {reason}", stacklevel=5)
+
+    def checks(self) -> str:
+        """Return the placement and the checked calls as text for the plan."""
+        text = f"{len(self.checked)} calls of {self.name} checked against the step on a full copy"
+        text += f", {sum(self.checked):,} elements"
+        return "\n".join([self.eager.explain(), text + (f"; unchecked: {self.unchecked}" if self.unchecked else "")])
+
+    def plan(self) -> PartitionPlan:
+        """Return the placements of the parameters, with the report.
+
+        Raises:
+            PlanError: ``not-sharded`` before the first call.
+        """
+        if self.eager.reducer is None:
+            raise PlanError(not_placed(self.name))
+        params = []
+        for name, param in self.eager.parameters.items():
+            info = TensorInfo(name, tuple(param.shape), param.dtype, param.requires_grad)
+            placement = Shard(0) if isinstance(param, DTensor) else Replicate()
+            reason = self.eager.units.full.get(name, "style")
+            params.append(ParamPlan(info, placement, placement, placement, reason))
+        replicas = num_replicas(self.mesh)
+        return PartitionPlan(
+            self.settings.style, "local", shard_world(self.mesh), tuple(params), replicas=replicas, checks=self.checks()
+        )
+
+
+def not_placed(name: str) -> Problem:
+    """Return the problem of a step that has not run yet."""
+    return Problem("not-sharded", name, found="nothing is placed yet", hint="call the step once")
+
+
+def steps_of(functions: list[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
+    """Return the functions as they run: of one under `torch.compile` the original, with a warning."""
+    steps = tuple(map(uncompiled, functions))
+    for step, function in zip(steps, functions, strict=True):
+        if step is not function:
+            text = f"{name_of(step)}: of a compiled step the original runs; compile the model"
+            warnings.warn(text, stacklevel=4)
+    return steps
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a step's name, for messages."""
+    return getattr(function, "__name__", type(function).__name__)

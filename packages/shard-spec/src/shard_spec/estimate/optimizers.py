@@ -1,0 +1,263 @@
+"""Bytes of optimizer state, and of what a step of the optimizer allocates, for one local tensor.
+
+Common optimizers are a table of slots (tensors as large as the parameter). Every other class of ``torch.optim``, and of
+other libraries, makes one step on the meta device for each shape, and its state is what that step leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from shard_spec._shared.dtypes import ITEM_BYTES
+from shard_spec._shared.patterns import Pattern
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._torch_compat import live_bytes_of
+from shard_spec.plan.metadata import ModelMetadata
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """Optimizer state of each parameter with a gradient.
+
+    Attributes:
+        name: Name in reports.
+        slots: Number of tensors as large as the (local) parameter.
+        scalar_bytes: Further bytes for each parameter: torch counts steps in a float32 scalar. It is on the CPU unless
+            the optimizer is ``fused`` or ``capturable``, but counts all the same.
+        dtype: Dtype of the slots; None means that of the parameter (or of its master copy).
+        master: Dtype of a second, finer copy of each floating parameter, updated by the optimizer; None for none.
+        step_slots: Number of tensors as large as the (local) parameter that ``step`` allocates and frees.
+        block: Elements of a slot for each float32 scale, in quantised slots (256: blocks of bitsandbytes and torchao).
+        smallest: Parameters of fewer local elements have float32 slots in place of quantised ones.
+        row_slots: Number of float32 numbers for each local row (row-wise Adagrad of embedding tables: 1).
+        factory: Makes the optimizer of a list of parameters, for example the class; its state replaces the slots.
+    """
+
+    name: str
+    slots: int = 0
+    scalar_bytes: int = 0
+    dtype: str | None = None
+    master: str | None = None
+    step_slots: int = 0
+    block: int = 0
+    smallest: int = 0
+    row_slots: int = 0
+    factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+
+    def cost(self, local: Shape, full: Shape, dtype: str) -> OptimizerCost:
+        """Return the bytes for one parameter.
+
+        Args:
+            local: Shape on this rank.
+            full: Global shape.
+            dtype: The parameter's dtype.
+        """
+        kind, numel = self.master or dtype, prod(local)
+        if self.factory is not None:
+            return measured(self.factory, local, full, kind)
+        slot = numel * ITEM_BYTES[self.dtype or kind]
+        if self.block:
+            slot = 4 * numel if numel < self.smallest else slot + 4 * -(-numel // self.block)
+        rows = 4 * self.row_slots * (local[0] if local else 1)
+        # A step over all tensors at once makes one temporary slot of each; a loop two of the tensor at hand.
+        step = self.step_slots * slot
+        return OptimizerCost(self.slots * slot + self.scalar_bytes + rows, step, 2 * step)
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Bytes of optimizer state for one local tensor.
+
+    Attributes:
+        state: Bytes kept between steps.
+        step: Bytes that a step over all tensors at once (``foreach``) allocates for it.
+        loop: Bytes that a step over one tensor after another allocates for it.
+    """
+
+    state: int
+    step: int
+    loop: int
+
+
+OptimizerLike: TypeAlias = Any
+"""A name, `OptimizerState`, class, ``functools.partial`` or instance of an optimizer, mapping of patterns, or None."""
+
+# From torch.optim 2.13: state tensors under the default arguments.
+OPTIMIZERS = {
+    "none": OptimizerState("none"),
+    "sgd": OptimizerState("sgd"),
+    "momentum": OptimizerState("momentum", slots=1),
+    "adam": OptimizerState("adam", slots=2, scalar_bytes=4, step_slots=1),
+    "adamw": OptimizerState("adamw", slots=2, scalar_bytes=4, step_slots=1),
+    "amsgrad": OptimizerState("amsgrad", slots=3, scalar_bytes=4, step_slots=1),
+    "adamax": OptimizerState("adamax", slots=2, scalar_bytes=4, step_slots=1),
+    "adagrad": OptimizerState("adagrad", slots=1, scalar_bytes=4, step_slots=2),
+    "rmsprop": OptimizerState("rmsprop", slots=1, scalar_bytes=4, step_slots=1),
+    "adadelta": OptimizerState("adadelta", slots=2, scalar_bytes=4, step_slots=2),
+    "sparseadam": OptimizerState("sparseadam", slots=2),
+    "lion": OptimizerState("lion", slots=1, step_slots=1),
+    # bitsandbytes and torchao: codes of one byte, a float32 scale for each 256 of them, float32 below 4,096 elements.
+    "adamw8bit": OptimizerState("adamw8bit", slots=2, dtype="uint8", block=256, smallest=4096, step_slots=0),
+    "lion8bit": OptimizerState("lion8bit", slots=1, dtype="uint8", block=256, smallest=4096),
+    "rowwise-adagrad": OptimizerState("rowwise-adagrad", row_slots=1),  # torchrec, FBGEMM
+}
+for _name in ("nadam", "radam", "asgd", "rprop", "muon", "adafactor"):
+    _classes = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}
+    if _name in _classes:  # Muon is of torch 2.9
+        OPTIMIZERS[_name] = OptimizerState(_name, factory=_classes[_name])
+_ALIASES = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_fused"), "adamw"),
+    **dict.fromkeys(("adam8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "pagedadamw8bit"), "adamw8bit"),
+    "paged_adamw": "adamw",
+    "lion_8bit": "lion8bit",
+    "row_wise_adagrad": "rowwise-adagrad",
+    "exact_row_wise_adagrad": "rowwise-adagrad",
+}
+
+
+def state_of_name(name: str) -> OptimizerState:
+    """Return the state of an optimizer by name; ``mixed-NAME`` has a float32 master copy beside.
+
+    Raises:
+        PlanError: ``invalid-argument``, with the names.
+    """
+    lower = name.lower()
+    inner = lower.removeprefix("mixed-")
+    state = OPTIMIZERS.get(_ALIASES.get(inner, inner))
+    if state is None:
+        hint = f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters), a class or an instance, "
+        hint += "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)"
+        raise PlanError(Problem("invalid-argument", "optimizer", found=repr(name)[:200], hint=hint))
+    return replace(state, name=f"mixed-{state.name}", master="float32") if inner != lower else state
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerChoice:
+    """The optimizer of each parameter.
+
+    Attributes:
+        name: Name in reports.
+        by_name: FQN of a parameter to its state; None if ``default`` is that of all.
+        default: State of every parameter.
+    """
+
+    name: str
+    default: OptimizerState
+    by_name: Mapping[str, OptimizerState] | None = None
+
+    def of(self, name: str) -> OptimizerState:
+        """Return the state of the parameter called ``name``; one in no group of the optimizer has none."""
+        return self.default if self.by_name is None else self.by_name.get(name, OPTIMIZERS["none"])
+
+
+def choose_optimizer(optimizer: Any, metadata: ModelMetadata, module: nn.Module | None) -> OptimizerChoice:
+    """Return the optimizer of each parameter; see ``ShardingPlan.memory`` for the forms.
+
+    Raises:
+        PlanError: ``invalid-argument`` for other values, ``unmatched-pattern`` for patterns without a parameter and
+            parameters without a pattern, ``not-in-optimizer`` for an instance of another model's parameters.
+    """
+    if optimizer is None or isinstance(optimizer, str):
+        state = state_of_name(optimizer or "none")
+        return OptimizerChoice(state.name, state)
+    if isinstance(optimizer, OptimizerState):
+        return OptimizerChoice(optimizer.name, optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _of_instance(optimizer, metadata, module)
+    if isinstance(optimizer, Mapping):
+        return _of_patterns(optimizer, metadata)
+    if callable(optimizer):  # a class, or functools.partial of one
+        name = getattr(getattr(optimizer, "func", optimizer), "__name__", "optimizer")
+        plain = OPTIMIZERS.get(name.lower()) if isinstance(optimizer, type) else None
+        state = plain if plain is not None else OptimizerState(name, factory=optimizer)
+        return OptimizerChoice(state.name, state)
+    state_of_name(repr(optimizer))  # raises
+    raise AssertionError
+
+
+def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> OptimizerChoice:
+    """Return the choice by patterns: the first pattern that matches a parameter decides."""
+    patterns = {key: Pattern(str(key)) for key in rules}
+    states = {key: choose_optimizer(value, metadata, None).default for key, value in rules.items()}
+    by_name: dict[str, OptimizerState] = {}
+    used = set()
+    problems = []
+    for tensor in metadata.parameters:
+        key = next((key for key, each in patterns.items() if any(map(each.matches, tensor.aliases))), None)
+        if key is not None:
+            by_name[tensor.name] = states[key]
+            used.add(key)
+        elif tensor.requires_grad:
+            hint = "add a pattern for it, or '**' at the end for the rest"
+            problems.append(Problem("unmatched-pattern", tensor.name, found="no optimizer of the mapping", hint=hint))
+    text, hint = "no parameter is left for this optimizer", "remove it, or put it before the wider pattern"
+    problems += [Problem("unmatched-pattern", str(key), found=text, hint=hint) for key in rules if key not in used]
+    if problems:
+        raise PlanError(problems)
+    name = " + ".join(dict.fromkeys(state.name for state in states.values()))
+    return OptimizerChoice(name, OPTIMIZERS["none"], by_name)
+
+
+def _of_instance(
+    optimizer: torch.optim.Optimizer, metadata: ModelMetadata, module: nn.Module | None
+) -> OptimizerChoice:
+    """Return the choice of a live optimizer: its class, with the options of each parameter's group."""
+    kind = type(optimizer)
+    accepted = set(inspect.signature(kind).parameters)
+    owners = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    states = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key in accepted and key != "params"}
+        for mode in ("foreach", "fused", "capturable", "differentiable"):  # of no effect on the state's size
+            options.pop(mode, None)
+        states.append(OptimizerState(kind.__name__, factory=functools.partial(kind, **options)))
+    names = {} if module is None else {name: id(each) for name, each in module.named_parameters()}
+    by_name = {t.name: states[owners[names[t.name]]] for t in metadata.parameters if names.get(t.name) in owners}
+    if not by_name:
+        hint = f"build it from this model's parameters, or pass the class {kind.__name__} or a functools.partial of it"
+        text = "it holds no parameter of this model"
+        raise PlanError(Problem("not-in-optimizer", "optimizer", found=text, hint=hint))
+    return OptimizerChoice(kind.__name__, OPTIMIZERS["none"], by_name)
+
+
+@functools.lru_cache(maxsize=4096)
+def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: Shape, dtype: str) -> OptimizerCost:
+    """Return the cost of one parameter, from a step on the meta device.
+
+    Raises:
+        PlanError: ``unverified`` if the optimizer cannot step on shapes, or keeps rows and columns (Adafactor) of a
+            sharded parameter: torch's DTensor has no step for it.
+    """
+
+    def run(shape: Shape, **mode: bool) -> tuple[int, bool, int]:
+        parameter = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+        parameter.grad = torch.empty_like(parameter)
+        optimizer = factory([parameter], **mode)
+        peak = live_bytes_of(optimizer.step)
+        state = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
+        num_bytes = sum(each.nbytes for each in state)
+        return num_bytes, any(each.shape != shape and each.numel() > 1 for each in state), max(peak - num_bytes, 0)
+
+    accepts = "foreach" in inspect.signature(factory).parameters
+    hint = "pass a mapping from patterns to optimizers, or OptimizerState(name, slots, scalar_bytes)"
+    try:
+        num_bytes, factored, loop = run(local, **({"foreach": False} if accepts else {}))
+        step = run(local, foreach=True)[2] if accepts else loop
+    except Exception as error:  # another library's code
+        line = (str(error).splitlines() or [""])[0][:200]
+        found = f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}"
+        raise PlanError(Problem("unverified", "optimizer", found=found, hint=hint)) from error
+    if factored and local != full:
+        found = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
+        raise PlanError(Problem("unverified", "optimizer", found=found, hint=hint))
+    return OptimizerCost(num_bytes, step, loop)

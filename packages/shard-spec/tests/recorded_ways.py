@@ -1,0 +1,184 @@
+"""Ways of a step, recorded beside their prediction: FSDP2 on torch's fake process group, and autocast.
+
+Run as a script it prints one JSON object a line: the way, and predicted and recorded bytes of the peak beside gradients
+("beside") and with the state ("total"). FSDP2's buffers are allocated on the CPU as on an accelerator.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Event = tuple[int, int]  # address, bytes allocated or freed
+
+
+def record(step: Callable[[], Any]) -> tuple[list[Event], Any]:
+    """Return the allocations of a step in order, without those inside of a collective (gloo copies)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = step()
+    assert profile.profiler is not None
+    nodes = [(node, False) for node in profile.profiler.kineto_results.experimental_event_tree()]
+    events: list[tuple[int, int, int, bool]] = []
+    while nodes:
+        node, inside = nodes.pop()
+        inside |= node.name.startswith("c10d::")
+        nodes += [(child, inside) for child in node.children]
+        if hasattr(node.extra_fields, "alloc_size"):
+            events.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size, inside))
+    own: list[Event] = []
+    of_backend: set[int] = set()
+    for _, address, size, inside in sorted(events):
+        if size > 0 and inside:
+            of_backend.add(address)
+        elif size < 0 and address in of_backend:
+            of_backend.discard(address)
+        else:
+            own.append((address, size))
+    assert len(own) > 50
+    return own, result
+
+
+def peak(events: list[Event], without: set[int] = frozenset()) -> int:  # type: ignore[assignment]  # an empty one
+    """Return the most bytes at one time; the last allocation at each of the addresses ``without`` is left out."""
+    last = {address: at for at, (address, size) in enumerate(events) if address in without and size > 0}
+    skipped = set(last.values())
+    now = most = 0
+    for at, (_, size) in enumerate(events):
+        now += 0 if at in skipped else size
+        most = max(most, now)
+    return most
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "use_cache": False}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).to(dtype).train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(2 * 32).view(2, 32) % 511
+    return {"input_ids": ids, "labels": ids}
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return sum(local_of(each).nbytes for each in (*model.parameters(), *model.buffers(), *state))
+
+
+def measure(model: nn.Module, forward_and_backward: Callable[[], Any]) -> dict[str, int]:
+    """Record the third and fourth step: the first two make state and buffers."""
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(2):
+        forward_and_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    events, _ = record(forward_and_backward)
+    gradients = {local_of(p.grad).untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    beside = peak(events, gradients)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def full_step() -> None:
+        forward_and_backward()
+        optimizer.step()
+
+    gc.collect()
+    events, _ = record(full_step)
+    return {"beside": beside, "total": state_bytes(model, optimizer) + peak(events)}
+
+
+def predicted(plan: Any, model: nn.Module, **options: Any) -> dict[str, int]:
+    memory = plan.memory(model, batch(), **options)
+    options.pop("optimizer", None)
+    return {"beside": plan.activations(model, batch(), **options).peak_bytes, "total": memory.max_bytes}
+
+
+def fsdp_ways() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Way -> arguments of the real run, options of the prediction."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+
+    bf16, full = torch.bfloat16, torch.float32
+    both = Policy(bf16, full)
+    last: dict[str, Any] = {"batches": 2, "sync_last": True}
+    return {
+        "plain": ({}, {}),
+        "bfloat16": ({"dtype": bf16}, {}),
+        "policy": ({"mp_policy": Policy(bf16)}, {"mp_policy": {"param_dtype": "bfloat16"}}),
+        "policy with float32 reduction": ({"mp_policy": both}, {"mp_policy": both}),
+        "bfloat16 reduction": ({"mp_policy": Policy(None, bf16)}, {"mp_policy": Policy(None, bf16)}),
+        "two batches": ({"batches": 2}, {"accumulate": 2}),
+        "two batches, sync at the last": (last, {"accumulate": 2, "sync": "last"}),
+        "policy, sync at the last": ({**last, "mp_policy": both}, {"accumulate": 2, "sync": "last", "mp_policy": both}),
+        "no reshard": ({"reshard_after_forward": False}, {"reshard_after_forward": False}),
+        "root alone": ({"root_alone": True}, {"units": []}),
+    }
+
+
+def real_fsdp(
+    mesh: Any,
+    dtype: torch.dtype = torch.float32,
+    batches: int = 1,
+    sync_last: bool = False,
+    root_alone: bool = False,
+    **how: Any,
+) -> dict[str, int]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama(dtype)
+    for layer in () if root_alone else model.model.layers:
+        fully_shard(layer, mesh=mesh, **how)
+    fully_shard(model, mesh=mesh, **how)
+
+    def forward_and_backward() -> Any:
+        for at in range(batches):
+            if sync_last:
+                model.set_requires_gradient_sync(at == batches - 1)
+            output = model(**batch())
+            output.loss.backward()
+        return output
+
+    return measure(model, forward_and_backward)
+
+
+def main() -> None:
+    import torch.distributed as dist
+    from shard_spec import FullyShardPlanner, ShardingPlan
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.backends.mkldnn.set_flags(False)  # its kernels copy operands
+    dist.init_process_group("fake", rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    for way, (how, options) in fsdp_ways().items():
+        model = llama(how.get("dtype", torch.float32))
+        plan = FullyShardPlanner({"fsdp": 4}, "fsdp").build_plan(model)
+        row = {"predicted": predicted(plan, model, **options), "recorded": real_fsdp(mesh, **how)}
+        print(json.dumps({"way": way, **row}), flush=True)
+    dist.destroy_process_group()
+    model, alone = llama(), ShardingPlan({}, mesh={"dp": 1})
+
+    def step() -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(**batch())
+        output.loss.backward()
+        return output
+
+    row = {"predicted": predicted(alone, llama(), autocast="bfloat16"), "recorded": measure(model, step)}
+    print(json.dumps({"way": "autocast", **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

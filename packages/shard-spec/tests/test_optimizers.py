@@ -1,0 +1,167 @@
+"""Optimizer state against that of a real step: by name, class, instance and pattern; sparse gradients of tables."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shard_spec import FullyShardPlanner, OptimizerState, PlanError, ShardingPlan, metadata_of
+from torch import nn
+
+PLAN = ShardingPlan({}, mesh={"dp": 1})
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 50))
+
+
+def state_bytes(*optimizers: torch.optim.Optimizer) -> int:
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def stepped(make: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    optimizer = make(model.parameters())
+    model(torch.randint(0, 50, (4, 8))).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+NAMES = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+    "Adafactor",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_of_torch_counts_as_a_real_step_leaves_it(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    model, optimizer = stepped(kind)
+    real = state_bytes(optimizer)
+    for form in (name.lower(), name, kind, functools.partial(kind, lr=0.1), optimizer):
+        memory = PLAN.memory(model, optimizer=form)
+        assert memory.on(0)["optimizer"] == real, form
+    bare = PLAN.memory(metadata_of(model), optimizer=kind)
+    assert bare.on(0)["optimizer"] == real
+
+
+OPTIONS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.AdamW, {"foreach": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+def test_options_of_an_instance_or_a_partial_count(kind: Any, options: dict[str, Any]) -> None:
+    model, optimizer = stepped(functools.partial(kind, **options))
+    for form in (functools.partial(kind, **options), optimizer):
+        assert PLAN.memory(model, optimizer=form).on(0)["optimizer"] == state_bytes(optimizer)
+
+
+def test_groups_of_one_instance_and_optimizers_by_pattern() -> None:
+    model = net()
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    others = [each for each in model.parameters() if each.dim() != 2]
+    both = torch.optim.Muon(matrices), torch.optim.AdamW(others)
+    groups: list[Any] = [{"params": matrices, "momentum": 0.9}, {"params": others}]
+    grouped = torch.optim.SGD(groups, lr=0.1)
+    model(torch.randint(0, 50, (4, 8))).sum().backward()
+    optimizer: Any
+    for optimizer in (*both, grouped):
+        optimizer.step()
+    rules = {"{0,1,3}.weight": "muon", "**": torch.optim.AdamW}
+    memory = PLAN.memory(model, optimizer=rules)
+    assert memory.on(0)["optimizer"] == state_bytes(*both)
+    assert memory.optimizer == "muon + adamw"
+    assert PLAN.memory(model, optimizer=grouped).on(0)["optimizer"] == state_bytes(grouped)
+    assert PLAN.memory(model, optimizer=both[1]).on(0)["optimizer"] == state_bytes(both[1])  # the rest has no state
+
+
+def test_wrong_optimizers_are_refused_with_a_way_on() -> None:
+    model = net()
+    wrong: list[tuple[Any, str]] = [
+        ("adamw2", "a class or an instance"),
+        (3, "a class or an instance"),
+        (torch.optim.Muon, "a mapping from patterns"),  # biases are no matrices
+        (torch.optim.LBFGS, "OptimizerState"),
+        (torch.optim.AdamW(net().parameters()), "the class AdamW"),
+        ({"*.weight": "sgd"}, "'\\*\\*' at the end for the rest"),
+        ({"**": "sgd", "nothing.*": "adam"}, "no parameter is left"),
+    ]
+    for optimizer, message in wrong:
+        with pytest.raises(PlanError, match=message):
+            PLAN.memory(model, optimizer=optimizer)
+
+
+def test_factored_state_of_a_sharded_matrix_is_refused() -> None:
+    """DTensor raises in Adafactor's step on shards of rows (`pow_` of a pending norm), so no number would be right."""
+    model = nn.Linear(64, 32, bias=False)
+    sharded = FullyShardPlanner({"fsdp": 4}, "fsdp").build_plan(model)
+    with pytest.raises(PlanError, match=r"\[32, 64\] in shards of \[8, 64\]"):
+        sharded.memory(model, optimizer="adafactor")
+    assert sharded.memory(model, optimizer="nadam").on(3)["optimizer"] == 2 * 4 * 8 * 64 + 8
+    assert PLAN.memory(model, optimizer="adafactor").on(0)["optimizer"] == 4 * (32 + 64) + 4
+
+
+@given(st.integers(1, 10**5))
+@settings(max_examples=50, deadline=None)
+def test_quantised_slots_have_a_scale_for_each_block(numel: int) -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(numel, device="meta"))])
+    blocks = -(-numel // 256)
+    expected = 2 * numel + 2 * 4 * blocks if numel >= 4096 else 8 * numel
+    for name in ("adamw8bit", "paged_adamw_8bit"):
+        assert PLAN.memory(model, optimizer=name).on(0)["optimizer"] == expected
+    rows = PLAN.memory(nn.Embedding(numel, 3, device="meta"), optimizer="rowwise-adagrad")
+    assert rows.on(0)["optimizer"] == 4 * numel
+    plain = OptimizerState("8-bit", slots=2, dtype="uint8")
+    assert PLAN.memory(model, optimizer=plain).on(0)["optimizer"] == 2 * numel
+
+
+class Tables(nn.Module):
+    """A table with sparse gradients under a product."""
+
+    def __init__(self, kind: str, dim: int) -> None:
+        super().__init__()
+        bag = nn.EmbeddingBag(5000, dim, sparse=True, mode="sum")
+        self.table = bag if kind == "bag" else nn.Embedding(5000, dim, sparse=True)
+        self.out = nn.Linear(dim, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.table(ids))
+        return out.sum()
+
+
+@pytest.mark.parametrize("kind", ["bag", "embedding"])
+@pytest.mark.parametrize(("rows", "width", "dim"), [(8, 4, 16), (128, 10, 64), (3, 1, 7)])
+def test_sparse_gradients_count_with_the_step_that_makes_them(kind: str, rows: int, width: int, dim: int) -> None:
+    model, ids = Tables(kind, dim), torch.randint(0, 5000, (rows, width))
+    model(ids).backward()
+    gradient = model.table.weight.grad
+    assert gradient is not None
+    real = gradient._values().nbytes + gradient._indices().nbytes
+    static = PLAN.memory(model, optimizer="sgd")
+    assert static.on(0)["gradients"] == sum(each.nbytes for each in model.out.parameters())
+    assert "gradients of sparse tables (table.weight)" in str(static)
+    step = PLAN.memory(model, ids, optimizer="sgd")
+    assert "not counted" not in str(step)
+    extra = step.max_bytes - static.max_bytes
+    assert real <= extra <= real + 4 * (rows * width * (dim + 10) + 64)  # beside it the rows looked up, or their sums
+    lines = PLAN.communication(model).assumptions
+    assert any("gradients of sparse tables (table.weight) are not counted" in line for line in lines)

@@ -1,0 +1,1 @@
+../../../../../tools/shared/full_reads.py
