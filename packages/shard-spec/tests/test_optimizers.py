@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from shard_spec import FullyShardPlanner, OptimizerState, PlanError, ShardingPlan, metadata_of
 from torch import nn
 
@@ -120,18 +118,25 @@ def test_factored_state_of_a_sharded_matrix_is_refused() -> None:
     assert PLAN.memory(model, optimizer="adafactor").on(0)["optimizer"] == 4 * (32 + 64) + 4
 
 
-@given(st.integers(1, 10**5))
-@settings(max_examples=50, deadline=None)
-def test_quantised_slots_have_a_scale_for_each_block(numel: int) -> None:
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(numel, device="meta"))])
-    blocks = -(-numel // 256)
-    expected = 2 * numel + 2 * 4 * blocks if numel >= 4096 else 8 * numel
-    for name in ("adamw8bit", "paged_adamw_8bit"):
-        assert PLAN.memory(model, optimizer=name).on(0)["optimizer"] == expected
-    rows = PLAN.memory(nn.Embedding(numel, 3, device="meta"), optimizer="rowwise-adagrad")
-    assert rows.on(0)["optimizer"] == 4 * numel
-    plain = OptimizerState("8-bit", slots=2, dtype="uint8")
-    assert PLAN.memory(model, optimizer=plain).on(0)["optimizer"] == 2 * numel
+@pytest.mark.extra("hypothesis")
+def test_quantised_slots_have_a_scale_for_each_block() -> None:
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    @given(st.integers(1, 10**5))
+    @settings(max_examples=50, deadline=None)
+    def holds(numel: int) -> None:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(numel, device="meta"))])
+        blocks = -(-numel // 256)
+        expected = 2 * numel + 2 * 4 * blocks if numel >= 4096 else 8 * numel
+        for name in ("adamw8bit", "paged_adamw_8bit"):
+            assert PLAN.memory(model, optimizer=name).on(0)["optimizer"] == expected
+        rows = PLAN.memory(nn.Embedding(numel, 3, device="meta"), optimizer="rowwise-adagrad")
+        assert rows.on(0)["optimizer"] == 4 * numel
+        plain = OptimizerState("8-bit", slots=2, dtype="uint8")
+        assert PLAN.memory(model, optimizer=plain).on(0)["optimizer"] == 2 * numel
+
+    holds()
 
 
 class Tables(nn.Module):
