@@ -178,7 +178,9 @@ class CheckedCall:
         elif any(count for _, count, _ in rows):
             mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
             self.raise_mismatch(mismatches)
-        self.runner.num_checked += not reason
+        if not reason:
+            self.runner.num_checked += 1
+            self.runner.schedule.last_equal = self.runner.schedule.calls
         self.advance(unseen=self.is_shared and any(flag for *_, flag in rows))
 
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
@@ -220,7 +222,7 @@ class CheckedCall:
         """Raise on every rank if any rank has a difference."""
         rows = self.gather([(one.name, str(one), one.noise) for one in found[:8]])
         problems: list[Problem] = []
-        hint = "report it with the step; check='never' trains on without this check"
+        hint = self.likely_causes()
         for rank, row in enumerate(rows):
             for name, text, noise in row:
                 if all(name != problem.name for problem in problems):
@@ -229,6 +231,17 @@ class CheckedCall:
                     problems.append(Problem("check-mismatch", name, found=f"{where}{text}{right}", hint=hint))
         if problems:
             raise CheckMismatch(problems[:8], self.roll_back())
+
+    def likely_causes(self) -> str:
+        """Return the hint of a mismatch: after an equal call its number, and what a caller may have changed since."""
+        last = self.runner.schedule.last_equal
+        if not last:
+            return f"no compared call was equal before; {UNCHECKED_HINT}"
+        return (
+            f"call {last} is the last compared one that was equal: likely since then a Python value changed that the "
+            "graph's key does not follow, or state of an object was written in place; pass it to the step as an "
+            f"argument, or keep it in a buffer; else {UNCHECKED_HINT}"
+        )
 
     def roll_back(self) -> str:
         """Restore everything from before the call, and check the next call again; return that for an error."""
@@ -366,6 +379,7 @@ class CheckSchedule:
         self.mode, self.seed = mode, 0
         self.calls = 0  # so far, failed ones included, so that all ranks count alike
         self.token = ""  # unique to this step on these ranks; empty before a checked call with collectives
+        self.last_equal = 0  # number of the last call whose comparison found it equal; 0: none
         self.in_a_row = 0  # consecutive checks for a graph that no check has run yet
         self.next = NEVER if mode == "never" else 1  # number of the next call to check; 0: none
 
@@ -521,6 +535,10 @@ class CheckedEagerCall(CheckedCall):
     def reference(self, copied: StepCopy) -> Ended:
         with torch.compiler.set_stance("force_eager") if self.is_watched else nullcontext():
             return run_reference(copied, self.binding, self.runner.settings, averages=True, is_eager=True)
+
+    def likely_causes(self) -> str:
+        """Return the hint of a mismatch. No graph holds a value of an earlier call: each runs the step's own Python."""
+        return UNCHECKED_HINT
 
     def roll_back(self) -> str:
         """Return a summary alone: a call on FSDP2's shards is not undone."""
