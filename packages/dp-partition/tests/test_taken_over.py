@@ -130,7 +130,7 @@ class Shifted(nn.Sequential):
         self.register_buffer("shift", shift)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = super().forward(x)
+        out: torch.Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return out if self.shift is None else out + self.shift
 
 

@@ -258,7 +258,9 @@ def test_a_mismatch_names_the_last_equal_call_and_what_may_have_changed(ranks: R
     def scaled(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return planted.unclipped(model, optim, x * scale[0], y)
 
-    (model, optim), errors, raised = started(ranks), [], []
+    model, optim = started(ranks)
+    errors: list[tuple[Any, bool]] = []
+    raised: list[int] = []
     step = dp.compile(scaled, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     for call in range(12):
         scale[0] = 1 if call < 2 or len(raised) >= 4 else 3

@@ -55,8 +55,24 @@ FACTOR = 10.0
 NUM_PERTURBED = 3
 
 
+UNCHECKED_HINT = "report it with the step; check='never' trains on without this check"
+
+
 class CheckMismatch(PlanError):
     """The graph's outcome of a checked call differs from the step's. Everything is as before the call."""
+
+
+def likely_causes(last: int) -> str:
+    """Return the hint of a graph's mismatch: what a caller may have changed since the last equal call, 0 if none was.
+
+    A step that `distribute` runs has no such cause: each call reads the present values of Python.
+    """
+    since = (
+        f"call {last} is the last compared one that was equal: likely since then a Python value changed that the "
+        "graph's key does not follow, or state of an object was written in place; pass it to the step as an argument, "
+        "or keep it in a buffer; else "
+    )
+    return (since if last else "no compared call was equal before; ") + UNCHECKED_HINT
 
 
 class CheckedCall:
@@ -68,6 +84,8 @@ class CheckedCall:
         program: The graph of the call.
         call: The call's arguments.
     """
+
+    hint = UNCHECKED_HINT  # of a mismatch
 
     def __init__(self, runner: Any, binding: Binding, program: Program, call: CallArguments) -> None:
         self.runner, self.binding, self.program, self.call = runner, binding, program, call
@@ -177,10 +195,11 @@ class CheckedCall:
             self.note_unchecked(reason)
         elif any(count for _, count, _ in rows):
             mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
+            self.hint = likely_causes(self.runner.schedule.last_equal)
             self.raise_mismatch(mismatches)
-        if not reason:
-            self.runner.num_checked += 1
-            self.runner.schedule.last_equal = self.runner.schedule.calls
+        self.runner.num_checked += not reason
+        schedule = self.runner.schedule
+        schedule.last_equal = schedule.last_equal if reason else schedule.calls
         self.advance(unseen=self.is_shared and any(flag for *_, flag in rows))
 
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
@@ -222,26 +241,14 @@ class CheckedCall:
         """Raise on every rank if any rank has a difference."""
         rows = self.gather([(one.name, str(one), one.noise) for one in found[:8]])
         problems: list[Problem] = []
-        hint = self.likely_causes()
         for rank, row in enumerate(rows):
             for name, text, noise in row:
                 if all(name != problem.name for problem in problems):
                     right = f" (right results lie {noise:.0e} apart)" if noise else ""
                     where = f"rank {rank}, " if self.communicates else ""
-                    problems.append(Problem("check-mismatch", name, found=f"{where}{text}{right}", hint=hint))
+                    problems.append(Problem("check-mismatch", name, found=f"{where}{text}{right}", hint=self.hint))
         if problems:
             raise CheckMismatch(problems[:8], self.roll_back())
-
-    def likely_causes(self) -> str:
-        """Return the hint of a mismatch: after an equal call its number, and what a caller may have changed since."""
-        last = self.runner.schedule.last_equal
-        if not last:
-            return f"no compared call was equal before; {UNCHECKED_HINT}"
-        return (
-            f"call {last} is the last compared one that was equal: likely since then a Python value changed that the "
-            "graph's key does not follow, or state of an object was written in place; pass it to the step as an "
-            f"argument, or keep it in a buffer; else {UNCHECKED_HINT}"
-        )
 
     def roll_back(self) -> str:
         """Restore everything from before the call, and check the next call again; return that for an error."""
@@ -414,9 +421,6 @@ EFFECTS = frozenset([
 ])  # fmt: skip
 
 
-UNCHECKED_HINT = "report it with the step; check='never' trains on without this check"
-
-
 class CheckedEagerCall(CheckedCall):
     """One of the first calls of `distribute`'s step, compared with the step on a full copy without shards.
 
@@ -535,10 +539,6 @@ class CheckedEagerCall(CheckedCall):
     def reference(self, copied: StepCopy) -> Ended:
         with torch.compiler.set_stance("force_eager") if self.is_watched else nullcontext():
             return run_reference(copied, self.binding, self.runner.settings, averages=True, is_eager=True)
-
-    def likely_causes(self) -> str:
-        """Return the hint of a mismatch. No graph holds a value of an earlier call: each runs the step's own Python."""
-        return UNCHECKED_HINT
 
     def roll_back(self) -> str:
         """Return a summary alone: a call on FSDP2's shards is not undone."""

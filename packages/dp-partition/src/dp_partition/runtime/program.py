@@ -239,10 +239,13 @@ def check_no_gradients(step_state: StepState, cleared: bool) -> None:
     """
     if cleared or not step_state.optimizers:
         return
-    reason = "holds a gradient from outside the step; backward would add to it"
-    hint = "call zero_grad() before the step"
     problems = [
-        Problem("python-state", fqn, found=reason, hint=hint)
+        Problem(
+            "python-state",
+            fqn,
+            found="holds a gradient from outside the step; backward would add to it",
+            hint="call zero_grad() before the step",
+        )
         for fqn, param in step_state.params.items()
         if param.grad is not None
     ]
