@@ -5,7 +5,7 @@ documents        docs, install, demo
 releases         release, compat, oldest, pins(FILE), versions(TORCH)
 other projects   hosts(PROJECT): our tests inside of them, or theirs with our code
 several hosts    multi_node(LAUNCHER)
-a GPU            integration_gpu; tests(PACKAGE) -- -m gpu --ranks-device cuda
+a GPU            integration_gpu; tests(PACKAGE) -- -m gpu --ranks-device cuda (with UV_TORCH_BACKEND=auto)
 figures          bench, measured, drawn
 """
 
@@ -50,6 +50,9 @@ nox.options.sessions = ["lint", "types", "tests(tools)", "build", "isolation", "
 
 if "PIP_FIND_LINKS" in os.environ:  # uv reads its own variable; the same local wheels then serve both
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
+if sys.platform != "darwin" and "UV_FIND_LINKS" not in os.environ:
+    # No session but those on GPUs needs the CUDA build of several GB: they want UV_TORCH_BACKEND=auto, as in ci.yml.
+    os.environ.setdefault("UV_TORCH_BACKEND", "cpu")
 # Without bytecode in the sessions' environments every rank would compile torch anew, 10 seconds each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests of one process keep one core busy, ranks wait for each other: two tests at a time are quicker than one.
@@ -363,7 +366,8 @@ def integration_gpu(session: nox.Session) -> None:
     count = "import torch; print(torch.cuda.device_count())"
     devices = int(str(session.run("python", "-c", count, silent=True)).strip())
     if devices == 0:
-        session.error("integration_gpu needs a CUDA device and found none (on a CPU machine: nox -s integration)")
+        way_on = "a CUDA build of torch is installed with UV_TORCH_BACKEND=auto; on a CPU machine: nox -s integration"
+        session.error(f"integration_gpu needs a CUDA device and found none: {way_on}")
     flags = [*session.posargs, "--ranks-per-gpu", "1"]  # the first of them counts
     per_gpu = int(flags[flags.index("--ranks-per-gpu") + 1])
     _torchrun_integration(session, devices * per_gpu)

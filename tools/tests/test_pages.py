@@ -42,7 +42,15 @@ def test_the_files_that_pages_name_are_there() -> None:
 # Words in code type that name nothing in these sources: other libraries' names, and values that users write.
 OTHERS = {
     "accelerate": {"ParallelismConfig", "_validate_accelerator", "set_trigger"},
-    "torch": {"FileSystemReader.read_metadata", "add_param_group", "get_optimizer_state_dict", "nn.init.orthogonal_"},
+    "torch": {
+        "FileSystemReader.read_metadata",
+        "add_param_group",
+        "get_ema_avg_fn",
+        "get_ema_multi_avg_fn",
+        "get_optimizer_state_dict",
+        "nn.init.orthogonal_",
+        "pow_",
+    },
     "torch, private or of other versions": {
         "spectral_norm",
         "split_group",

@@ -242,6 +242,9 @@ class StepModel:
         block before it and the send buffer of the block after it, beside the root's weights and the gradient of its
         head. A recomputed block holds its insides, each with a gradient, but of its streams only the first is saved.
         The loss holds logits in the workload's dtype, and their float32 copy, log-softmax and gradient.
+
+        Saved activations go as backward makes gradients, so the two are never complete together: at the loss and in the
+        first block of backward no gradient is there yet, in the last block and in AdamW's step no activation is left.
         """
         gathered, insides = dict.fromkeys((*self.units, ""), 0), dict.fromkeys((*self.units, ""), 0)
         head = logits = saved = 0
@@ -269,20 +272,17 @@ class StepModel:
         working = max(insides.values(), default=0) if self.workload.recompute else 0
         backward = max(root + head + 4 * block + working, 2 * root + 2 * block)
         loss = root + logits * (self.workload.activation_bytes + 12)
-        step = self._step_bytes(assignment)
-        return max(saved + max(backward, loss), step)
-
-    def _step_bytes(self, assignment: Sequence[int]) -> int:
-        """Return the bytes that AdamW's step on all tensors at once takes, less those of activations, gone by then.
-
-        It makes one temporary as large as a moment: a third of the state beside weight and gradient.
-        """
-        moment = max(self.workload.state_bytes - 2 * self.workload.weight_bytes, 0) / 3
         state = 0
         for operation, choices, at in zip(self.operations, self.choices, assignment, strict=True):
             state += self._bytes(replace(operation, width_out=0), choices[at])
-        temporary = int(state / self.workload.state_bytes * moment)
-        return temporary - (self.problem.memory_of(assignment) - state)
+        # State is a weight, its gradient, AdamW's two moments and the master weight. A step of all tensors at once
+        # makes a temporary as large as a moment.
+        gradients = int(state / self.workload.state_bytes * self.workload.weight_bytes)
+        step = int(
+            state / self.workload.state_bytes * max(self.workload.state_bytes - 2 * self.workload.weight_bytes, 0) / 3
+        )
+        activations = self.problem.memory_of(assignment) - state
+        return max(saved + max(backward, loss) - gradients, max(backward, step) - activations)
 
     def _is_inside(self, index: int) -> bool:
         """Return True for a stream within a recomputed unit: the unit saves its input alone."""
