@@ -77,6 +77,12 @@ def longer(model: Any, optim: Any, seed: int) -> Any:
     return optim
 
 
+def with_another_bias(model: Any, optim: Any, seed: int) -> Any:
+    """After `without_bias` the bias was None in two calls. It is a tensor again, which no optimizer updates."""
+    model[2].bias = nn.Parameter(torch.full((4,), 0.1 * seed).double())
+    return optim
+
+
 def without_bias(model: Any, optim: Any, seed: int) -> Any:
     model[2].bias = None
     return torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -93,6 +99,7 @@ def test_what_a_caller_puts_in_place_is_taken_over(ranks: Ranks, style: Any, doo
     warnings.simplefilter("ignore")
     dice = random.Random(3)
     orders = [[change] for change in CHANGES] + [dice.sample(CHANGES[:3], 2) for _ in range(2)]
+    orders.append([without_bias, with_another_bias])
     for order in orders:
         (model, optim), (plain, alone) = made(), made()
         step = door(train, mesh=ranks.mesh((2,), ("dp",)), style=style)
@@ -111,6 +118,76 @@ def test_what_a_caller_puts_in_place_is_taken_over(ranks: Ranks, style: Any, doo
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
         for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.allclose(got, want, rtol=1e-9, atol=1e-12), (order, name)
+
+
+class Shifted(nn.Sequential):
+    """A model with a buffer that may be None: its result is shifted by it otherwise."""
+
+    shift: torch.Tensor | None
+
+    def __init__(self, shift: torch.Tensor | None) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.register_buffer("shift", shift)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return out if self.shift is None else out + self.shift
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_buffer_that_becomes_none_or_is_none_no_longer_is_taken_over(ranks: Ranks, style: Any, door: Any) -> None:
+    """Buffers of two kinds are replaced before calls 2, 4 and 6; a new name that is None changes nothing."""
+    warnings.simplefilter("ignore")
+    values = [torch.arange(4).double(), None, torch.tensor([3.0, 0, 0, -3]).double(), None]
+    for order in (values, values[1:]):
+        pairs = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = Shifted(order[0]).double()
+            pairs.append((model, torch.optim.AdamW(model.parameters(), lr=0.05)))
+        (model, optim), (plain, alone) = pairs
+        step = door(train, mesh=ranks.mesh((2,), ("dp",)), style=style)
+        for call in range(2 * len(order)):
+            for one in (model, plain):
+                if call % 2 == 0 and call:
+                    one.shift = order[call // 2]
+                elif call == 1:
+                    one.register_buffer("unused", None)
+            x, y = batch(call)
+            mine = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+            step(model, optim, x[mine], y[mine])
+            train(plain, alone, x, y)
+        step.release()
+        for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(got, want, rtol=1e-9, atol=1e-12), (len(order), name)
+        assert dict(model.named_buffers()) == {} and model.shift is None
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_shares_refuses_a_buffer_that_becomes_none_or_a_tensor(ranks: Ranks) -> None:
+    """It has no placement of its own to make anew: the step that it shares with takes the change over."""
+
+    def evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.as_tensor(model(x).sum(0))
+
+    torch.manual_seed(0)
+    model, (x, y) = Shifted(None).double(), batch(0)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.05)
+    step = dp.compile(train, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    shared = dp.compile(evaluate, share=step)
+    step(model, optim, x, y)
+    shared(model, x)
+    for shift, change in ((torch.ones(4).double(), "was not there"), (None, "is not there any more")):
+        model.shift = shift
+        with pytest.raises(dp.PlanError, match=rf"model-changed\] shift.*({change})"):
+            shared(model, x)
+        step(model, optim, x, y)
+        value = shared(model, x)
+        with step.unsharded():
+            torch.testing.assert_close(value, evaluate(model, x))
 
 
 @pytest.mark.ranks(2)

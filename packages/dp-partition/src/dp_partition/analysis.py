@@ -251,6 +251,8 @@ def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]
                 copied = sum(x.nbytes for x in (tensors_of(node) if is_gather else sent))
                 ends = waited if late or not is_gather else position
                 blocks[node] = _Block("collectives", copied, position, ends)
+                if not is_gather:  # the sum of what was received is made behind the wait (`backends`), not at the issue
+                    blocks[storage_key(tensors_of(node)[0])].born = waited
     return blocks
 
 

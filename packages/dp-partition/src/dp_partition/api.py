@@ -141,8 +141,8 @@ def compile(
     """Make a train step, written for one device, one data-parallel graph of forward, backward and optimizer.
 
     Whatever the step reads from Python is a constant of the graph: a number in a closure, a flag of a module, an
-    attribute of a config. A call that finds another value in a place that the graph's key follows takes a new trace; a
-    sampled comparison with the step finds changes elsewhere, and names the last call known to be right.
+    attribute of a config. A call that finds another value in a place that the graph's key follows takes a new trace. A
+    sampled comparison with the step finds changes elsewhere, and names the last compared call that was equal.
 
     The first call traces ``train_step`` with its arguments and places the model's parameters and the optimizer's state
     on the mesh; every call runs the partitioned graph. Afterwards the parameters are DTensors. A step that cannot be a

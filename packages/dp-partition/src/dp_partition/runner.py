@@ -160,8 +160,7 @@ class Runner:
     def bound(self) -> Binding:
         """Return the placed model and optimizers; raise ``not-sharded`` before the first call."""
         if self.binding is None:
-            reason, hint = "nothing is placed yet", "call the step once"
-            raise PlanError(Problem("not-sharded", self.name, found=reason, hint=hint))
+            raise PlanError(Problem("not-sharded", self.name, found="nothing is placed yet", hint="call the step once"))
         return self.binding
 
     def release(self) -> None:
@@ -287,9 +286,14 @@ class Runner:
         self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
     ) -> Program:
         if step_state.optimizers and any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in call.leaves):
-            reason = "a tensor with a grad_fn: its backward pass would leave the step"
-            hint = "pass tensor.detach(), or run what makes it in the step"
-            raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "unsupported-argument",
+                    self.name,
+                    found="a tensor with a grad_fn: its backward pass would leave the step",
+                    hint="pass tensor.detach(), or run what makes it in the step",
+                )
+            )
         self.num_traces += 1
         self.check_reach(call)
         self.reads = FunctionReads(self.original)  # globals and objects may be others than at the last trace
@@ -318,9 +322,14 @@ class Runner:
         problems: list[Problem] = []
         reach = Reach(self.original, call.args, call.kwargs)
         if reach.iterators:
-            reason = f"a trace would take a value of its own from a {reach.iterators[0]}, for every call"
-            hint = "call next() outside of the step, and pass what it gives"
-            problems.append(Problem("unsupported-argument", self.name, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "unsupported-argument",
+                    self.name,
+                    found=f"a trace would take a value of its own from a {reach.iterators[0]}, for every call",
+                    hint="call next() outside of the step, and pass what it gives",
+                )
+            )
         if reach.identities(reach.parameters.values(), (dict, set, frozenset)):
             reason = "a container looks parameters up by identity, and a trace has others in their place"
             problems.append(Problem("not-traceable", self.name, found=reason, hint="use names of parameters as keys"))
@@ -339,9 +348,14 @@ class Runner:
         """Raise if running the step changed what it reads, or a counter of an object. Its graph would not."""
         if before != after or changes:
             names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
-            reason = f"running it changes Python values that it reads: {names}"
-            hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
-            raise PlanError(Problem("python-state", self.name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "python-state",
+                    self.name,
+                    found=f"running it changes Python values that it reads: {names}",
+                    hint="keep what changes from step to step in a buffer, or pass it to the step in a tensor",
+                )
+            )
 
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program with valid guards for these arguments; trace one if there is none."""

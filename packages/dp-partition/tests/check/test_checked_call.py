@@ -250,6 +250,52 @@ def test_calls_are_drawn_from_intervals() -> None:
     assert any(call % 10 == 0 for one in drawn for call in one)
 
 
+@pytest.mark.ranks(2)
+def test_a_mismatch_names_the_last_equal_call_and_what_may_have_changed(ranks: Ranks) -> None:
+    """A caller writes a bytearray in place, which no key follows: the next checked call, one of 4 to 7, finds it."""
+    scale = bytearray([1])
+
+    def scaled(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return planted.unclipped(model, optim, x * scale[0], y)
+
+    model, optim = started(ranks)
+    errors: list[tuple[Any, bool]] = []
+    raised: list[int] = []
+    step = dp.compile(scaled, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    for call in range(12):
+        scale[0] = 1 if call < 2 or len(raised) >= 4 else 3
+        before = state_of(model, optim) if call else []
+        try:
+            step(model, optim, *batch(ranks, call))
+        except CheckMismatch as error:
+            raised.append(call + 1)
+            errors.append((error.problems, all(map(torch.equal, before, state_of(model, optim)))))
+    for problems, is_as_before in errors:
+        assert is_as_before and {problem.code for problem in problems} == {"check-mismatch"}
+        for problem in problems:
+            assert "call 2 is the last compared one that was equal" in problem.hint
+            assert "a Python value changed" in problem.hint and "written in place" in problem.hint
+    schedule = runner_of(step).schedule
+    assert 4 <= raised[0] <= 7 and raised == list(range(raised[0], raised[0] + 4)), "checked again until it is equal"
+    assert schedule.last_equal == raised[-1] + 1 and step.num_traces == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_mismatch_of_the_first_call_names_no_equal_one(ranks: Ranks) -> None:
+    model, optim = started(ranks)
+    step = dp.compile(planted.unclipped, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
+
+    def passes(module: fx.GraphModule) -> fx.GraphModule:
+        assert planted.mutation(16)(module.graph)
+        module.recompile()
+        return module
+
+    planted.change_graphs(step, passes)
+    with pytest.raises(CheckMismatch, match="no compared call was equal before; report it with the step"):
+        step(model, optim, *batch(ranks, 0))
+    assert runner_of(step).schedule.last_equal == 0
+
+
 class Unread:
     def __reduce__(self) -> Any:
         raise TypeError("no copies")

@@ -296,7 +296,7 @@ class ModuleReads:
         self.roots = list(roots)
         self.names: frozenset[str] = frozenset()  # that the step's own code uses: it may read attributes of a model
         self.modules: list[nn.Module] = []  # the roots and all modules in them
-        # modules, their hooks, and the names of their tensors and attributes at the last `look`
+        # modules, their hooks, the names of their tensors, and which of those are None, at the last `look`
         self.structure: tuple[Any, ...] | None = None
         self.look()
 
@@ -320,7 +320,9 @@ class ModuleReads:
         for m in self.modules:
             hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
             names = map(tuple, (m._modules.values(), m._parameters, m._buffers, *hooks))
-            rows.append((m, len(vars(m)), type(m), type(m).forward, *names))
+            # A buffer, or the bias of nn.Linear(bias=False), that is None until a caller assigns a tensor.
+            present = map(operator.is_not, (*m._parameters.values(), *m._buffers.values()), itertools.repeat(None))
+            rows.append((m, len(vars(m)), type(m), type(m).forward, *names, *present))
         return tuple(rows)
 
     def _find_places(self) -> None:

@@ -55,8 +55,24 @@ FACTOR = 10.0
 NUM_PERTURBED = 3
 
 
+UNCHECKED_HINT = "report it with the step; check='never' trains on without this check"
+
+
 class CheckMismatch(PlanError):
     """The graph's outcome of a checked call differs from the step's. Everything is as before the call."""
+
+
+def likely_causes(last: int) -> str:
+    """Return the hint of a graph's mismatch: what a caller may have changed since the last equal call, 0 if none was.
+
+    A step that `distribute` runs has no such cause: each call reads the present values of Python.
+    """
+    since = (
+        f"call {last} is the last compared one that was equal: likely since then a Python value changed that the "
+        "graph's key does not follow, or state of an object was written in place; pass it to the step as an argument, "
+        "or keep it in a buffer; else "
+    )
+    return (since if last else "no compared call was equal before; ") + UNCHECKED_HINT
 
 
 class CheckedCall:
@@ -68,6 +84,8 @@ class CheckedCall:
         program: The graph of the call.
         call: The call's arguments.
     """
+
+    hint = UNCHECKED_HINT  # of a mismatch
 
     def __init__(self, runner: Any, binding: Binding, program: Program, call: CallArguments) -> None:
         self.runner, self.binding, self.program, self.call = runner, binding, program, call
@@ -177,8 +195,11 @@ class CheckedCall:
             self.note_unchecked(reason)
         elif any(count for _, count, _ in rows):
             mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
+            self.hint = likely_causes(self.runner.schedule.last_equal)
             self.raise_mismatch(mismatches)
         self.runner.num_checked += not reason
+        schedule = self.runner.schedule
+        schedule.last_equal = schedule.last_equal if reason else schedule.calls
         self.advance(unseen=self.is_shared and any(flag for *_, flag in rows))
 
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
@@ -220,13 +241,12 @@ class CheckedCall:
         """Raise on every rank if any rank has a difference."""
         rows = self.gather([(one.name, str(one), one.noise) for one in found[:8]])
         problems: list[Problem] = []
-        hint = "report it with the step; check='never' trains on without this check"
         for rank, row in enumerate(rows):
             for name, text, noise in row:
                 if all(name != problem.name for problem in problems):
                     right = f" (right results lie {noise:.0e} apart)" if noise else ""
                     where = f"rank {rank}, " if self.communicates else ""
-                    problems.append(Problem("check-mismatch", name, found=f"{where}{text}{right}", hint=hint))
+                    problems.append(Problem("check-mismatch", name, found=f"{where}{text}{right}", hint=self.hint))
         if problems:
             raise CheckMismatch(problems[:8], self.roll_back())
 
@@ -366,6 +386,7 @@ class CheckSchedule:
         self.mode, self.seed = mode, 0
         self.calls = 0  # so far, failed ones included, so that all ranks count alike
         self.token = ""  # unique to this step on these ranks; empty before a checked call with collectives
+        self.last_equal = 0  # number of the last call whose comparison found it equal; 0: none
         self.in_a_row = 0  # consecutive checks for a graph that no check has run yet
         self.next = NEVER if mode == "never" else 1  # number of the next call to check; 0: none
 
@@ -398,9 +419,6 @@ EFFECTS = frozenset([
     "print", "input", "open", "save", "write", "writelines", "add_scalar", "add_scalars", "log_metrics", "info",
     "all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "time", "perf_counter", "monotonic",
 ])  # fmt: skip
-
-
-UNCHECKED_HINT = "report it with the step; check='never' trains on without this check"
 
 
 class CheckedEagerCall(CheckedCall):

@@ -164,10 +164,8 @@ def reconcile(binding: Binding) -> OptimizerReads:
         binding.index_slots()
         binding.built = step_state.reads.structure
     for slot, module, attribute, name in binding.buffer_slots:
-        now = module._buffers.get(attribute)
-        if now is None:
-            reason = "is None, and was a tensor when the step was placed"
-            raise ModelChangedError(Problem("model-changed", slot, found=reason, hint=REPLACED))
+        now = module._buffers[attribute]
+        assert now is not None  # a buffer that is None since the last call is another structure, which raised above
         if now is step_state.buffers[name]:
             continue
         if slot != name:
@@ -241,10 +239,13 @@ def check_no_gradients(step_state: StepState, cleared: bool) -> None:
     """
     if cleared or not step_state.optimizers:
         return
-    reason = "holds a gradient from outside the step; backward would add to it"
-    hint = "call zero_grad() before the step"
     problems = [
-        Problem("python-state", fqn, found=reason, hint=hint)
+        Problem(
+            "python-state",
+            fqn,
+            found="holds a gradient from outside the step; backward would add to it",
+            hint="call zero_grad() before the step",
+        )
         for fqn, param in step_state.params.items()
         if param.grad is not None
     ]
