@@ -197,6 +197,7 @@ class _Up(nn.Module):
             self.up.weight_scale_inv = nn.Parameter(torch.zeros(scale), requires_grad=False)
 
 
+@pytest.mark.extra("safetensors")
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_scaled_file_into_plain_weights(ranks: Ranks, tmp_path: Path, meta: bool) -> None:
@@ -240,6 +241,7 @@ def test_a_scaled_file_into_plain_weights(ranks: Ranks, tmp_path: Path, meta: bo
     assert _same(model.up.weight, numbers.bfloat16())
 
 
+@pytest.mark.extra("safetensors")
 @pytest.mark.ranks(2)
 def test_a_trainer_quantises_for_an_engine_and_the_pair_moves_on(ranks: Ranks, tmp_path: Path) -> None:
     weight, numbers, scale = _pair(18, 10)
