@@ -374,7 +374,7 @@ def _note(result: dict[str, Any]) -> str:
     if sharded.get("full"):
         return f"{sharded['full']} of {sharded['params']}: {sharded['why']}"
     text = next((result[c]["text"] for c in COLUMNS if result[c].get("text")), "")
-    return " ".join(text.split()).replace("|", "/").replace("<", "(").replace(">", ")")[:140]
+    return " ".join(text.split()).replace("|", "/").replace("<", "(").replace(">", ")")[:140].replace("[", "\\[")
 
 
 if __name__ == "__main__":
