@@ -38,6 +38,16 @@ def test_the_files_that_pages_name_are_there() -> None:
     assert [(page, name) for page, name in named if not any((place / name).exists() for place in places)] == []
 
 
+def test_the_tests_that_the_first_hour_runs_are_there() -> None:
+    text = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    commands = re.findall(r"(?:cd packages/(\S+) && )?uv run pytest (tests/\S+?\.py)(?: -k (\w+))?", text)
+    assert len(commands) == 3
+    folder = ROOT
+    for package, file, word in commands:  # a command without `cd` runs where the one before it did
+        folder = ROOT / "packages" / package if package else folder
+        assert re.search(rf"^def test_\w*{word}", (folder / file).read_text(), re.MULTILINE), f"{file} -k {word}"
+
+
 # ---- names of ours
 # Words in code type that name nothing in these sources: other libraries' names, and values that users write.
 OTHERS = {

@@ -480,8 +480,8 @@ class _Recorder(DispatchMode):
         else:
             dim, index = args[1] % target.dim(), args[2]
         recorded = storage_key(index) in self.memories or storage_key(index) in self.owners
-        whole = index.dtype in (torch.int64, torch.int32)
-        if recorded or index.is_meta or index.dim() != 1 or not whole or index.numel() > _MAX_BOXES:
+        is_integer = index.dtype in (torch.int64, torch.int32)
+        if recorded or index.is_meta or index.dim() != 1 or not is_integer or index.numel() > _MAX_BOXES:
             return None
         places = [place + target.shape[dim] * (place < 0) for place in index.tolist()]
         writes = packet in (aten.index_put_, aten.index_copy_)

@@ -515,8 +515,8 @@ class _Where:
                     targets[name] = self._target(name, by_target[name][0].source, by_weight.get(name))
                 out, (layout, dtype) = self.outs.get(name), targets[name]
                 source = self.sources[by_target[name][0].source].dtype
-                kept = name not in self.conversions and name not in self.scaled
-                if casts == "exact" and out is not None and source != dtype and kept:
+                is_cast = name not in self.conversions and name not in self.scaled
+                if casts == "exact" and out is not None and source != dtype and is_cast:
                     scales = scales or Scales([*self.sources, *self.outs])
                     problem = cast_problem(by_target[name][0].source, source, dtype, scales, name)
                     problems += [] if problem is None else [problem]
@@ -530,12 +530,12 @@ class _Where:
     def alike(self, aliases: Mapping[str, str]) -> dict[str, str]:
         """Return the ties that hold after the conversions: one weight with two scales is two tensors."""
         changed = self.conversions.keys()
-        kept = {name: first for name, first in aliases.items() if (name in changed) == (first in changed)}
+        ties = {name: first for name, first in aliases.items() if (name in changed) == (first in changed)}
         for name, entry in self.conversions.items():
             first = self.conversions.get(aliases.get(name, ""))
             if first is None or entry.quantize or aliases.get(entry.scale) != first.scale:
-                kept.pop(name, None)
-        return kept
+                ties.pop(name, None)
+        return ties
 
     def failed(self, targets: Collection[str]) -> set[str]:
         """Return scales whose weights have a problem: that problem is theirs too."""
@@ -615,8 +615,8 @@ class _Where:
     def _derived(self, kind: str, name: str, layout: ShardMap, block: Block, axes: Axes) -> ShardMap:
         key = kind, id(layout), block, axes
         if key not in self.resolved:
-            made = grown_layout(name, layout, block) if kind == "grown" else scale_layout(name, layout, block, axes)
-            self.resolved[key] = made
+            layout = grown_layout(name, layout, block) if kind == "grown" else scale_layout(name, layout, block, axes)
+            self.resolved[key] = layout
         return self.resolved[key]
 
     def _checked(self, name: str, derived: ShardMap) -> ShardMap:
