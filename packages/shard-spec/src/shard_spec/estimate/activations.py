@@ -99,6 +99,8 @@ def estimate_activations(
     notes = step.notes
     if step.roles.axes("expert") and expert_modules(resolution.metadata.parameters):
         notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
+    if any(each.stored_bytes is not None for each in resolution.metadata.parameters):
+        notes.append("quantised weights: copies that kernels dequantise for a product are not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
     if on_cpu and (dtype := options.get("dtype")):
