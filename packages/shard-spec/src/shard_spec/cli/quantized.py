@@ -1,8 +1,8 @@
 """Bytes of quantised weights, from the ``quantization_config`` of a Hugging Face config.
 
-The model on meta keeps its plain weights, whose names and shapes a plan is about. Each quantised weight carries the bytes
-that the checkpoint stores for it, packed values and scales together; `metadata_of` reads them. It is frozen: no optimizer
-updates packed values.
+The model on meta keeps its plain weights, whose names and shapes a plan is about. Each quantised weight carries the
+bytes that the checkpoint stores for it, packed values and scales together; `metadata_of` reads them. It is frozen: no
+optimizer updates packed values.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def store_quantized(path: Any, model: nn.Module, settings: dict[str, Any]) -> No
     if method == "fp8" and block is not None and not of_two:
         raise UsageError(f"{path}: weight_block_size is {str(block)[:60]}, not two numbers; {_PLAIN}")
     count = 0
-    for name, module in _converted(path, model, settings):
-        for leaf, parameter in module.named_parameters(recurse=False):
+    for module in _converted(path, model, settings):
+        for parameter in module.parameters(recurse=False):
             if method == "mxfp4" and parameter.dim() == 3:
                 stored = _mxfp4_bytes(tuple(parameter.shape))
             elif method == "fp8" and parameter.dim() == (2 if isinstance(module, nn.Linear) else 3):
@@ -52,22 +52,20 @@ def store_quantized(path: Any, model: nn.Module, settings: dict[str, Any]) -> No
         raise UsageError(f"{path}: quantization_config ({method}) matches no weight of this model; {_PLAIN}")
 
 
-def _converted(path: Any, model: nn.Module, settings: dict[str, Any]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose weights transformers would load as quantised ones, by FQN."""
+def _converted(path: Any, model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
+    """Return the modules whose weights transformers would load as quantised ones."""
     try:
         from transformers.quantizers.base import HfQuantizer
         from transformers.quantizers.quantizers_utils import should_convert_module
     except ImportError as error:  # an older or newer transformers
-        raise UsageError(
-            f"{path}: this transformers does not say which weights are quantised ({error}); {_PLAIN}"
-        ) from None
+        raise UsageError(f"{path}: this transformers has no list of quantised weights ({error}); {_PLAIN}") from None
     skipped = settings.get("modules_to_not_convert")
     if skipped is not None and not (isinstance(skipped, list) and all(isinstance(each, str) for each in skipped)):
         raise UsageError(f"{path}: modules_to_not_convert is no list of names")
     full = HfQuantizer.get_modules_to_not_convert(model, skipped, getattr(model, "_keep_in_fp32_modules", None))
     of_experts = settings["quant_method"] == "mxfp4"
     return [
-        (name, module)
+        module
         for name, module in model.named_modules()
         if (name.endswith(".experts") or (type(module) is nn.Linear and not of_experts))
         and should_convert_module(name, full)
@@ -75,13 +73,13 @@ def _converted(path: Any, model: nn.Module, settings: dict[str, Any]) -> list[tu
 
 
 def _mxfp4_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of experts of shape (experts, in, out): two values a byte, and a byte of scale for 32 of ``in``."""
+    """Return the bytes of experts of shape (experts, in, out): two values a byte, and a scale byte for 32 of ``in``."""
     experts, inputs, outputs = shape
     return experts * outputs * (-(-inputs // 2) + -(-inputs // 32))
 
 
 def _fp8_bytes(shape: tuple[int, ...], block: list[int] | None, scale: int) -> int:
-    """Return the bytes of a weight of shape (..., out, in): one a value, and ``scale`` for each block or each matrix."""
+    """Return the bytes of a weight of shape (..., out, in): ``scale`` more for each block or matrix."""
     *stacked, rows, columns = shape
     blocks = 1 if block is None else -(-rows // block[0]) * -(-columns // block[1])
     return prod(shape) + prod(stacked) * blocks * scale

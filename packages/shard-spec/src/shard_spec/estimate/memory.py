@@ -257,9 +257,7 @@ def memory_of(
     lines = []
     if packed:
         bits = 8 * sum(each.bytes_of(each.numel) for each in packed) / sum(each.numel for each in packed)
-        lines.append(
-            f"{len(packed)} quantised weights count as stored, {bits:.2f} bits an element with scales, and frozen"
-        )
+        lines.append(f"{len(packed)} quantised weights count as stored, {bits:.2f} bits an element, and frozen")
     sparse = [tensor.name for tensor in resolution.metadata.parameters if tensor.sparse_grad and grads is not False]
     if sparse:
         line = f"not counted: gradients of sparse tables ({', '.join(sparse[:3])}{', ...' if len(sparse) > 3 else ''})"
