@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Unpack
@@ -32,10 +33,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec._torch_compat import memory_of, on_every_operator
+from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
 from shard_spec.estimate.autocast import Autocast
 from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
 from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
+from shard_spec.estimate.kernels import copied_operands, run_operator
 from shard_spec.estimate.roles import (
     Batch,
     expert_modules,
@@ -150,6 +152,7 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
         options.get("sync") == "last",
         *(None if policy[key] is None else getattr(torch, str(policy[key])) for key in ("param_dtype", "output_dtype")),
     )
+    engine_references()  # counted once, outside of the modes below
     with (
         _checkpointed(blocks if checkpointing else []),
         torch.enable_grad(),  # also under the caller's no_grad
@@ -159,8 +162,7 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     ):
         handles = flow.sum_experts(module, resolution)
         try:
-            own = {f"model.{name}": each for name, each in state.items()}
-            torch.func.functional_call(step, own, (arguments, named))
+            torch.func.functional_call(step, _by_place(module, state), (arguments, named), tie_weights=False)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
                 raise  # the forward's own
@@ -513,7 +515,17 @@ class _Flow:
         return size
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operator and record its results."""
+        """Run one operator, and record its results beside the copies that its kernel makes of operands."""
+        copies = []
+        for each in copied_operands(operator, args):
+            shards = prod(self._axes[axis] for axis in self._cut.get(memory_of(each), ()))
+            copies.append(self.timeline.allocate(-(-each.numel() * each.itemsize // shards)))
+        result = self._observe(operator, args, kwargs)
+        for copy in copies:
+            self.timeline.free(copy)
+        return result
+
+    def _observe(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
             value = self.values.of(args[0])
             if value is None:
@@ -521,16 +533,8 @@ class _Flow:
             return value.item()
         if operator in _INDEXING:
             args = args[0], self.values.positions(args[1]), *args[2:]
-        if operator is torch.ops.aten.clone.default and args[0].layout == torch.sparse_coo:
-            return args[0].detach()  # a real step keeps a sparse gradient as it is; on meta a clone would lose its size
-        if operator is torch.ops.aten._grouped_mm.default:
-            # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
-            halves = (each.to(torch.bfloat16) for each in args[:2])
-            result = operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
-        elif torch.Tag.dynamic_output_shape in operator.tags and operator not in _INDEXING:
-            result = self.values.of_some_shape(operator, args, kwargs)
-        else:
-            result = operator(*args, **kwargs)
+        by_values = torch.Tag.dynamic_output_shape in operator.tags and operator not in _INDEXING
+        result = (self.values.of_some_shape if by_values else run_operator)(operator, args, kwargs)
         self.values.follow(operator, args, kwargs, result)
         # Views of weights and inputs are no new results.
         results = [
@@ -648,6 +652,22 @@ class _Flow:
                 del self.alive[memory], self._cut[memory]
 
         weakref.finalize(storage, free).atexit = False  # no work at interpreter exit
+
+
+def _by_place(module: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors on meta by each place of ``module`` under the attribute ``model``.
+
+    A tied parameter has several places. A module with several names has its places once: restored twice,
+    `functional_call` would leave the model with the tensors on meta.
+    """
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    by_tensor = {id(tensor): state[name] for name, tensor in named.items()}
+    places = {}
+    for path, owner in module.named_modules():
+        for leaf, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                places[".".join(filter(None, ("model", path, leaf)))] = by_tensor[id(tensor)]
+    return places
 
 
 def _meta_state(
