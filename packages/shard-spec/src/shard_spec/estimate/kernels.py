@@ -83,7 +83,10 @@ def copied_operands(operator: Any, args: Any) -> list[torch.Tensor]:
 def _is_gradient_of_engine(tensor: torch.Tensor, other: Any) -> bool:
     owned = engine_references()
     return (
-        isinstance(other, torch.Tensor) and tensor.shape == other.shape and owned == references(tensor) and owned is not None
+        isinstance(other, torch.Tensor)
+        and tensor.shape == other.shape
+        and owned == references(tensor)
+        and owned is not None
     )
 
 

@@ -115,6 +115,12 @@ class ModelMetadata:
         return cls(tuple(TensorMetadata(name, tuple(shape), dtype) for name, shape in shapes.items()))
 
 
+def original_of(model: nn.Module) -> nn.Module:
+    """Return the model that ``torch.compile`` wrapped: its names are those of a plan. Other modules pass unchanged."""
+    original = getattr(model, "_orig_mod", None) if type(model).__name__ == "OptimizedModule" else None
+    return model if original is None else original
+
+
 def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
     """Read the metadata of ``model``; ``ModelMetadata`` is returned as it is.
 
@@ -130,6 +136,7 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
+    model = original_of(model)
     seen: dict[int, tuple[Any, str, list[str], str, bool]] = {}  # by id: tensor, kind, names, class of module, sparse
     modules: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):  # every name of tied modules
