@@ -110,3 +110,8 @@ def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
                     for _ in range(2):
                         moved = resharder(state, out=into, atomic=atomic)
                         assert [tensor.device for tensor in moved.values()] == [device, device]
+                        work = resharder(state, out=into, atomic=atomic, async_op=True)
+                        assert len(work.buckets) == (1 if bucket_bytes > 64 else 3)
+                        devices = [value.device for bucket in work.buckets for value in bucket.wait().values()]
+                        assert devices == [device, device]
+                        assert work.wait().keys() == {"qk", "norm"}

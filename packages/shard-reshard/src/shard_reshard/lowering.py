@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from math import prod
 from operator import add, itemgetter
@@ -22,6 +22,7 @@ from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index,
 from shard_reshard.plan import Copy, Plan, RankSchedule, all_ranks_copies, is_local, rank_schedule
 
 
+@lru_cache(maxsize=1024)
 def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     """Return the number of rounds of a stage (or one addend). The same on every rank.
 
@@ -29,32 +30,28 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     buffers, for sends and receives, may use half of the bound. A bound that single elements exceed is refused.
     """
     assert plan.max_workspace_bytes is not None
-    cache: dict[object, int] = plan.__dict__.setdefault("_rounds", {})
-    key = stage, partial_index
-    if key not in cache:
-        # Elements of every message, by pair of ranks; for each rank, of those that it sends or receives.
-        pairs = Counter[tuple[int, int]]()
-        for copy in all_ranks_copies(plan):
-            if copy.stage == stage and partial_index in (None, copy.partial_index) and copy.src_rank != copy.dst_rank:
-                pairs[copy.src_rank, copy.dst_rank] += copy.numel
-        by_rank: list[list[int]] = [[] for _ in range(plan.world_size)]
-        for pair, size in pairs.items():
-            for rank in pair:
-                by_rank[rank].append(size)
-        rounds = 1
-        for messages in by_rank:
-            total = sum(messages)
-            # A round, one of two in flight, may hold one more element of each message than the average.
-            room = plan.max_workspace_bytes // 2 // plan.itemsize - len(messages)
-            if total > room + len(messages):
-                if room < 1:
-                    found = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
-                    least = 2 * (len(messages) + 1) * plan.itemsize
-                    hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
-                    raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
-                rounds = max(rounds, -(-total // room))
-        cache[key] = rounds
-    return cache[key]
+    # Elements of every message, by pair of ranks; for each rank, of those that it sends or receives.
+    pairs = Counter[tuple[int, int]]()
+    for copy in all_ranks_copies(plan):
+        if copy.stage == stage and partial_index in (None, copy.partial_index) and copy.src_rank != copy.dst_rank:
+            pairs[copy.src_rank, copy.dst_rank] += copy.numel
+    by_rank: list[list[int]] = [[] for _ in range(plan.world_size)]
+    for pair, size in pairs.items():
+        for rank in pair:
+            by_rank[rank].append(size)
+    rounds = 1
+    for messages in by_rank:
+        total = sum(messages)
+        # A round, one of two in flight, may hold one more element of each message than the average.
+        room = plan.max_workspace_bytes // 2 // plan.itemsize - len(messages)
+        if total > room + len(messages):
+            if room < 1:
+                reason = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
+                least = 2 * (len(messages) + 1) * plan.itemsize
+                hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
+                raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=reason, hint=hint))
+            rounds = max(rounds, -(-total // room))
+    return rounds
 
 
 def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:

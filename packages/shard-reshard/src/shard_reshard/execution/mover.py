@@ -20,8 +20,6 @@ from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_d
 from shard_reshard.lowering import build_program
 from shard_reshard.plan import Plan, group_problems
 
-Finish = Callable[[], None]
-
 
 class NotPicklable:
     """An object that can be neither copied nor pickled; its error names the alternative."""
@@ -158,7 +156,7 @@ class Mover:
         self._in_flight = self.keep_workspace
         if self._freed is not None:
             torch.cuda.current_stream(device).wait_event(self._freed)  # the workspace may be read on another stream
-        finish: Finish | None = None
+        finish: Callable[[], None] | None = None
         try:
             with torch.no_grad():
                 targets = exchange.allocate(device) if outs is None else outs
@@ -169,8 +167,10 @@ class Mover:
                 self._release(device)
         if finish is None:
             return targets, None
-        end: Any = _Finish(self, finish, device, True in map(torch.Tensor.is_inference, targets))
-        return targets, end
+        stream, held = None, list[torch.Tensor]()
+        if device.type == "cuda" and not is_fake(()):
+            stream, held = torch.cuda.current_stream(device), [*targets, *call.buffers.values()]
+        return targets, Finish(self, finish, device, True in map(torch.Tensor.is_inference, targets), stream, held)
 
     def _release(self, device: torch.device) -> None:
         """Make the workspace available to the next call."""
@@ -208,21 +208,32 @@ class Mover:
         )
 
 
-class _Finish(NamedTuple):
+class Finish(NamedTuple):
     """End of an asynchronous call, on the waiter's current stream."""
 
     mover: Mover
-    finish: Finish
+    finish: Callable[[], None]
     device: torch.device
     inference: bool
+    stream: torch.cuda.Stream | None  # the one that packed, whose allocator owns the tensors; None for CPUs
+    held: list[torch.Tensor]  # destinations and buffers on CUDA
 
     def __call__(self) -> None:
         try:
             # Inference tensors need that mode for writes; writes to others have to count as versions.
             with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self.inference):
                 self.finish()
+            if self.stream is not None and (current := torch.cuda.current_stream(self.device)) != self.stream:
+                # The packing stream must not reuse memory that is still read here when the tensors are freed.
+                for tensor in self.held:
+                    tensor.record_stream(current)
         finally:
             self.mover._release(self.device)
+
+    def abandon(self) -> None:
+        """Give up a call that nobody waits for: its collective may still write to the workspace."""
+        self.mover.exchange.drop_workspace()
+        self.mover._in_flight = False
 
 
 class _NamedWork(NamedTuple):
@@ -244,7 +255,7 @@ class ReshardWork(NotPicklable):
 
     _instead = "wait() for it and copy the result"
 
-    def __init__(self, result: Any, finish: Finish | None, what: str) -> None:
+    def __init__(self, result: Any, finish: Callable[[], None] | None, what: str) -> None:
         self._result, self._finish, self._what = result, finish, what
         self._done = False
         self._error: Exception | None = None
@@ -269,10 +280,8 @@ class ReshardWork(NotPicklable):
 
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
-            if isinstance(self._finish, _Finish):
-                # The collective may still write to the workspace, so later calls must not use it.
-                self._finish.mover.exchange.drop_workspace()
-                self._finish.mover._in_flight = False
+            if isinstance(self._finish, Finish):
+                self._finish.abandon()
             warnings.warn(
                 f"a reshard of {self._what} was started and never waited for: its destination is not filled",
                 RuntimeWarning,

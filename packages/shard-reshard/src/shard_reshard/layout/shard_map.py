@@ -125,11 +125,11 @@ class ShardMap(ABC):
         return type(other) is type(self) and self._arguments == other._arguments
 
     def __hash__(self) -> int:
-        if "_hash" not in self.__dict__:
-            values = [tuple(a.items()) if isinstance(a, dict) else a for a in self._arguments]
-            self.__dict__["_hash"] = hash(tuple(values))
-        value: int = self.__dict__["_hash"]
-        return value
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(tuple(a.items()) if isinstance(a, dict) else a for a in self._arguments))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments

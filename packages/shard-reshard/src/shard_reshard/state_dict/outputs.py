@@ -70,7 +70,7 @@ class LocalTargets:
     With ``keep`` buffers and views are kept between calls. Sources of a call are compared with ``known`` metadata.
 
     Attributes:
-        converted: Names that arrive apart from their destination, because arithmetic follows.
+        converted: Names that arrive apart from their destination, because arithmetic follows; with their weights.
         shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
         buckets: For each bucket, the moves that take a source from this rank, and all its moves.
         movers: For each bucket, what moves it.
@@ -88,7 +88,7 @@ class LocalTargets:
         known: Mapping[str, TensorMeta] | None = None,
     ) -> None:
         self.plan, self.rank, self.members, self.dst_layouts = plan, members.rank, members, dst_layouts
-        self.converted = {name for weight, entry in plan.conversions.items() for name in (weight, entry.scale)}
+        self.converted = {name: weight for weight, entry in plan.conversions.items() for name in (entry.scale, weight)}
         self._known, moved = known or {}, {move.source for move in plan.moves}
         self._tied = [
             (name, entry.tied_to)
@@ -207,6 +207,7 @@ class ReceiveBuffers:
         self.tensors: dict[str, list[torch.Tensor]] = {}
         self.fresh = not outs
         self.in_place: set[str] = set()  # names filled in the caller's memory
+        self.ready: dict[str, list[torch.Tensor]] = {}  # results of conversions
         for name, shapes in here.shapes.items():
             if outs and name in outs and len(shapes) == 1 and name not in here.converted:
                 self.tensors[name] = [outs[name]]
@@ -290,18 +291,25 @@ def move_buckets(
 
 
 def write_outputs(
-    here: LocalTargets, arriving: ReceiveBuffers, outs: Mapping[str, Any], locals_: Mapping[str, torch.Tensor]
+    here: LocalTargets,
+    arriving: ReceiveBuffers,
+    outs: Mapping[str, Any],
+    locals_: Mapping[str, torch.Tensor],
+    names: Iterable[str] | None = None,
 ) -> MovedStateDict:
-    """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``)."""
-    plan, results, ready = here.plan, dict[str, Any](), dict[str, list[torch.Tensor]]()
-    for name, conversion in plan.conversions.items():
-        if name not in plan.aliases:
-            ready |= _converted(here, arriving, name, conversion)
-    for name in plan.outputs:  # in the order of their names
+    """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``).
+
+    ``names`` are those that are wanted, whose buckets have arrived; None: all.
+    """
+    plan, results, ready = here.plan, dict[str, Any](), arriving.ready
+    for name in plan.outputs if names is None else names:  # in the order of their names
         if name in arriving.in_place:
             results[name] = outs[name]
             continue
         first = plan.aliases.get(name, name)
+        if first in here.converted and first not in ready:
+            weight = here.converted[first]
+            ready |= _converted(here, arriving, weight, plan.conversions[weight])
         tensors = ready[first] if first in ready else arriving.tensors[first]
         if not tensors:  # nothing on this rank
             continue

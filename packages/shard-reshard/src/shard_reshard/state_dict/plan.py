@@ -174,6 +174,18 @@ class StateDictPlan:
             total += sum(plan.wire_bytes for plan in plans) if padding == 1 else 0
         return total
 
+    @cached_property
+    def arrivals(self) -> tuple[tuple[str, ...], ...]:
+        """For each bucket the results that are complete when it and the buckets before it have arrived."""
+        last = {self.moves[at].target: number for number, bucket in enumerate(self.buckets) for at in bucket}
+        made = {entry.scale: name for name, entry in self.conversions.items() if entry.quantize}
+        complete: list[list[str]] = [[] for _ in self.buckets]
+        for name in self.outputs:
+            needed = {made.get(name, name)}
+            needed |= {self.conversions[n].scale for n in needed & self.conversions.keys()} - made.keys()
+            complete[max(last[self.aliases.get(n, n)] for n in needed)].append(name)
+        return tuple(map(tuple, complete))
+
     @property
     def lower_bound(self) -> int:
         """Minimum bytes for any algorithm."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +36,13 @@ from shard_reshard.state_dict.agreement import (
 from shard_reshard.state_dict.outputs import (
     Bucket,
     LocalTargets,
-    MovedStateDict,
     ReceiveBuffers,
     move_buckets,
     write_outputs,
 )
 from shard_reshard.state_dict.pairs import Pair, as_pairs
 from shard_reshard.state_dict.plan import DstLayouts, KeyRule, kept_layouts
+from shard_reshard.state_dict.work import PreparedState, StateDictWork
 
 
 @outside_of_graphs
@@ -60,7 +61,9 @@ def reshard_state_dict(
     check: str = "first",
     casts: str = "exact",
     pairs: Pair | Sequence[Pair] = (),
-) -> MovedStateDict:
+    async_op: bool = False,
+    in_flight: int = 2,
+) -> Any:
     """Move all tensors of a state dict to other layouts, ranks, names or dtypes.
 
     Every rank of ``group`` calls it. A rank outside of the source passes an empty mapping.
@@ -88,9 +91,11 @@ def reshard_state_dict(
         casts: "exact" refuses casts into ``out`` that lose a scale (float8 or int8 with a scale beside it, to floats)
             or most values (floats to integers, bools or float8). "values" casts the numbers as they are.
         pairs: Quantised weights and their scales, see `Pair`.
+        async_op: Return a `StateDictWork`, whose buckets are waited for one by one. Problems are raised by this call.
+        in_flight: With ``async_op``, how many buckets are posted ahead of the one that the caller waits for.
 
     Returns:
-        The tensors of this rank by destination name, with ``.plan``.
+        A `MovedStateDict`: the tensors of this rank by destination name, with ``.plan``. Or a `StateDictWork`.
 
     Raises:
         PlanError: With the problems of all tensors of all ranks, on every rank, before any transfer.
@@ -99,6 +104,7 @@ def reshard_state_dict(
     not_transformed("reshard_state_dict")
     members = group_info(group)
     try:
+        ahead = _buckets_ahead(in_flight) if async_op else None
         shapes, key_map = _snapshot(shapes) if shapes else {}, _snapshot(key_map) if key_map else {}
         pairs = as_pairs(pairs) if pairs else ()
         options: Any = {"bucket_bytes": bucket_bytes, "strict": strict, "check": check, "casts": casts, "pairs": pairs}
@@ -120,12 +126,12 @@ def reshard_state_dict(
         raise_on_all_ranks(members, error)
     if recent is not None:
         resharder, call = recent
-        return resharder._move(resharder._agree(call, ONE_SHOT)[0])
+        return resharder._move(resharder._agree(call, ONE_SHOT)[0], ahead)
     given: Any = {"src_layouts": src_layouts, "shapes": shapes, "out": out, "key_map": key_map, "group": group}
     resharder = _OneShot(state_dict, dst_layouts, **given, **options)
     call = resharder._prepare(tensors, targets, atomic)
     assert_consistent(members, "a state dict", [f"tensors of plan {resharder.plan.digest}"], call.problems)
-    result = resharder._move(call)
+    result = resharder._move(call, ahead)
     if replays and resharder._guards is not None:
         resharder._asked = asked
         remember(members.group, "state dict", object(), resharder)
@@ -200,6 +206,7 @@ class StateDictResharder(NotPicklable):
         self._guards: TensorGuards | None = None  # on the local tensors of the last call
         self._seen: tuple[Any, ...] = ()  # its names, declared layouts and ``atomic``
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
+        self._work: weakref.ref[StateDictWork] | None = None  # of the last asynchronous call
 
     @outside_of_graphs
     def __call__(
@@ -208,14 +215,26 @@ class StateDictResharder(NotPicklable):
         *,
         out: torch.nn.Module | Mapping[str, Any] | None = None,
         atomic: bool = True,
-    ) -> MovedStateDict:
-        """Move tensors of the resharder's names, shapes, dtypes and layouts."""
+        async_op: bool = False,
+        in_flight: int = 2,
+    ) -> Any:
+        """Move tensors of the resharder's names, shapes, dtypes and layouts.
+
+        ``async_op`` and ``in_flight`` as in `reshard_state_dict`. The next call is refused until every bucket of a
+        `StateDictWork` was waited for: both would use the kept buffers. With ``changed_only`` a bucket is exchanged
+        when it is posted, and its wait only unpacks it.
+        """
         not_transformed("StateDictResharder")
         problems: Sequence[Problem] = ()
         tensors: Mapping[str, Any] = {}
         targets: Mapping[str, Any] = {}
+        ahead: int | None = None
         try:
             tensors, targets = tensors_of(state_dict), tensors_of(out)
+            ahead = _buckets_ahead(in_flight) if async_op else None
+            if (work := None if self._work is None else self._work()) is not None and not work.is_completed():
+                reason, hint = "a call in flight", "wait() for its handle first, or make a second StateDictResharder"
+                raise PlanError(Problem("conflicting-arguments", "StateDictResharder", found=reason, hint=hint))
         except Exception as error:
             problems = problems_of(error)
         call = self._prepare(tensors, targets, atomic, problems=problems)
@@ -225,18 +244,17 @@ class StateDictResharder(NotPicklable):
             else:
                 assert_consistent(self._members, "a state dict", [f"tensors of plan {self.plan.digest}"], call.problems)
                 self._compared = self._check == "first" and not is_fake(())
-            return self._move(call)
+            return self._move(call, ahead)
         if not self._changed_only:
-            return self._move(self._agree(call, KEPT_CALL)[0])
+            return self._move(self._agree(call, KEPT_CALL)[0], ahead)
         # Ranks that ended the call before have one token; one that fails here has a token that no other has.
         token, self._token = self._token, os.urandom(16)
         call, tokens = self._agree(call, KEPT_CALL, token)
         for mover in self._here.movers:
             assert mover.changes is not None
             mover.changes.begin(full=len(set(tokens)) > 1)
-        result = self._move(call)
-        self._token = hashlib.sha256(b"".join(tokens)).digest()[:16]
-        return result
+        done = hashlib.sha256(b"".join(tokens)).digest()[:16]
+        return self._move(call, ahead, lambda: setattr(self, "_token", done))
 
     def _agree(self, call: PreparedState, kind: int, token: bytes = b"") -> tuple[PreparedState, tuple[bytes, ...]]:
         """Compare a call with those of all ranks. Return it, prepared for the plan of all, and their tokens."""
@@ -310,8 +328,11 @@ class StateDictResharder(NotPicklable):
                 all_problems += problems_of(error)
         return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems)
 
-    def _move(self, call: PreparedState) -> MovedStateDict:
-        """Move the tensors of a call without problems."""
+    def _move(self, call: PreparedState, ahead: int | None, done: Callable[[], None] | None = None) -> Any:
+        """Move the tensors of a call without problems; ``done`` is called after the last exchange.
+
+        With a number of buckets ``ahead`` these are posted, and the result is a handle.
+        """
         here, arriving = self._here, call.arriving
         assert arriving is not None
         with torch.no_grad():
@@ -324,11 +345,16 @@ class StateDictResharder(NotPicklable):
                 self._again = (arriving, call.buckets) if keeps else None
             if self.plan.fills:
                 arriving.fill(self.plan.fills, call.outs)
-            unchanged = call.match is Match.MEMORY
-            move_buckets(here, call.buckets, arriving.fresh, unchanged)
+            if ahead is not None:
+                work = StateDictWork(here, call, ahead, done)
+                self._work = weakref.ref(work) if self._keeps else None  # one-shot calls share no buffers
+                return work
+            move_buckets(here, call.buckets, arriving.fresh, call.match is Match.MEMORY)
             result = write_outputs(here, arriving, call.targets, call.outs)
         result.update(self.plan.values)
         result.plan = self.plan
+        if done is not None:
+            done()
         return result
 
 
@@ -368,20 +394,6 @@ class _OneShot(StateDictResharder):
 Compared = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]
 
 
-class PreparedState(NamedTuple):
-    """A call on this rank: its tensors, as given and locally, and its receive buffers."""
-
-    tensors: Mapping[str, Any]
-    targets: Mapping[str, Any]
-    sources: Mapping[str, torch.Tensor]
-    outs: Mapping[str, torch.Tensor]
-    match: Match
-    atomic: bool
-    arriving: ReceiveBuffers | None
-    buckets: list[Bucket]
-    problems: list[Problem]
-
-
 # ---- one-shot calls -------------------------------------------------------------------------------------------
 
 
@@ -395,6 +407,14 @@ def _snapshot(given: Any) -> Any:
         if callable(given)
         else {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     )
+
+
+def _buckets_ahead(in_flight: int) -> int:
+    """Return the number of buckets to post ahead of the caller."""
+    if not isinstance(in_flight, int) or in_flight < 0:
+        hint = "0 or more buckets; 2 overlaps one exchange with the work on the bucket before it"
+        raise PlanError(Problem("invalid-argument", "in_flight", found=repr(in_flight), hint=hint))
+    return in_flight
 
 
 def _as_values(layouts: Any) -> Any:
