@@ -24,7 +24,7 @@ def test_drawn_layouts_send_one_copy_to_a_host() -> None:
     for _ in range(150):
         world, shape = rng.randint(2, 8), random_shape(rng)
         src, dst = random_layout(rng, shape, world), random_layout(rng, shape, world)
-        hosts = rng.choice([1, 2, 3, [f"host {rng.randrange(3)}" for _ in range(world)]])
+        hosts: Any = rng.choice([1, 2, 3, [f"host {rng.randrange(3)}" for _ in range(world)]])
         plan, plain = (plan_reshard(shape, torch.int16, src, dst, hosts=known) for known in (hosts, None))
         full = torch.randint(-1000, 1000, shape, dtype=torch.int16)
         moved = simulate(plan, [local_tensors(src, rank, full) for rank in range(world)])

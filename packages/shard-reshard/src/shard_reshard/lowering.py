@@ -17,7 +17,7 @@ from math import prod
 from operator import add, itemgetter
 from typing import NamedTuple
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import refusal
 from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index, human, new_tuple
 from shard_reshard.plan import Copy, Plan, RankSchedule, all_ranks_copies, is_local, rank_schedule
 
@@ -48,8 +48,12 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
             if room < 1:
                 reason = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
                 least = 2 * (len(messages) + 1) * plan.itemsize
-                hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
-                raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=reason, hint=hint))
+                raise refusal(
+                    "invalid-argument",
+                    "max_workspace_bytes",
+                    found=reason,
+                    hint=f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few",
+                )
             rounds = max(rounds, -(-total // room))
     return rounds
 
@@ -92,7 +96,7 @@ class Program:
         rank: The rank in the group.
         world_size: Size of the group.
         src_shapes, dst_shapes: Shapes of the local tensors, those of all plans concatenated.
-        src_base, dst_base: For each plan, the index of its first tensor in these lists; one more entry closes the last.
+        src_plan, dst_plan: For each of these local tensors the number of its plan.
         steps: The collectives, in order.
         order: Plans in the order of a message: of falling element size, so that every place is aligned.
         overlaps: True if the next step is posted before a step is unpacked.
@@ -103,8 +107,8 @@ class Program:
     world_size: int
     src_shapes: tuple[Index, ...]
     dst_shapes: tuple[Index, ...]
-    src_base: tuple[int, ...]
-    dst_base: tuple[int, ...]
+    src_plan: tuple[int, ...]
+    dst_plan: tuple[int, ...]
     steps: tuple[Step, ...]
     order: tuple[int, ...]
     overlaps: bool
@@ -113,10 +117,9 @@ class Program:
     def accumulator_bytes(self) -> int:
         """Bytes of accumulators for reductions that cannot use the result."""
         return sum(
-            ITEMSIZES[reduction_dtype(plan)]
-            * sum(map(prod, self.dst_shapes[self.dst_base[at] : self.dst_base[at + 1]]))
-            for at, plan in enumerate(self.plans)
-            if accumulates_apart(plan)
+            ITEMSIZES[reduction_dtype(self.plans[at])] * prod(shape)
+            for at, shape in zip(self.dst_plan, self.dst_shapes, strict=True)
+            if accumulates_apart(self.plans[at])
         )
 
 
@@ -161,7 +164,9 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
     src, dst = (tuple(shape for shapes in side for shape in shapes) for side in (src_shapes, dst_shapes))
     order = tuple(sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at)))
     overlaps = any(plan.max_workspace_bytes is not None for plan in plans)
-    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps), order, overlaps)
+    src_plan = tuple([at for at, shapes in enumerate(src_shapes) for _ in shapes])
+    dst_plan = tuple([at for at, shapes in enumerate(dst_shapes) for _ in shapes])
+    return Program(plans, rank, world_size, src, dst, src_plan, dst_plan, tuple(steps), order, overlaps)
 
 
 def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:

@@ -155,8 +155,14 @@ def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
     highest = max((plan.world_size for plan in plans), default=0)
     if highest <= size:
         return []
-    reason = f"a layout names rank {highest - 1}, the group has {size} ranks"
-    return [Problem("rank-outside-mesh", "group", found=reason, hint="pass a larger group=")]
+    return [
+        Problem(
+            "rank-outside-mesh",
+            "group",
+            found=f"a layout names rank {highest - 1}, the group has {size} ranks",
+            hint="pass a larger group=",
+        )
+    ]
 
 
 def _busiest(plan: Plan) -> tuple[int, int]:
@@ -215,8 +221,7 @@ def check_plan(plan: Plan) -> None:
         add("dtype-mismatch", "dtype", f"{plan.dtype} to {plan.out_dtype}", "take the real part before")
     limit = plan.max_workspace_bytes
     if limit is not None and limit < 1:
-        reason = f"max_workspace_bytes={limit}"
-        add("invalid-argument", "max_workspace_bytes", reason, "at least one byte, or None")
+        add("invalid-argument", "max_workspace_bytes", f"max_workspace_bytes={limit}", "at least one byte, or None")
     if problems:
         raise PlanError(problems)
 
@@ -402,9 +407,9 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
             for src in plan.src.cross(start, stop) if rank in receivers else ():
                 low, high, there, addends, tensors = src
                 owners, sizes = addends[0], tuple(map(sub, high, low))
-                sender = single_sender(owners, rank, sizes, itemsize) if direct else None
-                if sender is not None:
-                    here = tuple(map(add, low, shift))
+                chosen = owners if len(owners) == 1 else senders(owners, rank, sizes, itemsize)
+                if direct and len(chosen) == 1:
+                    sender, here = chosen[0], tuple(map(add, low, shift))
                     number = 0 if tensors is None else tensors[sender]
                     arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
                     continue
@@ -424,10 +429,10 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
                 if direct and holding.issuperset(receivers):
                     continue
                 sizes = tuple(map(sub, high, low))
-                if direct and (count == 1 or single_sender(owners, -1, sizes, itemsize) is not None):
+                if direct and (count == 1 or len(senders(owners, -1, sizes, itemsize)) == 1):
                     here = tuple(map(add, low, shift))
                     for to in receivers:
-                        if to not in holding and (count == 1 or single_sender(owners, to, sizes, itemsize) == rank):
+                        if to not in holding and (count == 1 or senders(owners, to, sizes, itemsize)[0] == rank):
                             number = 0 if tensors is None else tensors[to]
                             leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, to, tensor, here, number, there)))
                     continue
@@ -499,36 +504,26 @@ def moves(
             yield from (m for m in fetch_moves(owners, rank, sizes, itemsize, hosts) if me in (m.src_rank, rank))
 
 
-def senders(owners: Sequence[int], rank: int, hosts: Hosts) -> Sequence[int]:
-    """Return the owners that may send to ``rank``: itself, else those on its host, else all."""
+def senders(
+    owners: Sequence[int], rank: int, sizes: Index = (0,), itemsize: int = 1, hosts: Hosts = None
+) -> Sequence[int]:
+    """Return the ranks that send a box to ``rank``, in the order of their shares: the one rule for choosing senders.
+
+    A rank that has the box itself, else one owner, or several for a large box; those on the rank's host if there are
+    any. Different ranks begin with different owners.
+    """
     if rank in owners:
         return (rank,)
-    near = [] if hosts is None else [owner for owner in owners if hosts[owner] == hosts[rank]]
-    return near or owners
-
-
-def single_sender(owners: Sequence[int], rank: int, sizes: Index, itemsize: int, hosts: Hosts = None) -> int | None:
-    """Return the rank that sends all of a box to ``rank``; None if several owners send shares of it."""
-    if len(owners) == 1:
-        return owners[0]
-    near = senders(owners, rank, hosts)
-    return near[rank % len(near)] if _num_shares(near, sizes, itemsize) < 2 else None
-
-
-def _num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
-    """Return the number of owners that share a box. 0 and 1 mean that one owner sends all of it."""
-    return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
+    near = owners if hosts is None else [owner for owner in owners if hosts[owner] == hosts[rank]] or owners
+    count = max(1, min(len(near), prod(sizes) * itemsize // SMALLEST_PART_BYTES))
+    return [near[(rank + number) % len(near)] for number in range(count)]
 
 
 def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int, hosts: Hosts = None) -> Iterator[Move]:
     """Yield a box's moves to ``rank``, from one owner or in shares from several."""
-    sender = single_sender(owners, rank, sizes, itemsize, hosts)
-    if sender is not None:
-        yield Move(0, 0, sender, rank, (0,) * len(sizes), sizes)
-        return
-    near = senders(owners, rank, hosts)
-    for number, (offset, part) in enumerate(split_box(sizes, _num_shares(near, sizes, itemsize))):
-        yield Move(0, 0, near[(rank + number) % len(near)], rank, offset, part)
+    chosen = senders(owners, rank, sizes, itemsize, hosts)
+    for sender, (offset, part) in zip(chosen, split_box(sizes, len(chosen)), strict=False):
+        yield Move(0, 0, sender, rank, offset, part)
 
 
 def _relay_groups(owners: Sequence[int], receivers: Sequence[int], relay: bool, hosts: Hosts) -> Iterator[list[int]]:
@@ -580,7 +575,6 @@ def _addends(
 ) -> Iterator[Move]:
     """All addends to one rank, each from one holder. They arrive in one shape, to be reduced."""
     for partial_index, ranks in enumerate(owners):
-        near = senders(ranks, rank, hosts)
-        source = near[rank % len(near)]
+        (source,) = senders(ranks, rank, hosts=hosts)
         if me in (rank, source):
             yield Move(0, partial_index, source, rank, offset, sizes)

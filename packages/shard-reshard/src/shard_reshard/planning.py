@@ -12,7 +12,7 @@ from math import prod
 from operator import add, index, sub
 from typing import TYPE_CHECKING, Any
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap, dtype_name, human
 from shard_reshard.lowering import buffer_bytes, build_program
@@ -64,7 +64,7 @@ def plan_reshard(
     """
     if not isinstance(shape, Sequence | None):
         hint = "pass sizes: the order is plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are untyped
-        raise PlanError(Problem("wrong-type", "shape", found=repr(shape), hint=hint))
+        raise refusal("wrong-type", "shape", found=repr(shape), hint=hint)
     out = None if out_dtype is None else dtype_name(out_dtype)
     layouts = resolve_layouts(shape, src, dst)
     numbered = None if hosts is None else _numbered_hosts(hosts, *layouts)
@@ -80,7 +80,7 @@ def _numbered_hosts(hosts: int | Sequence[Any], src: ShardMap, dst: ShardMap) ->
     elif isinstance(hosts, Sequence) and not isinstance(hosts, str) and len(hosts) >= size:
         listed = hosts[:size]
     else:
-        raise PlanError(Problem("invalid-argument", "hosts", found=f"{hosts!r:.100} for {size} ranks", hint=hint))
+        raise refusal("invalid-argument", "hosts", found=f"{hosts!r:.100} for {size} ranks", hint=hint)
     order = {host: number for number, host in enumerate(dict.fromkeys(listed))}
     return tuple(order[host] for host in listed) if len(order) > 1 else None
 
@@ -113,14 +113,17 @@ def make_plan(
 ) -> ReshardPlan:
     """Build a validated plan between two shard maps."""
     if src.shape != dst.shape:
-        reason = f"source of {src.shape}, destination of {dst.shape}"
-        raise PlanError(Problem("shape-mismatch", found=reason, hint="both layouts are of one global tensor"))
+        raise refusal(
+            "shape-mismatch",
+            found=f"source of {src.shape}, destination of {dst.shape}",
+            hint="both layouts are of one global tensor",
+        )
     names = dtype_name(dtype), dtype_name(dtype if out_dtype is None else out_dtype)
     try:  # a Python int: cached plans are compared by equality, and sent as JSON
         limit = None if max_workspace_bytes is None else index(max_workspace_bytes)
     except TypeError:
         reason, hint = repr(max_workspace_bytes), "a whole number of bytes, or None"
-        raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=reason, hint=hint)) from None
+        raise refusal("invalid-argument", "max_workspace_bytes", found=reason, hint=hint) from None
     plan = ReshardPlan(src.shape, *names, src, dst, limit, hosts=hosts)
     check_plan(plan)
     return plan

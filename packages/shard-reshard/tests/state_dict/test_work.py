@@ -206,7 +206,7 @@ def test_ties_pairs_dtensors_and_nested_values_arrive_as_in_the_synchronous_call
     nested = {"state": {"w": {"step": 3, "m": distribute_tensor(full, mesh, [Shard(0)])}}, "lr": 0.5}
     layouts = {"state.w.m": (mesh, (Shard(1),))}
     for bucket_bytes in (260, 400, 1 << 20):
-        sizes = {"bucket_bytes": bucket_bytes}
+        sizes: dict[str, Any] = {"bucket_bytes": bucket_bytes}
         want = reshard_state_dict(plain, "2: S(1)", **options, **sizes)
         with ranks.delayed():
             work = reshard_state_dict(plain, "2: S(1)", **options, **sizes, async_op=True)

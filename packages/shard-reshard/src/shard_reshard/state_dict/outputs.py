@@ -14,6 +14,7 @@ from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import dtensor_maker
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import FREED, address, destination_problems, has_memory, local_problems, memory_of
+from shard_reshard.execution.exchange import Workspace
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, PieceShardMap
@@ -106,7 +107,7 @@ class LocalTargets:
             self.buckets.append((held, moves))
             plans = tuple(move.plan for move in moves)
             # What is prepared for one caller's tensors must not meet another's: then movers are not shared.
-            mover = Mover(plans, members, keep, check) if keep else shared_mover(members, plans, check)
+            mover = Mover(plans, members, check, Workspace()) if keep else shared_mover(members, plans, check)
             if changed_only:
                 mover.changes = ChangeExchange(min(plan.itemsize for plan in plans))
             self.movers.append(mover)
@@ -138,7 +139,6 @@ class LocalTargets:
         if strange := sorted(given.keys() - self._known.keys()) if given is not None else []:
             hint = "leave them out, or make a resharder for a state dict that has them"
             problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
-
         metadata, full = self._known, BoxShardMap.whole
         problems += declared_mismatches(
             given or {}, lambda name: (m := metadata.get(name)) and (m.layout or full(m.shape, self.rank)), self.members
@@ -174,14 +174,20 @@ class LocalTargets:
             layout, dtype = targets[name]
             shapes = layout.local_shapes(self.rank)
             if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
-                reason = f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}"
-                add("shape-mismatch", reason, "pass a local tensor of that shape, or another layout in dst_layouts")
+                add(
+                    "shape-mismatch",
+                    f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}",
+                    "pass a local tensor of that shape, or another layout in dst_layouts",
+                )
             elif len(shapes) > 1:
                 hint = "leave it out of out=; the result has a list of tensors"
                 add("argument-count", f"one tensor for {len(shapes)} boxes", hint)
             elif not shapes and strict and out.numel():
-                reason = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
-                add("missing-source", reason, "leave it out of out= on this rank, or pass strict=False")
+                add(
+                    "missing-source",
+                    f"shape {tuple(out.shape)}, the layout has nothing on this rank",
+                    "leave it out of out= on this rank, or pass strict=False",
+                )
         for name, value in given.items():
             if name in targets and not isinstance(value, torch.Tensor):
                 add("wrong-type", f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out=")
