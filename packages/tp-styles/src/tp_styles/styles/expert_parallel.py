@@ -6,13 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tp_styles.problems import Problem, StyleTypeError
 from tp_styles.runtime.experts import FORMS, ExpertForward, Experts, ExpertSpec
 from tp_styles.runtime.token_exchange import AllToAllDispatcher, TokenDispatcher
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Split, StyleSpec
+from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Split, StyleSpec, describe, is_below
 
 KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "DbrxExperts": ("indices", ("mlp.w1", "mlp.v1", "mlp.w2")),  # experts beneath each other in two dims
@@ -123,6 +124,23 @@ class ExpertParallel(ParallelStyle):
                 hint = "its rows are those of the experts, one after the other"
                 problems.append(Problem("shape-mismatch", info.where(name), found=reason, hint=hint))
         return problems
+
+
+def expert_modules(model: nn.Module) -> list[str]:
+    """Return FQNs of the modules that `ExpertParallel()` takes as they are, in the model's order.
+
+    Their classes have "expert" in their names, as all of transformers have.
+    """
+    names: list[str] = []
+    for name, module in model.named_modules():
+        is_named = "expert" in type(module).__name__.lower()
+        if is_named and not any(is_below(name, other) for other in names) and _takes(describe(module, name)):
+            names.append(name)
+    return names
+
+
+def _takes(info: ModuleInfo) -> bool:
+    return not ExpertParallel().spec(info, 1).problems
 
 
 def _numbered(info: ModuleInfo) -> dict[str, int]:
