@@ -54,9 +54,9 @@ def _load(where: str, what: str) -> Any:
 def _explain(model: Any, plan: Any, options: argparse.Namespace) -> int:
     import torch
 
-    from tp_styles.hf.plan import auto_plan
     from tp_styles.plan.planned import plan_styles
     from tp_styles.problems import PlanError
+    from tp_styles.sources.auto import auto_plan
 
     with torch.device("meta"):  # no memory for weights
         module = model if isinstance(model, torch.nn.Module) else model()
