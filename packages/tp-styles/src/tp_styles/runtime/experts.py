@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +82,11 @@ class ExpertForward(ModuleForward):
         owned = Split.along(0, self.experts.count)
         ((self.first, stop),) = owned.ranges(axis.rank, axis.size)
         self.num_local = stop - self.first
+        self.summed: dict[str, torch.Tensor] = {}  # during a call: replicated parameters, each behind one node of autograd
+
+    def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
+        """Return a parameter; see `Forward.parameter_of`. A summed gradient is reduced once, however often it is read."""
+        return self.summed[name] if name in self.summed else super().parameter_of(owner, attribute, name)
 
     @without_compiler
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -94,7 +99,15 @@ class ExpertForward(ModuleForward):
         routed = self.dispatcher.dispatch(
             tokens, moved[0], moved[1], num_experts=self.experts.count, group=self.axis.group
         )
-        rows = self.run_experts(routed, given) if routed.hidden.shape[0] else self.no_rows(routed)
+        try:
+            for owner, attribute, key in self.places:
+                if key in self.sums and (local := super().parameter_of(owner, attribute, key)) is not None:
+                    self.summed[key] = local
+            rows = self.run_experts(routed, given) if routed.hidden.shape[0] else self.no_rows(routed)
+            # A rank may not use a replicated parameter (the expert around it got no token): it joins the sum all the same.
+            rows = _connected(rows, self.summed.values())
+        finally:
+            self.summed = {}
         output = self.dispatcher.combine(rows, routed.state)
         if self.is_replicated:
             output = moved_back(output, self.leave, sizes)
@@ -115,6 +128,9 @@ class ExpertForward(ModuleForward):
         if self.experts.form == "one-hot":  # a token that no expert has room for has no bit
             indices = torch.where(indices.any(-1), indices.to(torch.int64).argmax(-1), count)
         indices = indices.reshape(-1, indices.shape[-1])
+        if indices.is_floating_point():
+            reason, hint = f"{indices.dtype}", "indices of experts are integers: name the arguments (inputs=)"
+            raise StyleInputError(Problem("wrong-type", f"{self.name}({names[1]})", found=reason, hint=hint))
         if weights is not None and weights.numel() != indices.numel():
             hint = "weights are those of the selected experts, in the same order"
             reason = f"{list(weights.shape)} beside indices {list(indices.shape)}"
@@ -157,11 +173,11 @@ class ExpertForward(ModuleForward):
         Backward then runs both exchanges here too, and this rank's parameters get zeros as their gradients, as experts
         without tokens do on one process.
         """
-        empty = routed.hidden
-        for owner, attribute, key in self.places:
-            if (local := self.parameter_of(owner, attribute, key)) is not None and local.is_floating_point():
-                empty = empty + local.as_subclass(torch.Tensor).reshape(-1)[:0].sum()
-        return empty if routed.weights is None else empty + routed.weights[:, None]
+        empty = routed.hidden if routed.weights is None else routed.hidden + routed.weights[:, None].to(routed.hidden)
+        if self.experts.is_numbered:  # an expert without tokens has no gradient, on one process either
+            return empty
+        locals = (self.parameter_of(owner, attribute, key) for owner, attribute, key in self.places)
+        return _connected(empty, (local for local in locals if local is not None))
 
     @contextmanager
     def counting(self, count: int) -> Iterator[None]:
@@ -172,3 +188,11 @@ class ExpertForward(ModuleForward):
             yield
         finally:
             vars(self.module).update(before)
+
+
+def _connected(rows: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the rows with parameters in their graph: each gets a gradient, of zeros where nothing else uses it."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            rows = rows + parameter.as_subclass(torch.Tensor).reshape(-1)[:0].sum().to(rows.dtype)
+    return rows

@@ -229,6 +229,7 @@ def _unpacked(rows: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> tuple[torc
     width = [part.shape[1:].numel() for part in parts]
     if len({part.dtype for part in parts}) > 1:
         width = [count * part.itemsize for count, part in zip(width, parts, strict=True)]
-    columns = [column.contiguous() for column in rows.split(width, dim=1)]
+    # Clones, not `contiguous()`: one row counts as contiguous with any stride, which a view of another type refuses.
+    columns = [column.clone(memory_format=torch.contiguous_format) for column in rows.split(width, dim=1)]
     shapes = [(rows.shape[0], *part.shape[1:]) for part in parts]
     return tuple(c.view(p.dtype).view(s) for c, p, s in zip(columns, parts, shapes, strict=True))

@@ -13,7 +13,7 @@ from tp_styles.problems import Problem, StyleTypeError
 from tp_styles.runtime.experts import FORMS, ExpertForward, Experts, ExpertSpec
 from tp_styles.runtime.token_exchange import AllToAllDispatcher, TokenDispatcher
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Split, StyleSpec, describe, is_below
+from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Section, Split, StyleSpec, describe, is_below
 
 KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "DbrxExperts": ("indices", ("mlp.w1", "mlp.v1", "mlp.w2")),  # experts beneath each other in two dims
@@ -82,7 +82,11 @@ class ExpertParallel(ParallelStyle):
             return StyleSpec(problems=tuple(problems))
         parameters = []
         for one in info.parameters:
-            if one.name in named or (not named and "." not in one.name and one.shape[:1] == (count,)):
+            if one.name in numbered and one.shape:  # all rows on one rank, none on the others
+                first = numbered[one.name] // -(-count // tp_size)
+                section = Section(one.shape[0], max(one.shape[0], 1), first=first)
+                parameters.append((one.name, ParameterSpec(Split(0, (section,)))))
+            elif one.name in named or (not named and "." not in one.name and one.shape[:1] == (count,)):
                 split = Split.along(0, one.shape[0], unit=one.shape[0] // count)
                 parameters.append((one.name, ParameterSpec(split)))
             else:  # used by each rank on the rows of its experts
@@ -111,10 +115,13 @@ class ExpertParallel(ParallelStyle):
             hint = "a module of experts has one block of rows for each expert in its parameters, or numbered modules:"
             hint += " name the parameters (parameters=) and num_experts="
             problems.append(Problem("module-kind", where, found=f"no experts in {kind}", hint=hint))
-        if len(inputs) < min(needed, 2) or any(name not in (*info.arguments, *info.keyword_only) for name in inputs):
+        if len(inputs) < (min(needed, 2) if self.inputs else needed) or any(name not in (*info.arguments, *info.keyword_only) for name in inputs):
             hint = "its forward takes tokens, the indices of their experts and routing weights: name them (inputs=)"
             reason = f"{kind}.forward({', '.join(info.arguments)})"
             problems.append(Problem("module-kind", where, found=reason, hint=hint))
+        if self.tokens == "sharded" and needed < 3:
+            reason = f"{kind} takes its tokens by expert, which the ranks' own tokens together are not"
+            problems.append(Problem("module-kind", where, found=reason, hint='tokens="replicated" takes them'))
         for name in named:
             one = info.parameter(name)
             if one is None:
