@@ -111,7 +111,8 @@ class ExpertForward(ModuleForward):
         output = self.dispatcher.combine(rows, routed.state)
         if self.is_replicated:
             output = moved_back(output, self.leave, sizes)
-        return output.reshape(*hidden.shape[:-1], output.shape[-1])
+        shape = (*hidden.shape[:-1], output.shape[-1])
+        return output if output.shape == shape else output.reshape(shape)  # FSDP2 warns of views
 
     def read(self, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return tokens, indices `[T, k]` and weights `[T, k]` of a call, whatever form they come in."""

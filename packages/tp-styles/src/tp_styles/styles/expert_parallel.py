@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tp_styles.problems import Problem, StyleTypeError
 from tp_styles.runtime.experts import FORMS, ExpertForward, Experts, ExpertSpec
@@ -131,6 +131,29 @@ class ExpertParallel(ParallelStyle):
                 hint = "its rows are those of the experts, one after the other"
                 problems.append(Problem("shape-mismatch", info.where(name), found=reason, hint=hint))
         return problems
+
+
+class RouterLogits(ParallelStyle):
+    """Hand out a router's logits of all ranks' tokens, for losses over all tokens.
+
+    Beside `ExpertParallel("sharded")`, for a router whose logits only such losses read: load balancing is a product of
+    two means, so the mean of the ranks' losses is not the loss of all tokens. Every rank then computes the same loss,
+    and its gradient is that of one process where gradients are averaged over the ranks (FSDP2, DDP). All ranks have
+    the same number of tokens.
+
+    Args:
+        outputs: Number of the router's outputs.
+        logits: Index of the logits among them.
+    """
+
+    def __init__(self, outputs: int = 3, logits: int = 0) -> None:
+        super().__init__(None, None)
+        self.outputs, self.logits = outputs, logits
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """Return an all-gather of the logits, whose gradients are summed; see `ParallelStyle.spec`."""
+        flow = Redistribution(Shard(0), Replicate(), gradient=Partial())
+        return StyleSpec(outputs=tuple(flow if index == self.logits else None for index in range(self.outputs)))
 
 
 def expert_modules(model: nn.Module) -> list[str]:
