@@ -14,7 +14,6 @@ import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from tp_styles._torch_compat import functional_collectives
 from tp_styles.problems import StyleInputError
 from tp_styles.runtime.token_exchange import AllToAllDispatcher, RoutedTokens, exchange_counts
 
@@ -133,7 +132,7 @@ class AllGatherDispatcher:
     def dispatch(self, hidden: Any, experts: Any, weights: Any, *, num_experts: int, group: Any) -> RoutedTokens:
         self.calls.append("dispatch")
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        x, ids, w = (_gather(value, group) for value in (hidden, experts, weights))
+        x, ids, w = (_AllGathered.apply(value, group) for value in (hidden, experts, weights))  # type: ignore[no-untyped-call]
         step = -(-num_experts // size)
         token, place = torch.where((ids >= rank * step) & (ids < min(rank * step + step, num_experts)))
         return RoutedTokens(x[token], ids[token, place] - rank * step, w[token, place], (token, len(x), group))
@@ -142,13 +141,41 @@ class AllGatherDispatcher:
         self.calls.append("combine")
         token, count, group = state
         total = outputs.new_zeros(count, outputs.shape[-1]).index_add(0, token, outputs)
-        return functional_collectives.reduce_scatter_tensor_autograd(total, "sum", 0, group)
+        return _ScatteredSum.apply(total, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _gather(value: torch.Tensor, group: Any) -> torch.Tensor:
-    if not value.is_floating_point():
-        return functional_collectives.all_gather_tensor(value.contiguous(), 0, group)
-    return functional_collectives.all_gather_tensor_autograd(value.contiguous(), 0, group)
+class _AllGathered(torch.autograd.Function):
+    """All ranks' rows; the gradients of this rank's are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, value.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _own_rows_of_sum(gradient, ctx.group), None
+
+
+class _ScatteredSum(torch.autograd.Function):
+    """This rank's rows of the sum; its gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _own_rows_of_sum(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllGathered.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def _own_rows_of_sum(value: torch.Tensor, group: Any) -> torch.Tensor:
+    total = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
 @pytest.mark.ranks(2)

@@ -77,6 +77,8 @@ def pair(count: int = 4, **options: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
 def test_attention_by_heads_and_whole_experts_on_one_axis(ranks: Ranks) -> None:
     """With the router's losses over all tokens, a checkpoint around each layer, and compiled after the check."""
     mesh = ranks.mesh((ranks.world_size,), ("tp",))

@@ -159,11 +159,11 @@ class RouterLogits(ParallelStyle):
 def expert_modules(model: nn.Module) -> list[str]:
     """Return FQNs of the modules that `ExpertParallel()` takes as they are, in the model's order.
 
-    Their classes have "expert" in their names, as all of transformers have.
+    They, or their classes, have "expert" in their names, as all of transformers have.
     """
     names: list[str] = []
     for name, module in model.named_modules():
-        is_named = "expert" in type(module).__name__.lower()
+        is_named = "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         if is_named and not any(is_below(name, other) for other in names) and _takes(describe(module, name)):
             names.append(name)
     return names
