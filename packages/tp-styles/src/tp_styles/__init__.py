@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tp_styles.styles.attention import GQAParallel, MultiheadAttentionParallel, TransformerLayerParallel
     from tp_styles.styles.base import ParallelStyle
     from tp_styles.styles.blocks import BlockParallel, LoRAParallel, NoParallel, SequenceParallel
+    from tp_styles.styles.expert_parallel import ExpertParallel, RouterLogits
     from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
     from tp_styles.styles.prepare_module import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
     from tp_styles.training import full_state_dict, vocab_parallel_cross_entropy
@@ -51,6 +52,8 @@ __all__ = [
     "LoRAParallel",
     "BlockParallel",
     "NoParallel",
+    "ExpertParallel",
+    "RouterLogits",
     "PairwiseParallel",
     "make_input_replicate_1d",
     "make_input_reshard_replicate",
@@ -106,6 +109,7 @@ __getattr__, __dir__ = lazy_exports(
         "styles.attention": ("GQAParallel", "MultiheadAttentionParallel", "TransformerLayerParallel"),
         "styles.base": ("ParallelStyle",),
         "styles.blocks": ("BlockParallel", "LoRAParallel", "NoParallel", "SequenceParallel"),
+        "styles.expert_parallel": ("ExpertParallel", "RouterLogits"),
         "styles.linear": ("ColwiseParallel", "FusedColwiseParallel", "RowwiseParallel"),
         "styles.prepare_module": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
         "training": ("full_state_dict", "vocab_parallel_cross_entropy"),
