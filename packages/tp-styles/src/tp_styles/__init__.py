@@ -10,6 +10,7 @@ from tp_styles._shared.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from tp_styles._shared.norms import clip_grad_norm_
     from tp_styles.apply import TPHandle, apply_plan, parallelize_module
+    from tp_styles.compare_models import ComparedModels, compare
     from tp_styles.from_plan.carry_out import apply_sharding_plan
     from tp_styles.from_plan.convert import from_sharding_plan
     from tp_styles.hf.plan import auto_plan, from_hf_tp_plan
@@ -77,6 +78,8 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "clip_grad_norm_",
     "tp_rng",
+    "compare",
+    "ComparedModels",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -84,6 +87,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "_shared.norms": ("clip_grad_norm_",),
         "apply": ("TPHandle", "apply_plan", "parallelize_module"),
+        "compare_models": ("ComparedModels", "compare"),
         "from_plan.carry_out": ("apply_sharding_plan",),
         "from_plan.convert": ("from_sharding_plan",),
         "hf.plan": ("auto_plan", "from_hf_tp_plan"),
