@@ -63,6 +63,10 @@ class ComparedModels:
         return text
 
 
+class Constants(ConstantRandomness):
+    """Constants in place of random numbers, for a run of the model as it trains (no run of a first call's check)."""
+
+
 @dataclass
 class Findings:
     """Differences of this rank, by kind and name, and counts."""
@@ -128,7 +132,7 @@ def compare(
         stack.enter_context(random_state_restored())
         if "torch._dynamo" in sys.modules:  # compiled blocks cannot run under a dispatch mode
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        constants = stack.enter_context(ConstantRandomness())
+        constants = stack.enter_context(Constants())
         norm = _run_both(sharded, original, (mine, batch), data, names, findings, (constants, tolerance))
     return _agreed(findings, norm)
 
@@ -140,7 +144,7 @@ def _run_both(
     data: TPGroup | None,
     names: _Names,
     findings: Findings,
-    precision: tuple[ConstantRandomness, float | None],
+    precision: tuple[Constants, float | None],
 ) -> float | None:
     """Run both models forward, compare; then backward, and compare. Return the norm of the original's gradients."""
     constants, tolerance = precision
