@@ -15,6 +15,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
+from tp_styles.losses import sharded_mean
 
 EXACT = 1e-12
 Batch = dict[str, Any]
@@ -466,6 +467,24 @@ def test_other_axes(ranks: Ranks) -> None:
         assert trained_apart(model, alone, batches())[0] < EXACT
         assert "equal to the original" in check_line(handle)
 
+    # Logits that stay shards of tokens and of the vocabulary: tensor parallelism is checked before the sequence is cut.
+    model, alone = llama(), llama()
+    plan = {**tp.from_hf_tp_plan(model), "lm_head": tp.ColwiseParallel(output_layouts=Shard(-1))}
+    tp.apply_plan(model, both["tp"], plan)
+    model(input_ids=tokens()).logits.sum().backward()
+    model.zero_grad()
+    tp.apply_plan(model, both["cp"], tp.ContextParallel(output_layouts=Shard(1)))
+
+    def vocabulary_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        ids, cp = batch["input_ids"], both["cp"]
+        target = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1).chunk(2, 1)[cp.get_local_rank()]
+        losses = tp.vocab_parallel_cross_entropy(
+            logits_of(model(**batch)), target, mesh=both["tp"], num_classes=48, reduction="none"
+        )
+        return sharded_mean(losses, target != -100, mesh=cp)
+
+    assert trained_apart(model, alone, batches(), vocabulary_loss)[0] < EXACT
+
 
 # ---------------------------------------------------------------------------------------------- refusals
 
@@ -588,7 +607,7 @@ def test_refusals(ranks: Ranks) -> None:
     for more, text in calls:
         with pytest.raises(tp.PlanError, match=text):
             model(input_ids=ids, **more)
-    with pytest.raises(tp.PlanError, match=r"generate\(\)"):
+    with pytest.raises(tp.PlanError, match=r"undo\(\)"):
         model.generate(ids, max_new_tokens=2)
     odd = llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=24)
     tp.apply_plan(odd, mesh, tp.ContextParallel())

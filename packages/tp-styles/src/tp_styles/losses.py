@@ -69,13 +69,25 @@ def sharded_cross_entropy(
     if reduction == "sum":
         return total
     counted = flat != ignore_index
-    if weight is None:
-        count = counted.sum().to(total.dtype)
-    else:
-        count = torch.where(counted, weight.detach()[flat.masked_fill(~counted, 0)], 0).sum().to(total.dtype)
-    if axis is not None:
-        count = axis.all_reduce(count)
-    return total / count  # nan without a target on any rank, as torch's
+    shares = counted if weight is None else torch.where(counted, weight.detach()[flat.masked_fill(~counted, 0)], 0)
+    count = shares.sum().to(total.dtype)
+    return total / (count if axis is None else axis.all_reduce(count))  # nan without a target on any rank, as torch's
+
+
+def sharded_mean(values: torch.Tensor, counted: torch.Tensor, *, mesh: DeviceMesh) -> torch.Tensor:
+    """Return the mean of the counted values of all ranks, the same on every rank; nan if there are none.
+
+    The losses of a vocabulary that is sharded beside the sequence become one loss by it:
+    `sharded_mean(vocab_parallel_cross_entropy(..., reduction="none"), target != -100, mesh=mesh["cp"])`.
+
+    Args:
+        values: `[...]`: this rank's, zero where they do not count.
+        counted: `[...]`, boolean: the values that count.
+        mesh: 1-D mesh of the shards.
+    """
+    axis = None if not torch.compiler.is_compiling() and IN_ORIGINAL.get() else TPGroup(mesh)
+    total, count = _summed(values.sum(), axis), counted.sum().to(values.dtype)
+    return total / (count if axis is None else axis.all_reduce(count))
 
 
 def _following(target: torch.Tensor, axis: TPGroup | None, ignore_index: int) -> torch.Tensor:
@@ -110,7 +122,8 @@ def vocab_parallel_logsumexp(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch
         return logits.logsumexp(-1)
     exact, highest, axis = _shifted(logits, mesh)
     total = _summed((exact - highest.unsqueeze(-1)).exp().sum(-1), axis)
-    return (total.log() + highest).to(logits.dtype)
+    result: torch.Tensor = (total.log() + highest).to(logits.dtype)
+    return result
 
 
 def vocab_parallel_log_probs(
@@ -141,7 +154,8 @@ def vocab_parallel_log_probs(
     picked = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
     terms.append(picked.masked_fill(~here, 0))
     normalizer, chosen = _summed(torch.stack(terms), axis)
-    return (chosen - normalizer.log()).to(logits.dtype)
+    result: torch.Tensor = (chosen - normalizer.log()).to(logits.dtype)
+    return result
 
 
 def vocab_parallel_entropy(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.Tensor:
@@ -159,7 +173,8 @@ def vocab_parallel_entropy(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.T
     powers = shifted.exp()
     weighted = (powers * shifted.masked_fill(powers == 0, 0)).sum(-1)  # a class of -inf adds nothing
     normalizer, weighted = _summed(torch.stack([powers.sum(-1), weighted]), axis)
-    return (normalizer.log() - weighted / normalizer).to(logits.dtype)
+    result: torch.Tensor = (normalizer.log() - weighted / normalizer).to(logits.dtype)
+    return result
 
 
 def _shifted(logits: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor, TPGroup]:

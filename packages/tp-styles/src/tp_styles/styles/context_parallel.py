@@ -140,7 +140,7 @@ class ContextParallel(ParallelStyle):
             hint = "apply_plan(model, mesh, ContextParallel()): it shards the inputs of the model"
             yield Problem("module-kind", info.name, found="a module inside of a model", hint=hint)
         if is_of_transformers(info.kind):
-            if not vars(info.kind).get("_supports_attention_backend", info.kind._supports_attention_backend):  # type: ignore[attr-defined]
+            if not getattr(info.kind, "_supports_attention_backend", False):
                 hint = "its attention is code of its own (ALiBi, or older than the interface): no way over ranks yet"
                 yield Problem("module-kind", info.kind.__name__, found="no AttentionInterface", hint=hint)
             if "position_ids" not in known:
@@ -161,8 +161,23 @@ class ContextSpec(StyleSpec):
     style: Any = field(default=None, compare=False)
 
 
+HINTS = {
+    "output": "tokens are mixed along the sequence other than by attention (a convolution, a scan, a shift, positions"
+    " of the local length): pass positions as an input, labels to sharded_cross_entropy, and shard the batch or the"
+    " heads of what is left",
+    "gradient": "this parameter's gradient is another one than the sum over all tokens: a mean over this rank's tokens"
+    " inside of the model (sharded_cross_entropy has the count of all), or a gradient that code of yours scales",
+    "raises": "code that takes the local length for the full one, or a mask of other tokens: inputs={name: dim} shards"
+    " an input along its tokens, None leaves it full",
+}
+HINTS["input-gradient"] = HINTS["gradient"]
+HINTS |= dict.fromkeys(("cache", "buffer", "attribute", "shard-leaves"), HINTS["output"])
+
+
 class ContextForward(Forward):
     """The model's own forward on this rank's tokens."""
+
+    hints = HINTS  # of the check
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
@@ -204,6 +219,11 @@ class ContextForward(Forward):
                 stack.enter_context(tp_rng(self.axis.mesh))
             output = self.kind.forward(self.module, *args, **bound)
         return self._finish(output, call, scale, has_loss=loss_count)
+
+    def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of an output of the original, for the check."""
+        sharded = full.dim() > 1 and full.shape[1] % self.moves_tokens.order.multiple == 0
+        return self.moves_tokens.order.take(full, 1, self.axis.rank) if sharded else full
 
     def _refuse(self, code: str, name: str, found: str, hint: str) -> NoReturn:
         raise StyleInputError(Problem(code, name, found=found, hint=hint))
@@ -290,7 +310,7 @@ class ContextForward(Forward):
         if name == "position_ids":
             steps = torch.arange(1, count + 1, device=x.device, dtype=x.dtype)
             return x.narrow(dim, x.shape[dim] - 1, 1) + steps.view([-1 if d == dim else 1 for d in range(x.dim())])
-        value = {"labels": -100, "token_type_ids": 0}.get(name, self.style.pad)
+        value = {"labels": -100, "token_type_ids": 0}.get(name, self.style.pad or 0)
         return x.new_zeros(shape) if x.is_floating_point() else x.new_full(shape, value)
 
     def _refuse_inputs(self, bound: dict[str, Any], size: int) -> None:
@@ -308,16 +328,17 @@ class ContextForward(Forward):
                     self._refuse("unsupported-option", name, "asked for", hint)
             for name in ("logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"):
                 if name in given and not (name == "logits_to_keep" and given[name] == 0):
-                    hint = (
-                        "select from the logits afterwards" if name == "logits_to_keep" else "position_ids that start"
-                    )
-                    hint += "" if name == "logits_to_keep" else " again at 0 separate packed documents"
+                    hint = "position_ids that start again at 0 separate packed documents"
+                    if name == "logits_to_keep":
+                        hint = (
+                            "select from the logits afterwards; generate() is right before the plan, and after undo()"
+                        )
                     self._refuse("unsupported-option", name, "counts tokens of the full sequence", hint)
             if self.module.training and any(_is_reentrant(module) for module in self.module.modules()):
                 hint = (
-                    'gradient_checkpointing_enable({"use_reentrant": False}): gradients of a re-entrant checkpoint are'
+                    'gradient_checkpointing_enable({"use_reentrant": False}): the gradients of a re-entrant one are no'
                 )
-                hint += " no part of the model's graph"
+                hint += " part of the model's graph"
                 self._refuse("unsupported-option", "gradient_checkpointing", "use_reentrant=True", hint)
             if self.moves_tokens.order.is_zigzag and self._uses_cache(bound):
                 hint = "use_cache=False: its tokens would be out of order"
@@ -359,7 +380,7 @@ class ContextForward(Forward):
 
     def _positions_and_masks(self, bound: dict[str, Any], call: Call, *, is_sharded: bool) -> None:
         """Add positions of this rank's tokens; complete the mask; find documents as transformers does."""
-        source = bound.get("input_ids") if bound.get("input_ids") is not None else bound["inputs_embeds"]
+        source: torch.Tensor = bound["inputs_embeds"] if bound.get("input_ids") is None else bound["input_ids"]
         position, mask = bound.get("position_ids"), bound.get("attention_mask")
         rows, size = source.shape[0], call.length - call.added
         if mask is not None and not isinstance(mask, torch.Tensor):
