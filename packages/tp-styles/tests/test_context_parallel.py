@@ -13,11 +13,14 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from tp_styles.losses import sharded_mean
+from tp_styles.runtime.sequence import Kind
 
 EXACT = 1e-12
+LAYOUTS = Replicate(), Shard(1)
+KINDS: tuple[Kind, ...] = ("ulysses", "gather")
 Batch = dict[str, Any]
 LENGTH = 16
 
@@ -51,6 +54,11 @@ def next_token(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
 
+def distance(one: torch.Tensor, other: Any) -> float:
+    """The largest difference; infinity for NaN."""
+    return float((one - other).abs().max().nan_to_num(torch.inf))
+
+
 def trained_apart(
     model: nn.Module,
     alone: nn.Module,
@@ -70,7 +78,7 @@ def trained_apart(
         if rows is not None:  # each rank's loss is of its rows
             torch.distributed.all_reduce(losses[0].detach(), group=rows)
         size = 1 if rows is None else rows.size()
-        worst = max(worst, float((losses[0] / size - losses[1]).detach().abs()))
+        worst = max(worst, distance(losses[0].detach() / size, losses[1].detach()))
         wanted = {name: p.grad for name, p in alone.named_parameters()}
         for name, p in model.named_parameters():
             name = name.removeprefix("module.")
@@ -78,7 +86,7 @@ def trained_apart(
             if p.grad is not None:
                 grad: Any = p.grad
                 grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                worst = max(worst, float((grad - wanted[name]).abs().max()))
+                worst = max(worst, distance(grad, wanted[name]))
                 count += 1
         for _, optimizer in pairs:
             optimizer.step()
@@ -107,7 +115,7 @@ def cell(mesh: Any, style: tp.ContextParallel, build: Callable[[], Any], batches
     torch.testing.assert_close(logits_of(model(**batch)), logits_of(alone(**batch)), rtol=0, atol=EXACT)
 
 
-def batches(count: int = 3, **more: Any) -> list[Batch]:
+def batches(count: int = 3, /, **more: Any) -> list[Batch]:
     return [{"input_ids": tokens(seed=1 + i), **more} for i in range(count)]
 
 
@@ -124,9 +132,9 @@ STYLES = {
 def test_ways_and_heads(ranks: Ranks) -> None:
     """Each way with 1, 2 and 4 key-value heads, by both attentions of transformers: 3 steps equal one process."""
     mesh = ranks.mesh((ranks.world_size,), ("cp",))
-    for style in STYLES.values():
-        for heads, attention in ((1, "eager"), (2, "sdpa"), (4, "sdpa")):
-            cell(mesh, style, lambda: llama(num_key_value_heads=heads, attention=attention), batches())  # noqa: B023
+    cells = (("ulysses", 1, "eager"), ("ulysses", 2, "sdpa"), ("ulysses", 4, "sdpa"), ("gather", 1, "sdpa"))
+    for name, heads, attention in (*cells, ("gather", 2, "eager"), ("zigzag", 2, "sdpa")):
+        cell(mesh, STYLES[name], lambda: llama(num_key_value_heads=heads, attention=attention), batches())  # noqa: B023
 
 
 def left_padded() -> Batch:
@@ -169,8 +177,8 @@ def test_masks(ranks: Ranks) -> None:
                 ("mistral", packed(), {"sliding_window": 3}),
                 ("mistral", {}, {"sliding_window": 5}),
             ):
-                if attention == "eager" and name == "zigzag":
-                    continue
+                if attention == "eager" and (name == "zigzag" or "sliding_window" not in sizes):
+                    continue  # its softmax in float32 makes NaN of float64's lowest number, in one process too
                 model = llama(kind, attention, **sizes)
                 cell(mesh, style, lambda: copy.deepcopy(model), batches(2, **more))  # noqa: B023
     for style in (STYLES["ulysses"], STYLES["gather"]):
@@ -216,15 +224,11 @@ def sharded_batch(mesh: Any, batch: Batch) -> Batch:
 def test_shards_in_and_out(ranks: Ranks) -> None:
     """Inputs that are shards already, logits that stay shards, labels in every combination, gradients of embeddings."""
     mesh = ranks.mesh((2,), ("cp",))
-    for kind in ("ulysses", "gather"):
+    for kind in KINDS:
         for into in (False, True):
             for more in ({}, packed(), right_padded()):
                 model, alone = llama(), llama()
-                style = tp.ContextParallel(
-                    kind,  # type: ignore[arg-type]
-                    output_layouts=Shard(1),
-                    **({"input_layouts": Shard(1)} if into else {}),
-                )
+                style = tp.ContextParallel(kind, output_layouts=Shard(1), input_layouts=LAYOUTS[into])
                 handle = tp.apply_plan(model, mesh, style)
 
                 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -242,7 +246,7 @@ def test_shards_in_and_out(ranks: Ranks) -> None:
     labels = tokens().masked_fill(torch.arange(LENGTH) < 9, -100)  # rank 0 predicts nothing, but for the border
     for into in (False, True):
         model, alone = llama(), llama()
-        tp.apply_plan(model, mesh, tp.ContextParallel(**({"input_layouts": Shard(1)} if into else {})))
+        tp.apply_plan(model, mesh, tp.ContextParallel(input_layouts=LAYOUTS[into]))
         batch = {"input_ids": tokens(), "labels": labels}
         one = model(**(sharded_batch(mesh, batch) if into else batch))
         other = alone(**batch)
@@ -351,12 +355,13 @@ def test_bytes(ranks: Ranks) -> None:
     mesh = ranks.mesh((n,), ("cp",))
     position = torch.arange(LENGTH)[None]
     heads, groups = 4, max(2, n)  # key-value heads are copied up to one a rank
-    for kind, op, amount in (
+    cells: tuple[tuple[Kind, str, float], ...] = (
         ("ulysses", "all_to_all", (2 * heads + 2 * groups) * shard * size * (n - 1) / n),
         ("gather", "all_gather", 2 * 2 * shard * size * (n - 1)),
-    ):
+    )
+    for kind, op, amount in cells:
         model = own()
-        style = tp.ContextParallel(kind, output_layouts=Shard(1), inputs={"mask": None})  # type: ignore[arg-type]
+        style = tp.ContextParallel(kind, output_layouts=Shard(1), inputs={"mask": None})
         tp.apply_plan(model, mesh, style, check="never")
         with ranks.record() as log:
             logits = model(tokens(), position)
@@ -403,19 +408,19 @@ def test_adapters_checkpoints_and_graphs(ranks: Ranks) -> None:
     """LoRA, transformers' gradient checkpointing in both ways, and torch.compile after the check."""
     mesh = ranks.mesh((2,), ("cp",))
     cell(mesh, tp.ContextParallel(), lambda: adapters(llama()), batches())
-    for kind in ("ulysses", "gather"):
+    for kind in KINDS:
         model, alone = llama(), llama()
         model.train()
         alone.train()
-        tp.apply_plan(model, mesh, tp.ContextParallel(kind))  # type: ignore[arg-type]
+        tp.apply_plan(model, mesh, tp.ContextParallel(kind))
         model.gradient_checkpointing_enable({"use_reentrant": False})
         assert trained_apart(model, alone, batches())[0] < EXACT
         model.gradient_checkpointing_enable({"use_reentrant": True})
         with pytest.raises(tp.PlanError, match=r"unsupported-option\] gradient_checkpointing.*use_reentrant"):
             model(input_ids=tokens())
-    for kind in ("ulysses", "gather"):
+    for kind in KINDS:
         model, alone = llama(), llama()
-        handle = tp.apply_plan(model, mesh, tp.ContextParallel(kind))  # type: ignore[arg-type]
+        handle = tp.apply_plan(model, mesh, tp.ContextParallel(kind))
         model(input_ids=tokens()).logits.sum().backward()
         model.zero_grad()
         assert "equal to the original" in check_line(handle)
@@ -449,21 +454,22 @@ def test_other_axes(ranks: Ranks) -> None:
     found = tp.compare(model, lambda: copy.deepcopy(alone), four[0], data_mesh=mesh["dp"])
     assert found.compared.gradients == len([*alone.parameters()])
 
-    for gradients, group in (("mean", flat.get_group()), ("sum", mesh["dp"].get_group())):
+    ways: Any = (("mean", flat.get_group()), ("sum", mesh["dp"].get_group()))
+    for gradients, group in ways:
         model, alone = llama(), llama()
-        style = tp.ContextParallel("gather", gradients=gradients)  # type: ignore[arg-type]
+        style = tp.ContextParallel("gather", gradients=gradients)
         handle = tp.apply_plan(model, mesh["cp"], style)
         wrapped = DistributedDataParallel(model, process_group=group)
         assert trained_apart(wrapped, alone, four, local, mesh["dp"].get_group())[0] < EXACT
         assert "equal to the original" in check_line(handle)
 
     both = ranks.mesh((2, 2), ("cp", "tp"))
-    for kind in ("ulysses", "gather"):
+    for kind in KINDS:
         model, alone = llama(), llama()
         tp.apply_plan(model, both["tp"], tp.from_hf_tp_plan(model))
         model(input_ids=tokens()).logits.sum().backward()  # tensor parallelism is checked by itself
         model.zero_grad()
-        handle = tp.apply_plan(model, both["cp"], tp.ContextParallel(kind))  # type: ignore[arg-type]
+        handle = tp.apply_plan(model, both["cp"], tp.ContextParallel(kind))
         assert trained_apart(model, alone, batches())[0] < EXACT
         assert "equal to the original" in check_line(handle)
 
@@ -579,11 +585,10 @@ def test_refusals(ranks: Ranks) -> None:
         {"output_layouts": Shard(2)},
     ):
         with pytest.raises(tp.PlanError):
-            tp.ContextParallel(**options)  # type: ignore[arg-type]
-    plans = (
+            tp.ContextParallel(**options)
+    plans: tuple[tuple[Any, str, str], ...] = (
         (lambda: llama("bloom", "eager"), "", r"AttentionInterface"),
         (lambda: llama("mamba", "eager"), "", r"Mamba"),
-        (lambda: llama("jamba"), "", r"Mamba"),
         (lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "", r"dynamic"),
         (lambda: llama(attention="flex_attention"), "", r"flex_attention"),
         (llama, "model.layers.0", r"inside of a model"),
@@ -633,7 +638,7 @@ def test_dropout(ranks: Ranks) -> None:
             x = checkpoint(self.drop, self.embed(input_ids), use_reentrant=False)
             return torch.cat([x, x + self.place(position_ids)], -1)
 
-    model = models.seeded(Dropping).double()
+    model: Any = models.seeded(Dropping).double()
     tp.apply_plan(model, mesh, tp.ContextParallel(inputs={"mask": None}))
     ids = torch.full((2, LENGTH), 5)
     torch.manual_seed(4)
