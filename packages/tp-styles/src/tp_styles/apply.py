@@ -27,6 +27,7 @@ from tp_styles.runtime.install import (
     KeyRemover,
     ModuleChange,
     apply_torch_style,
+    changes_below,
     checked_modules,
     install_module,
     restore,
@@ -412,7 +413,7 @@ def _apply_own(
         if change.parameters:
             _keep(change)
     changes[""].removers += install_module(found, module, axis)
-    return list(changes.values())
+    return [*changes.values(), *changes_below(module)]
 
 
 def _keep(change: ModuleChange) -> None:
